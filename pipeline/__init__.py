@@ -1,0 +1,41 @@
+"""The library that other projects import: shard format and loader.
+
+    from tokenfeed.pipeline import Padded, ShardLoader
+
+The names below are looked up when first used, so that `pretokenize`, which needs only the shard
+format, does not pay for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.batch import Batch as Batch
+    from tokenfeed.pipeline.batching import Fixed as Fixed
+    from tokenfeed.pipeline.batching import Packed as Packed
+    from tokenfeed.pipeline.batching import Padded as Padded
+    from tokenfeed.pipeline.dataset import ShardDataset as ShardDataset
+    from tokenfeed.pipeline.loader import ShardLoader as ShardLoader
+    from tokenfeed.pipeline.manifest import Manifest as Manifest
+    from tokenfeed.pipeline.shard import ShardReader as ShardReader
+    from tokenfeed.pipeline.shard import ShardWriter as ShardWriter
+
+_HOME = {
+    "Batch": "batch",
+    "Fixed": "batching",
+    "Manifest": "manifest",
+    "Packed": "batching",
+    "Padded": "batching",
+    "ShardDataset": "dataset",
+    "ShardLoader": "loader",
+    "ShardReader": "shard",
+    "ShardWriter": "shard",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,253 @@
+"""ShardLoader: batches on a device, ready before they are asked for, resumable at any of them.
+
+    shards ─A─► workers ─B─► share of a window ─C─► pinned ─D─► device ─E─► Batch
+    A decode, plan, gather: once per window, in worker processes
+    B shared memory, two buffers per window
+    C page-locked once per window (CUDA only)
+    D ragged ids, 2 bytes a token, on a copy stream, ahead of use
+    E widened, padded and labelled on that same stream; on the CPU by numpy instead
+
+Nothing in the path synchronises with the device. The position counts what the user was given, not
+what was prefetched, so a state saved at any batch continues with exactly the next one.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+import torch.distributed
+from torch.utils.data import DataLoader, IterableDataset
+
+from tokenfeed.pipeline.batch import (
+    Batch,
+    RaggedBatch,
+    build_on_device,
+    build_on_host,
+    device_inputs,
+)
+from tokenfeed.pipeline.batching import Batching
+from tokenfeed.pipeline.dataset import ShardDataset, WindowShare
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, TokenfeedError
+from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.plan import Position
+
+__all__ = ["ShardLoader"]
+
+_COPIES_AHEAD = 2
+"""Micro-batches copied to the device before they are asked for: one in use, one in flight."""
+
+_Placed = tuple[RaggedBatch, Position]
+"""A micro-batch and the position after it."""
+
+
+class ShardLoader:
+    """Streams the batches of a data set, once per epoch each row, in a planned order.
+
+        loader = ShardLoader("out/", batching=Padded(max_tokens=32_768), device="cuda")
+        for batch in loader:
+            loss = model(**batch).loss
+        state = loader.state_dict()    # JSON-serialisable, at any batch
+
+    Iterating goes on from the present position: leaving the loop and entering it again loses and
+    repeats nothing, and after the last epoch of a pass the next pass begins, newly shuffled.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        batching: Batching,
+        split: str = "train",
+        device: str | torch.device = "cpu",
+        num_workers: int = 2,
+        seed: int = 0,
+        shuffle: bool = True,
+        epochs: int | None = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Read the manifest and make the plan; workers start with the first iteration.
+
+        Args:
+            path: Output folder of `pretokenize`.
+            batching: `Padded`, `Packed` or `Fixed`.
+            split: Which split of the data set.
+            device: Where batches are delivered.
+            num_workers: Reader processes; 0 reads in this process. The order never depends on it.
+            seed: Decides every order.
+            shuffle: False gives the order of the files, sorted by length within a window.
+            epochs: Epochs of a pass; None for no end.
+            rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
+            world_size: Ranks that share each gang; by default torch.distributed's, or 1.
+
+        Raises:
+            ManifestError: The folder holds no such data set or split.
+            ConfigError: A setting is out of range.
+        """
+        rank, world_size = _resolve_ranks(rank, world_size)
+        if num_workers < 0:
+            raise ConfigError(f"`num_workers`={num_workers} must be at least 0.")
+        if epochs is not None and epochs < 1:
+            raise ConfigError(f"`epochs`={epochs} must be at least 1, or None for no end.")
+        self.device = torch.device(device)
+        self.num_workers = num_workers
+        self._dataset = ShardDataset(
+            path,
+            batching,
+            split=split,
+            seed=seed,
+            shuffle=shuffle,
+            epochs=epochs,
+            rank=rank,
+            world_size=world_size,
+        )
+        self._plan = self._dataset.plan
+        self._position = Position(0, 0, 0)
+        self._running: Generator[Batch, None, None] | None = None
+
+    @property
+    def manifest(self) -> Manifest:
+        """What the data set holds."""
+        return self._dataset.manifest
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        self._running = self._iterate()
+        return self._running
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the last batch given out: a few integers, and the plan's settings.
+
+        It does not depend on workers, prefetching or device.
+        """
+        return self._plan.state(self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position, at once; only its window is read again.
+
+        Raises:
+            ResumeError: The state belongs to other data, another seed or policy; says which.
+        """
+        position = self._plan.position(state)
+        self.close()
+        self._position = position
+
+    def close(self) -> None:
+        """End the running iteration and its workers; the position stays."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _iterate(self) -> Generator[Batch, None, None]:
+        pad_id = self.manifest.tokenizer.pad_id
+        if self.device.type == "cuda":
+            batches = _copy_ahead(self._ragged_batches(), self.device, pad_id)
+        else:
+            batches = (
+                (build_on_host(ragged, pad_id), after) for ragged, after in self._ragged_batches()
+            )
+        for batch, after in batches:
+            self._position = after
+            yield batch
+
+    def _ragged_batches(self) -> Iterator[_Placed]:
+        """All micro-batches from the present position on, each with the position after it."""
+        position = self._dataset.start = self._position
+        for share in self._shares():
+            for ragged in share.ragged_batches(first=position.gang):
+                position = self._plan.advance(position, share.num_batches)
+                yield ragged, position
+
+    def _shares(self) -> Iterator[WindowShare]:
+        shares: DataLoader[WindowShare | TokenfeedError] = DataLoader(
+            _Courier(self._dataset),
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        try:
+            for share in shares:
+                if isinstance(share, TokenfeedError):
+                    raise share
+                yield share
+        except RuntimeError as error:
+            if isinstance(error, TokenfeedError) or "DataLoader worker" not in str(error):
+                raise
+            raise LoaderError(
+                f"{self._dataset.path}: a loader worker died ({str(error).splitlines()[0]}). "
+                "Often the machine ran out of memory: use fewer workers (`num_workers`)."
+            ) from error
+
+
+class _Courier(IterableDataset[WindowShare | TokenfeedError]):
+    """Carries errors out of a worker as items: the DataLoader would wrap them in a traceback."""
+
+    def __init__(self, dataset: ShardDataset) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[WindowShare | TokenfeedError]:
+        try:
+            yield from self._dataset
+        except TokenfeedError as error:
+            yield error
+
+
+def _copy_ahead(
+    batches: Iterator[_Placed], device: torch.device, pad_id: int
+) -> Iterator[tuple[Batch, Position]]:
+    """Deliver batches whose copies and padding were queued on a copy stream beforehand.
+
+    The compute stream waits for a batch's event, not the host. The pinned memory a copy reads from
+    is torch's: its caching allocator does not hand a block out again before the copy's event.
+    """
+    copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    queued: deque[tuple[Batch, Position, torch.cuda.Event]] = deque()
+
+    def deliver() -> tuple[Batch, Position]:
+        batch, after, ready = queued.popleft()
+        compute_stream = torch.cuda.current_stream(device)
+        compute_stream.wait_event(ready)
+        for tensor in batch.values():
+            tensor.record_stream(compute_stream)  # allocated on the copy stream, used on this one
+        return batch, after
+
+    for ragged, after in batches:
+        with torch.cuda.stream(copy_stream):
+            ids, index = device_inputs(ragged)
+            batch = build_on_device(
+                ids.to(device, non_blocking=True),
+                index.pin_memory().to(device, non_blocking=True),
+                ragged,
+                pad_id,
+            )
+            queued.append((batch, after, copy_stream.record_event()))
+        if len(queued) > _COPIES_AHEAD:
+            yield deliver()
+    while queued:
+        yield deliver()
+
+
+def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Fill in what was not said from torch.distributed."""
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if rank is None:
+        rank = torch.distributed.get_rank() if running else 0
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if running else 1
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"`rank`={rank} is not in range({world_size}), the `world_size`.")
+    return rank, world_size

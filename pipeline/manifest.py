@@ -1,0 +1,240 @@
+"""manifest.json: the one file that freezes a data set.
+
+It is written last, so a folder with a manifest is complete. It keeps figures per shard, never per
+batch or row, and so stays small at any size; it ends with a checksum of itself, so a flipped bit or
+an edit by hand is refused instead of shifting the plan. Torch-free; read by loader and tools alike.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.schema import FORMAT_VERSION
+from tokenfeed.pipeline.storage import atomic_write
+
+__all__ = [
+    "MANIFEST_FILE",
+    "FileInfo",
+    "Ledger",
+    "Manifest",
+    "ShardInfo",
+    "SplitInfo",
+    "TokenizerInfo",
+    "length_histogram",
+]
+
+MANIFEST_FILE = "manifest.json"
+_CHECKSUM = "manifest_xxh3"
+_HISTOGRAM_BINS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileInfo:
+    """A file of the data set and what proves that it is the right one."""
+
+    file: str
+    """Path below the data set's folder, with forward slashes."""
+    bytes: int
+    xxh3: str
+    """xxh3-64 of the whole file, 16 hex digits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardInfo(FileInfo):
+    """One shard: its file and its size in every unit the plan needs."""
+
+    rows: int
+    tokens: int
+    batches: int
+    longest_row: int
+    """Tokens of the longest row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitInfo:
+    """The shards of one split, in row order."""
+
+    shards: tuple[ShardInfo, ...]
+    length_histogram: tuple[int, ...]
+    """Rows by length: entry k counts those of 2**k up to 2**(k+1) - 1 tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all shards."""
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def batches(self) -> int:
+        """Record batches of all shards."""
+        return sum(shard.batches for shard in self.shards)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row of all shards."""
+        return max((shard.longest_row for shard in self.shards), default=0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerInfo(FileInfo):
+    """The tokenizer that made the ids, stored beside the shards."""
+
+    vocabulary_size: int
+    """Ids are below this number; it decides how wide a token is on disk."""
+    end_id: int | None
+    """Stands at the end of every document, or null where the tokenizer has no such token."""
+    pad_id: int
+    """Fills the padding of a batch; its value is never seen by a loss or by attention."""
+    engine: str
+    engine_version: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What became of the input: read = written + empty + rejected, always."""
+
+    files: int
+    bytes: int
+    """Bytes of text encoded, as UTF-8."""
+    read: int
+    written: int
+    empty: int
+    rejected: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """A frozen data set: what it holds, what made it, and the checksum of every file."""
+
+    format_version: int
+    task: str
+    tokenizer: TokenizerInfo
+    splits: dict[str, SplitInfo]
+    ledger: Ledger
+    sources: FileInfo
+    """sources.jsonl: a line per input file, with its own ledger; rows point at it."""
+    rejects: FileInfo
+    """rejects.jsonl: a line per record that could not be used: file, record, reason."""
+
+    @property
+    def fingerprint(self) -> str:
+        """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
+        return xxhash.xxh3_64_hexdigest(_canonical(dataclasses.asdict(self)))
+
+    def split(self, name: str) -> SplitInfo:
+        """The split called `name`; a ManifestError names those there are."""
+        if name not in self.splits:
+            there = ", ".join(self.splits) or "none"
+            raise ManifestError(f"no split `{name}` in this data set; it has: {there}")
+        return self.splits[name]
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json into `folder`, atomically."""
+        content = dataclasses.asdict(self) | {_CHECKSUM: self.fingerprint}
+        atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Read and check `folder`/manifest.json.
+
+        Raises:
+            ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
+        """
+        path = folder / MANIFEST_FILE
+        content = _load_json(path)
+        version = content.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ManifestError(
+                f"{path}: expected format version {FORMAT_VERSION}, got {version!r}. "
+                "Run `pretokenize` again, or use the tokenfeed release that wrote it."
+            )
+        checksum = content.pop(_CHECKSUM, None)
+        actual = xxhash.xxh3_64_hexdigest(_canonical(content))
+        if checksum != actual:
+            raise ManifestError(
+                f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
+                "damaged or was edited. Restore it, or run `pretokenize` again."
+            )
+        manifest: Manifest = _decode(cls, content, path.name)
+        manifest._check(path)
+        return manifest
+
+    def _check(self, path: Path) -> None:
+        written = sum(split.rows for split in self.splits.values())
+        ledger = self.ledger
+        if written != ledger.written or ledger.read != (
+            ledger.written + ledger.empty + ledger.rejected
+        ):
+            raise ManifestError(
+                f"{path}: the ledger does not close: read {ledger.read:,}, written "
+                f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, rows "
+                f"in shards {written:,}. Run `pretokenize` again."
+            )
+
+
+def length_histogram(lengths: np.ndarray) -> np.ndarray:
+    """Count rows by power of two of their length.
+
+    Args:
+        lengths: Tokens of each row, shape (N,), every value at least 1.
+
+    Returns:
+        int64, shape (32,); entry k counts lengths from 2**k to 2**(k+1) - 1.
+    """
+    exponents = np.frexp(lengths.astype(np.float64))[1] - 1
+    return np.bincount(exponents, minlength=_HISTOGRAM_BINS)
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{path}: not found, so this folder holds no finished data set. "
+            "Point at the output folder of `pretokenize`, or run it to the end."
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ManifestError(
+            f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again."
+        ) from error
+    if not isinstance(content, dict):
+        raise ManifestError(f"{path}: expected a JSON object, got {type(content).__name__}.")
+    return content
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """Build `kind` (dataclass, tuple, dict, optional or plain type) from JSON, strictly."""
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        hints = typing.get_type_hints(kind)
+        if hints.keys() != value.keys():
+            odd = ", ".join(sorted(hints.keys() ^ value.keys()))
+            raise ManifestError(f"{where}: missing or unknown keys: {odd}.")
+        return kind(**{key: _decode(hints[key], value[key], f"{where}/{key}") for key in hints})
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_decode(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _decode(arguments[1], v, f"{where}/{key}") for key, v in value.items()}
+    if origin is types.UnionType:
+        return None if value is None else _decode(arguments[0], value, where)
+    if type(value) is kind and not (isinstance(value, int) and value < 0):
+        return value
+    raise ManifestError(f"{where}: expected {kind}, got {value!r}.")

@@ -1,0 +1,309 @@
+"""A shard: one Arrow IPC file whose record batches carry their own checksum.
+
+The record batch (about 128k tokens) is the unit of reading, decompression and checking: whenever
+one is decoded, its content is hashed and compared, so wrong bytes never become tokens. Reading is
+by `pread`, not by memory map: a file cut short under a map kills the process with SIGBUS.
+docs/format.md is the specification. Torch-free; used by the loader and by `pretokenize`.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from pyarrow import ipc
+
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.manifest import ShardInfo
+from tokenfeed.pipeline.schema import FORMAT_VERSION, shard_schema, token_dtype
+from tokenfeed.pipeline.storage import atomic_file, file_xxh3
+
+__all__ = ["Rows", "ShardReader", "ShardWriter"]
+
+BATCH_TOKENS = 1 << 17
+"""A record batch ends with the row that reaches this many tokens: small enough to shuffle and to
+check, large enough that zstd and the per-batch cost (~50 µs) do not show."""
+BATCH_ROWS = 1 << 14
+ZSTD_LEVEL = 3
+
+_VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
+    b"tokenfeed.format_version",
+    b"tokenfeed.shard",
+    b"tokenfeed.vocabulary_size",
+)
+_CHECKSUM_KEY, _FIRST_ROW_KEY = b"xxh3", b"first_row"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows, column by column: what a writer takes and a reader gives."""
+
+    ids: np.ndarray
+    """All tokens, one row after the other, shape (N,), uint16 or uint32."""
+    lengths: np.ndarray
+    """Tokens of each row, shape (R,), int64, every value at least 1."""
+    origin_file: np.ndarray
+    """Line of sources.jsonl, shape (R,), uint32."""
+    origin_record: np.ndarray
+    """Record within that file, shape (R,), uint64."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def slice(self, start: int, stop: int) -> "Rows":
+        """Rows `start` up to `stop`, without a copy."""
+        first = int(self.lengths[:start].sum())
+        last = first + int(self.lengths[start:stop].sum())
+        rows = np.s_[start:stop]
+        return Rows(
+            self.ids[first:last],
+            self.lengths[rows],
+            self.origin_file[rows],
+            self.origin_record[rows],
+        )
+
+    @staticmethod
+    def concatenate(parts: "list[Rows]") -> "Rows":
+        """Rows of `parts`, one after the other."""
+        return Rows(
+            np.concatenate([part.ids for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+            np.concatenate([part.origin_file for part in parts]),
+            np.concatenate([part.origin_record for part in parts]),
+        )
+
+
+class ShardWriter:
+    """Writes one shard; the file gets its name only when `close` has synced it.
+
+    Where record batches end depends on the rows alone, never on how they were appended, so the same
+    rows give the same bytes. As a context manager it closes on success and discards on an error.
+    """
+
+    def __init__(self, folder: Path, name: str, vocabulary_size: int) -> None:
+        self.info: ShardInfo | None = None
+        """What the manifest keeps of this shard; set by `close`."""
+        self.path = folder / name
+        self._name = name
+        self._vocabulary_size = vocabulary_size
+        self._dtype = token_dtype(vocabulary_size)
+        self._file = atomic_file(self.path)
+        schema = shard_schema(vocabulary_size)
+        metadata = {
+            _VERSION_KEY: str(FORMAT_VERSION),
+            _NAME_KEY: name,
+            _VOCABULARY_KEY: str(vocabulary_size),
+        }
+        options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", ZSTD_LEVEL), use_threads=False)
+        sink = self._file.__enter__()
+        self._writer = ipc.new_file(sink, schema.with_metadata(metadata), options=options)
+        self._schema = schema
+        self._pending: list[Rows] = []
+        self._pending_tokens = self._pending_rows = 0
+        self._rows = self._tokens = self._batches = self._longest = 0
+
+    def append(self, rows: Rows) -> None:
+        """Add rows; they reach the file a record batch at a time.
+
+        Raises:
+            ConfigError: A row is empty, or an id does not fit the vocabulary.
+        """
+        if not len(rows):
+            return
+        if rows.lengths.min() < 1:
+            raise ConfigError(f"{self._name}: a row without tokens cannot be written.")
+        if (largest := int(rows.ids.max())) >= self._vocabulary_size:
+            raise ConfigError(
+                f"{self._name}: token id {largest} does not fit a vocabulary of "
+                f"{self._vocabulary_size:,}."
+            )
+        self._pending.append(rows)
+        self._pending_tokens += len(rows.ids)
+        self._pending_rows += len(rows)
+        if self._pending_tokens >= BATCH_TOKENS or self._pending_rows >= BATCH_ROWS:
+            self._write_full_batches()
+
+    def close(self) -> ShardInfo:
+        """Write what is left, sync, give the file its name."""
+        if self._pending_rows:
+            self._write_batch(Rows.concatenate(self._pending))
+        self._writer.close()
+        self._file.__exit__(None, None, None)
+        self.info = ShardInfo(
+            file=self._name,
+            bytes=self.path.stat().st_size,
+            xxh3=file_xxh3(self.path),
+            rows=self._rows,
+            tokens=self._tokens,
+            batches=self._batches,
+            longest_row=self._longest,
+        )
+        return self.info
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._file.__exit__(kind, error, traceback):
+            return
+
+    def _write_full_batches(self) -> None:
+        rows = Rows.concatenate(self._pending)
+        ends = np.cumsum(rows.lengths)
+        start = tokens = 0
+        while True:
+            reached = int(np.searchsorted(ends, tokens + BATCH_TOKENS)) + 1
+            stop = min(reached, start + BATCH_ROWS)
+            if stop > len(rows):
+                break
+            self._write_batch(rows.slice(start, stop))
+            start, tokens = stop, int(ends[stop - 1])
+        rest = rows.slice(start, len(rows))
+        self._pending = [rest] if len(rest) else []
+        self._pending_tokens, self._pending_rows = len(rest.ids), len(rest)
+
+    def _write_batch(self, rows: Rows) -> None:
+        offsets = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(rows.lengths, out=offsets[1:])
+        columns = [
+            pa.ListArray.from_arrays(
+                pa.array(offsets),
+                pa.array(rows.ids.astype(self._dtype, copy=False)),
+                type=self._schema.field(0).type,
+            ),
+            pa.array(rows.origin_file.astype(np.uint32, copy=False)),
+            pa.array(rows.origin_record.astype(np.uint64, copy=False)),
+        ]
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        checksum = _checksum(self._name, self._batches, self._rows, _buffers(batch))
+        self._writer.write_batch(
+            batch, custom_metadata={_CHECKSUM_KEY: checksum, _FIRST_ROW_KEY: str(self._rows)}
+        )
+        self._batches += 1
+        self._rows += len(rows)
+        self._tokens += len(rows.ids)
+        self._longest = max(self._longest, int(rows.lengths.max()))
+
+
+class ShardReader:
+    """Reads record batches of one shard, each checked as it is decoded.
+
+    Safe to share between threads; not between processes.
+    """
+
+    def __init__(self, folder: Path, info: ShardInfo, vocabulary_size: int) -> None:
+        """Open the shard and compare it with what the manifest says of it.
+
+        Raises:
+            ShardFormatError: It is missing, cut short, no Arrow file, or another shard.
+        """
+        self.path = folder / info.file
+        self._info = info
+        try:
+            size = self.path.stat().st_size
+            if size != info.bytes:
+                raise ShardFormatError(
+                    f"{self.path}: expected {info.bytes:,} bytes, got {size:,}: the file was cut "
+                    "short or replaced. Copy it again, or run `pretokenize` again."
+                )
+            self._reader = ipc.open_file(
+                pa.OSFile(str(self.path)),
+                options=ipc.IpcReadOptions(use_threads=False),
+            )
+        except FileNotFoundError as error:
+            raise ShardFormatError(
+                f"{self.path}: not found, but the manifest names it. Copy it again."
+            ) from error
+        except (OSError, pa.ArrowException) as error:
+            raise self._damaged("its header or footer cannot be read", error) from error
+        expected = shard_schema(vocabulary_size).with_metadata(
+            {
+                _VERSION_KEY: str(FORMAT_VERSION),
+                _NAME_KEY: info.file,
+                _VOCABULARY_KEY: str(vocabulary_size),
+            }
+        )
+        if not self._reader.schema.equals(expected, check_metadata=True):
+            raise self._damaged("its schema is not the one the manifest implies")
+        if self._reader.num_record_batches != info.batches:
+            raise self._damaged(
+                f"expected {info.batches} record batches, got {self._reader.num_record_batches}"
+            )
+
+    def read(self, batch_index: int) -> tuple[Rows, int]:
+        """Decode and check one record batch.
+
+        Returns:
+            Its rows (arrays over Arrow's memory, read-only), and the number of its first row
+            within the shard.
+
+        Raises:
+            ShardFormatError: The batch cannot be decoded, or its checksum differs.
+        """
+        try:
+            batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
+            buffers = _buffers(batch)
+            first_row, stored = int(metadata[_FIRST_ROW_KEY]), metadata[_CHECKSUM_KEY]
+        except (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
+            raise self._damaged(f"record batch {batch_index} cannot be decoded", error) from error
+        if _checksum(self._info.file, batch_index, first_row, buffers) != stored:
+            raise self._damaged(f"record batch {batch_index} fails its checksum")
+        offsets, ids, origin_file, origin_record = buffers
+        lengths = np.diff(offsets).astype(np.int64)
+        return Rows(ids, lengths, origin_file, origin_record), first_row
+
+    def verify_file(self) -> None:
+        """Compare the whole file's checksum with the manifest's: finds damage between batches."""
+        if (actual := file_xxh3(self.path)) != self._info.xxh3:
+            raise self._damaged(f"the file has checksum {actual}, expected {self._info.xxh3}")
+
+    def _damaged(self, what: str, cause: BaseException | None = None) -> ShardFormatError:
+        because = f" ({cause})" if cause else ""
+        remedy = "Copy the shard again, or run `pretokenize` again."
+        return ShardFormatError(f"{self.path}: {what}{because}. {remedy}")
+
+
+def _buffers(batch: pa.RecordBatch) -> tuple[np.ndarray, ...]:
+    """Row offsets, ids, origin_file, origin_record, over Arrow's memory.
+
+    Takes buffers, not values, because nothing in a damaged batch can be trusted yet.
+
+    Raises:
+        ValueError: A buffer is too small for the rows, or the offsets do not describe the ids.
+    """
+    rows, columns = batch.num_rows, batch.columns
+    offsets = np.frombuffer(columns[0].buffers()[1], np.int32, rows + 1)
+    if offsets[0] != 0 or np.any(offsets[1:] <= offsets[:-1]):
+        raise ValueError("row offsets out of order")
+    width = columns[0].type.value_type.to_pandas_dtype()
+    return (
+        offsets,
+        np.frombuffer(columns[0].buffers()[3], width, int(offsets[-1])),
+        np.frombuffer(columns[1].buffers()[1], np.uint32, rows),
+        np.frombuffer(columns[2].buffers()[1], np.uint64, rows),
+    )
+
+
+def _checksum(
+    shard: str, batch_index: int, first_row: int, buffers: tuple[np.ndarray, ...]
+) -> bytes:
+    """xxh3-64 over a batch's place (shard, index, first row, rows) and its decoded columns.
+
+    The place is part of it, so a footer that points at another good batch is caught as well.
+    """
+    digest = xxhash.xxh3_64(shard.encode())
+    digest.update(struct.pack("<3Q", batch_index, first_row, len(buffers[0]) - 1))
+    for buffer in buffers:
+        digest.update(buffer.data)
+    return digest.hexdigest().encode()

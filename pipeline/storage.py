@@ -1,0 +1,63 @@
+"""Files that are either whole or absent, and their checksums.
+
+Everything that gets a final name here was first written and synced under a temporary one, so a
+crash, a full disk or a kill leaves no half-written file that could pass for a good one.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import xxhash
+
+__all__ = ["atomic_file", "atomic_write", "file_xxh3", "sync_folder"]
+
+TEMPORARY_SUFFIX = ".tmp"
+_READ_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open a binary file that takes the name `path` only when the block ends well.
+
+    The bytes go to `path` + ".tmp" in the same folder, which is made if need be; on an error it is
+    deleted.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def atomic_write(path: Path, data: bytes) -> None:
+    """Write a small file whole or not at all."""
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names inside `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_xxh3(path: Path) -> str:
+    """The xxh3-64 of a file's bytes, 16 hex digits; reads it once, 1 MiB at a time."""
+    digest = xxhash.xxh3_64()
+    with open(path, "rb") as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

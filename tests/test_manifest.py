@@ -1,0 +1,87 @@
+"""The manifest survives a round trip and nothing else."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.manifest import Manifest, length_histogram
+
+
+@pytest.fixture
+def folder(make_dataset) -> Path:  # noqa: ANN001
+    return make_dataset([3, 5, 700])
+
+
+def test_a_manifest_comes_back_as_written(folder: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(folder)
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest
+    assert (tmp_path / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes()
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_is_refused_or_changes_nothing(folder: Path, data: st.DataObject) -> None:
+    path = folder / "manifest.json"
+    good = path.read_bytes()
+    expected = Manifest.read(folder)
+    position = data.draw(st.integers(0, len(good) - 1))
+    damaged = bytearray(good)
+    damaged[position] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(damaged)
+    try:
+        assert Manifest.read(folder) == expected
+    except ManifestError as error:
+        assert "manifest.json" in str(error)
+    finally:
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format_version": 2}, "expected format version 1, got 2"),
+        ({"task": "other"}, "damaged or was edited"),
+    ],
+)
+def test_edits_and_other_versions_are_refused(
+    folder: Path, change: dict[str, object], message: str
+) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ManifestError, match=message):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is not JSON"), (b"[1]", "expected a JSON object"), (b'{"a', "is not JSON")],
+)
+def test_what_is_no_manifest_is_refused(folder: Path, content: bytes, message: str) -> None:
+    (folder / "manifest.json").write_bytes(content)
+    with pytest.raises(ManifestError, match=message):
+        Manifest.read(folder)
+
+
+def test_a_folder_without_manifest_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no finished data set"):
+        Manifest.read(tmp_path)
+
+
+def test_a_split_that_is_not_there_names_those_that_are(folder: Path) -> None:
+    with pytest.raises(ManifestError, match="no split `test` in this data set; it has: train"):
+        Manifest.read(folder).split("test")
+
+
+@given(st.lists(st.integers(1, 2**31 - 1), min_size=1))
+def test_histogram_counts_by_power_of_two(lengths: list[int]) -> None:
+    counts = length_histogram(np.array(lengths))
+    expected = [0] * 32
+    for length in lengths:
+        expected[length.bit_length() - 1] += 1
+    assert counts.tolist() == expected

@@ -1,0 +1,205 @@
+"""Shards come back as written, read in other tools, and never give wrong tokens."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.manifest import ShardInfo
+from tokenfeed.pipeline.shard import BATCH_ROWS, BATCH_TOKENS, Rows, ShardReader, ShardWriter
+
+NAME = "train/00000.arrow"
+
+
+def rows_of(lengths: list[int], vocabulary_size: int = 1000) -> Rows:
+    """Rows with counting ids; the record number is the row number."""
+    lengths_array = np.array(lengths, np.int64)
+    count = len(lengths)
+    ids = np.arange(lengths_array.sum()) % vocabulary_size
+    return Rows(
+        ids.astype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32),
+        lengths_array,
+        np.arange(count, dtype=np.uint32) % 3,
+        np.arange(count, dtype=np.uint64),
+    )
+
+
+def write(folder: Path, rows: Rows, vocabulary_size: int = 1000, pieces: int = 1) -> ShardInfo:
+    with ShardWriter(folder, NAME, vocabulary_size) as writer:
+        edges = np.linspace(0, len(rows), pieces + 1).astype(int)
+        for start, stop in pairwise(edges):
+            writer.append(rows.slice(start, stop))
+    assert writer.info is not None
+    return writer.info
+
+
+def read_all(folder: Path, info: ShardInfo, vocabulary_size: int = 1000) -> Rows:
+    reader = ShardReader(folder, info, vocabulary_size)
+    return Rows.concatenate([reader.read(batch)[0] for batch in range(info.batches)])
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=300),
+    vocabulary_size=st.sampled_from([7, 65_536, 65_537, 200_000]),
+)
+def test_rows_come_back_as_written(
+    tmp_path: Path, lengths: list[int], vocabulary_size: int
+) -> None:
+    rows = rows_of(lengths, vocabulary_size)
+    info = write(tmp_path, rows, vocabulary_size)
+    back = read_all(tmp_path, info, vocabulary_size)
+    for name in ("ids", "lengths", "origin_file", "origin_record"):
+        assert np.array_equal(getattr(back, name), getattr(rows, name)), name
+    assert back.ids.dtype == (np.uint16 if vocabulary_size <= 65_536 else np.uint32)
+    assert (info.rows, info.tokens, info.longest_row) == (len(rows), sum(lengths), max(lengths))
+
+
+def test_bytes_do_not_depend_on_how_rows_were_appended(tmp_path: Path) -> None:
+    rows = rows_of(np.random.default_rng(0).integers(1, 3000, 500).tolist())
+    infos = [write(tmp_path / str(pieces), rows, pieces=pieces) for pieces in (1, 7, 500)]
+    assert infos[0] == infos[1] == infos[2]
+    assert infos[0].batches > 3
+
+
+def test_record_batches_are_bounded_in_tokens_and_rows(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([1] * (2 * BATCH_ROWS + 5) + [3000] * 100))
+    reader = ShardReader(tmp_path, info, 1000)
+    for batch in range(info.batches):
+        rows, _ = reader.read(batch)
+        assert len(rows) <= BATCH_ROWS
+        assert len(rows.ids) < BATCH_TOKENS + 3000
+
+
+def test_each_batch_knows_its_first_row(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([2000] * 300))
+    reader = ShardReader(tmp_path, info, 1000)
+    for batch in range(info.batches):
+        rows, first_row = reader.read(batch)
+        assert rows.origin_record[0] == first_row
+
+
+def test_pandas_polars_and_datasets_open_a_shard(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([3, 1, 2]))
+    path = str(tmp_path / info.file)
+    expected = [[0, 1, 2], [3], [4, 5]]
+    assert [row.tolist() for row in pd.read_feather(path)["input_ids"]] == expected
+    assert pl.read_ipc(path)["input_ids"].to_list() == expected
+    loaded = datasets.load_dataset(
+        "arrow", data_files=path, split="train", cache_dir=str(tmp_path / "cache")
+    )
+    assert loaded["input_ids"][:] == expected
+
+
+def test_an_error_while_writing_leaves_no_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="token id 999 does not fit a vocabulary of 500"),
+        ShardWriter(tmp_path, NAME, 500) as writer,
+    ):
+        writer.append(rows_of([999, 1], 1000))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_row_without_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a row without tokens"):
+        write(tmp_path, rows_of([3, 0, 2]))
+
+
+def test_a_shard_under_another_name_is_refused(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([5] * 10))
+    other = tmp_path / "train/00001.arrow"
+    other.write_bytes((tmp_path / NAME).read_bytes())
+    with pytest.raises(ShardFormatError, match=r"00001\.arrow: its schema"):
+        ShardReader(tmp_path, replace(info, file="train/00001.arrow"), 1000)
+
+
+def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([5] * 10))
+    with pytest.raises(ShardFormatError, match="its schema"):
+        ShardReader(tmp_path, info, 1001)
+
+
+def test_a_missing_or_short_shard_is_named(tmp_path: Path) -> None:
+    info = write(tmp_path, rows_of([500] * 1000))
+    path = tmp_path / NAME
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ShardFormatError, match=rf"00000\.arrow: expected {info.bytes:,} bytes"):
+        ShardReader(tmp_path, info, 1000)
+    path.unlink()
+    with pytest.raises(ShardFormatError, match=r"00000\.arrow: not found"):
+        ShardReader(tmp_path, info, 1000)
+
+
+def test_a_flipped_bit_gives_an_error_that_names_the_file_or_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    rows = rows_of(np.random.default_rng(0).integers(1, 3000, 200).tolist())
+    info = write(tmp_path, rows)
+    path = tmp_path / NAME
+    good = path.read_bytes()
+    rng = np.random.default_rng(1)
+    errors = 0
+    for position in rng.integers(0, len(good), 300).tolist():
+        damaged = bytearray(good)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        path.write_bytes(damaged)
+        try:
+            back = read_all(tmp_path, info)
+        except ShardFormatError as error:
+            assert str(path) in str(error)
+            errors += 1
+        else:
+            assert np.array_equal(back.ids, rows.ids)
+            assert np.array_equal(back.lengths, rows.lengths)
+        with pytest.raises(ShardFormatError, match="checksum"):
+            _verify(tmp_path, info, good, damaged)
+    assert errors > 250
+
+
+def _verify(folder: Path, info: ShardInfo, good: bytes, damaged: bytearray) -> None:
+    """`verify_file` finds every flip, also those that no decoded value depends on."""
+    path = folder / info.file
+    path.write_bytes(good)
+    reader = ShardReader(folder, info, 1000)
+    path.write_bytes(damaged)
+    reader.verify_file()
+
+
+def test_a_footer_that_points_at_another_batch_is_caught(tmp_path: Path) -> None:
+    """Each batch is whole, so only the place inside the checksum tells them apart."""
+    info = write(tmp_path, rows_of([4096] * 96))
+    path = tmp_path / NAME
+    data = path.read_bytes()
+    footer_start = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    reader = ShardReader(tmp_path, info, 1000)
+    assert info.batches == 3
+    del reader
+    blocks = _block_positions(data, footer_start)
+    swapped = bytearray(data)
+    swapped[blocks[0] : blocks[0] + 24], swapped[blocks[1] : blocks[1] + 24] = (
+        data[blocks[1] : blocks[1] + 24],
+        data[blocks[0] : blocks[0] + 24],
+    )
+    path.write_bytes(swapped)
+    with pytest.raises(ShardFormatError, match="record batch 0 fails its checksum"):
+        ShardReader(tmp_path, info, 1000).read(0)
+
+
+def _block_positions(data: bytes, footer_start: int) -> list[int]:
+    """Where the footer keeps its 24-byte blocks: each begins with a message's offset."""
+    marker = b"\xff\xff\xff\xff"
+    offsets = [at for at in range(0, footer_start, 8) if data[at : at + 4] == marker]
+    found = []
+    for offset in offsets:
+        at = data.find(offset.to_bytes(8, "little"), footer_start)
+        if offset > 8 and at >= 0:
+            found.append(at)
+    return found
