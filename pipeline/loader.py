@@ -11,6 +11,7 @@ Nothing in the path synchronises with the device. The position counts what the u
 what was prefetched, so a state saved at any batch continues with exactly the next one.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -34,7 +35,7 @@ from tokenfeed.pipeline.errors import ConfigError, LoaderError, TokenfeedError
 from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.pipeline.plan import Position
 
-__all__ = ["ShardLoader"]
+__all__ = ["ShardLoader", "naming_dead_workers"]
 
 _COPIES_AHEAD = 2
 """Micro-batches copied to the device before they are asked for: one in use, one in flight."""
@@ -160,9 +161,10 @@ class ShardLoader:
             batches = (
                 (build_on_host(ragged, pad_id), after) for ragged, after in self._ragged_batches()
             )
-        for batch, after in batches:
-            self._position = after
-            yield batch
+        with naming_dead_workers():
+            for batch, after in batches:
+                self._position = after
+                yield batch
 
     def _ragged_batches(self) -> Iterator[_Placed]:
         """All micro-batches from the present position on, each with the position after it."""
@@ -184,13 +186,8 @@ class ShardLoader:
                 if isinstance(share, TokenfeedError):
                     raise share
                 yield share
-        except RuntimeError as error:
-            if isinstance(error, TokenfeedError) or "DataLoader worker" not in str(error):
-                raise
-            raise LoaderError(
-                f"{self._dataset.path}: a loader worker died ({str(error).splitlines()[0]}). "
-                "Often the machine ran out of memory: use fewer workers (`num_workers`)."
-            ) from error
+        except (ConnectionError, EOFError) as error:
+            raise _worker_died("it was cut off while sending.") from error
 
 
 class _Courier(IterableDataset[WindowShare | TokenfeedError]):
@@ -204,6 +201,29 @@ class _Courier(IterableDataset[WindowShare | TokenfeedError]):
             yield from self._dataset
         except TokenfeedError as error:
             yield error
+
+
+@contextlib.contextmanager
+def naming_dead_workers() -> Iterator[None]:
+    """Turn torch's report of a dead loader worker into a LoaderError.
+
+    torch raises it from a signal handler, so it can surface in any line of the training loop, not
+    only inside the loader: put the loop into this, too, to see one error in both cases.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0] if str(error) else ""
+        if not reason.startswith("DataLoader worker"):
+            raise
+        raise _worker_died(reason) from error
+
+
+def _worker_died(reason: str) -> LoaderError:
+    return LoaderError(
+        f"a loader worker died: {reason} Often the machine ran out of memory; use fewer workers "
+        "(`num_workers`)."
+    )
 
 
 def _copy_ahead(

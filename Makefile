@@ -1,0 +1,50 @@
+# Everything a person or CI runs. PYTHON is any Python 3.11 or later; all else is set up in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+RUN_CHECKS := $(BIN)/python -m
+
+.PHONY: setup demo test test-fast check fmt bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenfeed needs Python 3.11 or later: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	mkdir -p .typing/tokenfeed
+	ln -sfn ../../pipeline .typing/tokenfeed/pipeline
+	ln -sfn ../../trainer .typing/tokenfeed/trainer
+	ln -sfn ../../tools .typing/tokenfeed/tools
+	ln -sf ../../src/tokenfeed/__init__.py ../../src/tokenfeed/py.typed .typing/tokenfeed/
+	touch $@
+
+# The main job on real input: the standard library's own source becomes a trained model.
+demo: setup
+	rm -rf demo
+	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
+		--exclude site-packages --vocab-size 8192
+	$(BIN)/shards inspect demo/shards
+	$(BIN)/train --shards demo/shards --run-dir demo/run --model tiny --sequence-length 256 \
+		--micro-batch-tokens 4096 --step-tokens 4096 --steps 150
+
+test: setup
+	$(RUN_CHECKS) pytest -q
+
+test-fast: setup
+	$(RUN_CHECKS) pytest -q -m 'not slow'
+
+check: setup
+	$(RUN_CHECKS) ruff check .
+	$(RUN_CHECKS) ruff format --check .
+	$(RUN_CHECKS) mypy
+
+fmt: setup
+	$(RUN_CHECKS) ruff check --fix .
+	$(RUN_CHECKS) ruff format .
+
+bench: setup
+	$(BIN)/python benchmarks/loader.py
+
+clean:
+	rm -rf .venv .typing demo build

@@ -1,0 +1,60 @@
+"""What all benchmarks share: the environment they ran in, medians of repeats, result files."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+__all__ = ["RESULTS", "environment", "summary", "write_result"]
+
+RESULTS = Path(__file__).parent / "results"
+_PACKAGES = ("torch", "numpy", "pyarrow", "xxhash", "tokenizers", "datasets")
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit, as every result file records them."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=RESULTS,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit or "unknown",
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _PACKAGES},
+    }
+
+
+def summary(values: list[float], digits: int = 1) -> dict[str, float]:
+    """Median, least and most of several runs."""
+    return {
+        "median": round(statistics.median(values), digits),
+        "min": round(min(values), digits),
+        "max": round(max(values), digits),
+    }
+
+
+def write_result(question: str, results: list[dict[str, Any]]) -> Path:
+    """Write `results/<question>.json`: the environment, then one entry per case."""
+    path = RESULTS / f"{question}.json"
+    RESULTS.mkdir(exist_ok=True)
+    content = {"environment": environment(), "results": results}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+    return path
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

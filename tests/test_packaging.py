@@ -1,0 +1,105 @@
+"""The folders map to one import name, layers point one way, and light things stay light."""
+
+import ast
+import os
+import subprocess
+import sys
+import tomllib
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from tokenfeed.pipeline.batching import Padded
+from tokenfeed.pipeline.manifest import FileInfo
+
+ROOT = Path(__file__).parents[1]
+LAYERS = ["pipeline", "trainer", "tools"]
+"""Lowest first: a folder may import itself and those before it."""
+SCRIPTS = ["pretokenize", "train", "shards"]
+
+
+def run_python(code: str, cwd: Path) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_every_package_folder_is_shipped() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {name: ROOT / folder for name, folder in settings["package-dir"].items()}
+    found = {
+        ".".join([name, *path.parent.relative_to(folder).parts])
+        for name, folder in folders.items()
+        for path in folder.rglob("__init__.py")
+    }
+    assert found == set(settings["packages"])
+
+
+def test_no_generic_name_is_importable_from_elsewhere(tmp_path: Path) -> None:
+    code = f"import importlib.util as u; print([n for n in {LAYERS} if u.find_spec(n)])"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
+def test_no_room_is_imported_under_a_second_name() -> None:
+    assert not set(LAYERS) & set(sys.modules)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_one_way(layer: str) -> None:
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    for path in (ROOT / layer).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                parts = name.split(".")
+                if parts[0] == "tokenfeed" and len(parts) > 1:
+                    assert parts[1] in allowed, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["order", "batching", "packing", "plan", "window", "shard", "manifest", "schema", "storage"],
+)
+def test_all_below_the_dataset_is_free_of_torch(module: str, tmp_path: Path) -> None:
+    code = f"import sys, tokenfeed.pipeline.{module}; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_pretokenize_starts_without_torch(tmp_path: Path) -> None:
+    code = "import sys, tokenfeed.tools.pretokenize; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['tokenizers'] = sys.modules['datasets'] = None;"
+    run_python(f"{blocked} from tokenfeed.pipeline import *", tmp_path)
+
+
+def test_all_names_of_the_pipeline_can_be_had() -> None:
+    import tokenfeed.pipeline as pipeline
+
+    for name in pipeline.__all__:
+        assert getattr(pipeline, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        pipeline.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_explains_itself_on_one_screen(script: str, tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name(script)
+    width = {**os.environ, "COLUMNS": "120"}
+    shown = subprocess.run(
+        [command, "--help"], cwd=tmp_path, env=width, check=True, capture_output=True, text=True
+    ).stdout
+    assert "usage" in shown.lower()
+    assert len(shown.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_processes_unpickle_our_classes(method: str) -> None:
+    values = [Padded(max_tokens=5), FileInfo(file="a", bytes=1, xxh3="0")]
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+        assert list(pool.map(repr, values)) == [repr(value) for value in values]
