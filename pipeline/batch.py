@@ -109,14 +109,15 @@ class Batch(Mapping[str, torch.Tensor]):
 def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
     """Pad and label a micro-batch into CPU tensors."""
     shape = len(ragged.lengths), ragged.padded_length
-    mask = np.arange(shape[1]) < ragged.lengths[:, None]
+    mask = np.arange(shape[1], dtype=np.int32) < ragged.lengths.astype(np.int32)[:, None]
     if len(ragged.ids) == mask.size:
         input_ids = ragged.ids.astype(np.int64).reshape(shape)
         labels = input_ids.copy()
     else:
         input_ids = np.full(shape, pad_id, np.int64)
         input_ids[mask] = ragged.ids
-        labels = np.where(mask, input_ids, IGNORED)
+        labels = input_ids.copy()
+        np.copyto(labels, IGNORED, where=~mask)
     if ragged.is_filler:
         labels.fill(IGNORED)
     labels.reshape(-1)[_piece_slots(ragged)] = IGNORED

@@ -12,6 +12,7 @@ what was prefetched, so a state saved at any batch continues with exactly the ne
 """
 
 import contextlib
+import signal
 from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -180,6 +181,7 @@ class ShardLoader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
+            worker_init_fn=_leave_interrupts_to_the_parent,
         )
         try:
             for share in shares:
@@ -259,6 +261,11 @@ def _copy_ahead(
             yield deliver()
     while queued:
         yield deliver()
+
+
+def _leave_interrupts_to_the_parent(worker_id: int) -> None:
+    """A terminal sends Ctrl-C to workers as well; theirs to die is when the loop has finished."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -281,6 +281,33 @@ def test_a_killed_worker_gives_an_error_not_a_hang(folder: Path) -> None:
     assert "LoaderError: a loader worker died:" in ended.stderr
 
 
+def test_workers_survive_the_ctrl_c_that_their_parent_handles(folder: Path) -> None:
+    """A terminal sends SIGINT to the whole process group."""
+    script = """
+import os, signal, sys
+from tokenfeed.pipeline import Padded, ShardLoader
+
+signal.signal(signal.SIGINT, lambda *_: None)
+loader = ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=2, epochs=3)
+tokens = 0
+for number, batch in enumerate(loader):
+    tokens += batch.num_tokens
+    if number == 3:
+        os.killpg(0, signal.SIGINT)
+print(tokens)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        start_new_session=True,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) == 3 * Manifest.read(folder).split("train").tokens
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
