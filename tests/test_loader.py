@@ -287,12 +287,12 @@ def test_workers_survive_the_ctrl_c_that_their_parent_handles(folder: Path) -> N
 import os, signal, sys
 from tokenfeed.pipeline import Padded, ShardLoader
 
-signal.signal(signal.SIGINT, lambda *_: None)
 loader = ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=2, epochs=3)
 tokens = 0
 for number, batch in enumerate(loader):
     tokens += batch.num_tokens
     if number == 3:
+        signal.signal(signal.SIGINT, lambda *_: None)
         os.killpg(0, signal.SIGINT)
 print(tokens)
 """
