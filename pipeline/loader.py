@@ -12,7 +12,9 @@ what was prefetched, so a state saved at any batch continues with exactly the ne
 """
 
 import contextlib
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -181,7 +183,7 @@ class ShardLoader:
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.device.type == "cuda",
-            worker_init_fn=_leave_interrupts_to_the_parent,
+            worker_init_fn=_obey_the_parent_alone,
         )
         try:
             for share in shares:
@@ -263,9 +265,20 @@ def _copy_ahead(
         yield deliver()
 
 
-def _leave_interrupts_to_the_parent(worker_id: int) -> None:
-    """A terminal sends Ctrl-C to workers as well; theirs to die is when the loop has finished."""
+def _obey_the_parent_alone(worker_id: int) -> None:
+    """Terminals and schedulers signal workers as well, but the loop wants to end its step first.
+
+    So a worker ignores Ctrl-C, and SIGTERM from anyone but its parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    threading.Thread(target=_end_when_the_parent_says, daemon=True).start()
+
+
+def _end_when_the_parent_says() -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
+        pass
+    os._exit(128 + signal.SIGTERM)
 
 
 def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

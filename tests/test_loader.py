@@ -1,8 +1,11 @@
 """One epoch is every token once; a state continues with exactly the rest; damage is named."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable
 from itertools import islice
@@ -281,31 +284,41 @@ def test_a_killed_worker_gives_an_error_not_a_hang(folder: Path) -> None:
     assert "LoaderError: a loader worker died:" in ended.stderr
 
 
-def test_workers_survive_the_ctrl_c_that_their_parent_handles(folder: Path) -> None:
-    """A terminal sends SIGINT to the whole process group."""
-    script = """
-import os, signal, sys
+HANDLE_SIGNALS = """
+import signal, sys
 from tokenfeed.pipeline import Padded, ShardLoader
 
 loader = ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=2, epochs=3)
 tokens = 0
-for number, batch in enumerate(loader):
+for step, batch in enumerate(loader):
     tokens += batch.num_tokens
-    if number == 3:
-        signal.signal(signal.SIGINT, lambda *_: None)
-        os.killpg(0, signal.SIGINT)
+    if step == 3:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        print("ready", flush=True)
+        sys.stdin.readline()
 print(tokens)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script, str(folder)],
-        capture_output=True,
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_workers_survive_a_signal_that_their_parent_handles(folder: Path, number: int) -> None:
+    """Terminals and schedulers signal the whole process group."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HANDLE_SIGNALS, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
-        check=False,
         start_new_session=True,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert int(ended.stdout) == 3 * Manifest.read(folder).split("train").tokens
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        os.killpg(process.pid, number)
+        time.sleep(0.2)
+        rest, _ = process.communicate("go on\n", timeout=60)
+    assert process.returncode == 0
+    assert int(rest) == 3 * Manifest.read(folder).split("train").tokens
 
 
 @pytest.mark.parametrize(

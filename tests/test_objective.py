@@ -1,0 +1,141 @@
+"""What one step computes: the loss, the weight of a token, the learning rate."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.trainer.config import PrecisionName, TrainConfig
+from tokenfeed.trainer.model import SIZES, Transformer
+from tokenfeed.trainer.objective import loss_sum
+from tokenfeed.trainer.optimizer import learning_rate, make_optimizer
+from tokenfeed.trainer.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+def make_config(**changes: object) -> TrainConfig:
+    return TrainConfig(shards=Path("out"), **changes)  # type: ignore[arg-type]
+
+
+def make_labels(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    labels_BT = ids_BT.clone()
+    labels_BT[:, 0] = -100
+    for row, length in enumerate(lengths):
+        labels_BT[row, length:] = -100
+    return labels_BT
+
+
+def test_the_loss_is_the_sum_over_targets_of_the_next_token() -> None:
+    torch.manual_seed(0)
+    ids_BT = torch.randint(0, 11, (2, 6))
+    labels_BT = make_labels(ids_BT, [6, 3])
+    logits_BTV = torch.randn(2, 6, 11)
+    expected = torch.zeros(())
+    for row, position in ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2)):
+        log_probabilities = logits_BTV[row, position - 1].log_softmax(0)
+        expected -= log_probabilities[ids_BT[row, position]]
+    torch.testing.assert_close(loss_sum(logits_BTV, labels_BT), expected)
+
+
+def test_the_softmax_is_fp32_whatever_the_logits_are() -> None:
+    logits_BTV = torch.randn(1, 4, 50).bfloat16()
+    labels_BT = torch.tensor([[-100, 3, 4, 5]])
+    loss = loss_sum(logits_BTV, labels_BT)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, loss_sum(logits_BTV.float(), labels_BT))
+
+
+def test_a_batch_without_targets_gives_zero_loss_and_zero_gradients() -> None:
+    logits_BTV = torch.randn(1, 4, 50, requires_grad=True)
+    loss = loss_sum(logits_BTV, torch.full((1, 4), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits_BTV.grad is not None
+    assert not logits_BTV.grad.any()
+
+
+def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer, float]:
+    """One step over four rows with unequal numbers of targets, in micro-batches."""
+    torch.manual_seed(0)
+    model = Transformer(SIZES["tiny"], 64)
+    optimizer = make_optimizer(model, 0.1)
+    ids_BT = torch.randint(0, 64, (4, 16))
+    labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
+    nominal = 64
+    for part in parts:
+        with precision.autocast():
+            loss = loss_sum(model(ids_BT[part]), labels_BT[part]) / nominal
+        precision.backward(loss)
+    targets = int((labels_BT != -100).sum())
+    norm = precision.step(model, optimizer, nominal / targets, 1e9)
+    return model, norm.item()
+
+
+def test_accumulated_micro_batches_weigh_every_target_token_the_same() -> None:
+    whole, whole_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
+    parts, parts_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 1), slice(1, 4)])
+    assert parts_norm == pytest.approx(whole_norm, rel=1e-4)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_norm_is_that_of_the_mean_loss() -> None:
+    _, norm = step_in_parts(Precision("fp32", CPU), [slice(0, 2), slice(2, 4)])
+    torch.manual_seed(0)
+    model = Transformer(SIZES["tiny"], 64)
+    ids_BT = torch.randint(0, 64, (4, 16))
+    labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
+    logits = model(ids_BT)[:, :-1].flatten(0, 1)
+    F.cross_entropy(logits, labels_BT[:, 1:].flatten()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_half_precision_steps_like_fp32(name: PrecisionName) -> None:
+    _, expected = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
+    precision = Precision(name, CPU)
+    model, norm = step_in_parts(precision, [slice(0, 4)])
+    assert norm == pytest.approx(expected, rel=0.05)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert bool(precision.state_dict()) == (name == "fp16")
+
+
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale() -> None:
+    precision = Precision("fp16", CPU)
+    model = torch.nn.Linear(4, 4)
+    before = model.weight.detach().clone()
+    optimizer = make_optimizer(model, 0.0)
+    precision.backward(model(torch.ones(1, 4)).sum() * torch.inf)
+    scale = precision.state_dict()["scale"]
+    precision.step(model, optimizer, 1.0, 1.0)
+    torch.testing.assert_close(model.weight.detach(), before)
+    assert precision.state_dict()["scale"] == scale / 2
+
+
+def test_matrices_decay_and_gains_do_not() -> None:
+    decayed, kept = make_optimizer(Transformer(SIZES["tiny"], 64), 0.1).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2}
+    assert {p.dim() for p in kept["params"]} == {1}
+
+
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
+    config = make_config(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1)
+    assert sorted(rates[9:], reverse=True) == rates[9:]
+
+
+@given(steps=st.integers(1, 50), warmup_steps=st.integers(0, 80), step=st.integers(1, 50))
+def test_no_setting_leads_the_learning_rate_out_of_bounds(
+    steps: int, warmup_steps: int, step: int
+) -> None:
+    config = make_config(steps=steps, warmup_steps=warmup_steps, learning_rate=2.0)
+    assert 0.0 < learning_rate(min(step, steps), config) <= 2.0

@@ -1,0 +1,393 @@
+"""Training end to end, on a corpus small enough to be learnt in seconds."""
+
+import dataclasses
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.manifest import (
+    FileInfo,
+    Ledger,
+    Manifest,
+    SplitInfo,
+    TokenizerInfo,
+    length_histogram,
+)
+from tokenfeed.pipeline.shard import Rows, ShardWriter
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.loop import train
+from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.stall import CAUSES
+from tokenfeed.trainer.telemetry import GpuGauge, GpuUse, StepLog
+
+VOCABULARY = 64
+TRAIN = Path(sys.executable).with_name("train")
+
+
+def write_split(folder: Path, split: str, num_rows: int) -> SplitInfo:
+    """Rows that count upwards from a random start, so that each token tells the next."""
+    rng = np.random.default_rng(num_rows)
+    lengths = rng.integers(4, 40, num_rows)
+    starts = rng.integers(0, VOCABULARY, num_rows)
+    nth = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    ids = (np.repeat(starts, lengths) + nth) % VOCABULARY
+    files, records = np.zeros(num_rows, np.uint32), np.arange(num_rows, dtype=np.uint64)
+    with ShardWriter(folder, f"{split}/00000.arrow", VOCABULARY) as writer:
+        writer.append(Rows(ids.astype(np.uint16), lengths, files, records))
+    assert writer.info is not None
+    histogram = tuple(length_histogram(lengths).tolist())
+    return SplitInfo(shards=(writer.info,), length_histogram=histogram)
+
+
+def write_dataset(folder: Path, *, rows: int = 2000, validation_rows: int = 100) -> Path:
+    file = {"file": "none", "bytes": 0, "xxh3": "0" * 16}
+    splits = {"train": write_split(folder, "train", rows)}
+    if validation_rows:
+        splits["validation"] = write_split(folder, "validation", validation_rows)
+    Manifest(
+        format_version=1,
+        task="lm",
+        tokenizer=TokenizerInfo(
+            **file,  # type: ignore[arg-type]
+            vocabulary_size=VOCABULARY,
+            end_id=None,
+            pad_id=0,
+            engine="test",
+            engine_version="0",
+        ),
+        splits=splits,
+        ledger=Ledger(
+            files=1,
+            bytes=0,
+            read=rows + validation_rows,
+            written=rows + validation_rows,
+            empty=0,
+            rejected=0,
+        ),
+        sources=FileInfo(**file),  # type: ignore[arg-type]
+        rejects=FileInfo(**file),  # type: ignore[arg-type]
+    ).write(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("shards"))
+
+
+def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "steps": 8,
+        "sequence_length": 32,
+        "micro_batch_tokens": 128,
+        "step_tokens": 256,
+        "warmup_steps": 2,
+        "eval_every": 4,
+        "save_every": 4,
+        "log_every": 1,
+        "device": "cpu",
+    }
+    return TrainConfig(shards=shards, run_dir=run_dir, **settings | changes)
+
+
+def run(config: TrainConfig, stop_after: int | None = None) -> Report:
+    asked = iter(range(1, 1_000_000))
+    return train(config, lambda: next(asked) == stop_after)
+
+
+def read_metrics(run_dir: Path, key: str) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    values = [(line["step"], line[key]) for line in lines if key in line]
+    assert len(dict(values)) == len(values), "a step was written twice"
+    return dict(values)
+
+
+def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    path = run_dir / "checkpoints" / f"step-{step:08d}" / "state.pt"
+    weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    return weights
+
+
+def assert_same_run(one: Path, other: Path, last_step: int) -> None:
+    for key in ("loss", "validation_loss", "tokens", "learning_rate", "gradient_norm"):
+        assert read_metrics(one, key) == read_metrics(other, key)
+    weights, others = load_weights(one, last_step), load_weights(other, last_step)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run(make_config(shards, run_dir))
+    return run_dir
+
+
+def test_the_loss_falls(shards: Path, tmp_path: Path) -> None:
+    config = make_config(
+        shards, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
+    )
+    report = run(config)
+    assert report.loss_first == pytest.approx(np.log(VOCABULARY), abs=0.3)
+    assert report.loss_last < 0.5 * report.loss_first
+    assert report.validation_loss_first is not None
+    assert report.validation_loss_last is not None
+    assert report.validation_loss_last < 0.5 * report.validation_loss_first
+
+
+def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> None:
+    assert sorted(path.name for path in finished.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "report.json",
+    ]
+    assert yaml.safe_load((finished / "config.yaml").read_text())["step_tokens"] == 256
+    assert list(read_metrics(finished, "loss")) == list(range(1, 9))
+    assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
+    checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000004", "step-00000008"]
+
+
+def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["steps"] == 8
+    assert report["finished"] is True
+    assert report["loss_last"] == read_metrics(finished, "loss")[8]
+    assert 0 <= report["padding"] < 0.05
+    assert 0.95 * 8 * 256 < report["tokens"] <= 8 * 256
+    assert report["real_tokens_per_s"] > 0
+    stall = report["stall"]
+    assert tuple(stall["parts"]) == CAUSES
+    parts = sum(part["fraction"] for part in stall["parts"].values())
+    assert stall["fraction"] == pytest.approx(parts)
+    assert 0 < stall["fraction"] < 1
+    assert stall["window_steps"] == 8 - 4  # half of so few steps is warm-up
+    assert "CPU" in stall["method"]
+
+
+def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path / "run", eval_every=1, eval_batches=2))
+    assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
+
+
+def test_a_data_set_without_validation_trains(tmp_path: Path) -> None:
+    shards = write_dataset(tmp_path / "shards", rows=50, validation_rows=0)
+    report = run(make_config(shards, tmp_path / "run", steps=1))
+    assert report.validation_loss_last is None
+    assert report.stall["window_steps"] == 1
+    assert "validation" not in report.summary()
+
+
+def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
+    with open(run_dir / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 9, "lo')  # killed while writing
+    report = run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
+    assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
+
+
+def test_a_stop_at_any_step_saves_and_loses_nothing(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    report = run(make_config(shards, run_dir), stop_after=3)
+    assert (report.finished, report.steps) == (False, 3)
+    assert "go on with --resume" in report.summary()
+    run(make_config(shards, run_dir, resume=True, num_workers=1), stop_after=2)
+    run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
+
+
+BAD_SETTINGS = [
+    ({"steps": 0}, r"`--steps`: expected at least 1, got 0\."),
+    ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
+    ({"num_workers": -1}, r"`--num-workers`: expected at least 0, got -1\."),
+    ({"sequence_length": 1}, r"`--sequence-length`: expected at least 2"),
+    ({"micro_batch_tokens": 100}, r"multiple of --sequence-length=32, got 100\. Try 96\."),
+    ({"step_tokens": 300}, r"multiple of --micro-batch-tokens=128, got 300\. Try 256\."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS)
+def test_a_setting_that_cannot_work_is_named_with_its_value(
+    changes: dict[str, Any], message: str, shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(make_config(shards, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
+def test_asking_for_a_missing_gpu_is_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--device`: cuda asked for, but .* finds no CUDA"):
+        run(make_config(shards, tmp_path / "run", device="cuda"))
+
+
+def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
+        run(make_config(tmp_path / "nowhere", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
+        run(make_config(shards, finished))
+
+
+def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        run(make_config(shards, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "mini"}, "the checkpoint has --model tiny, this run has mini"),
+        ({"seed": 1}, "seed=0, this loader has seed=1"),
+        ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
+    ],
+)
+def test_resuming_another_run_says_what_differs(
+    changes: dict[str, Any], message: str, shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ResumeError, match=message) as error:
+        run(make_config(shards, finished, resume=True, steps=10, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_resuming_on_other_shards_is_refused(finished: Path, tmp_path: Path) -> None:
+    others = write_dataset(tmp_path / "shards", rows=50)
+    with pytest.raises(ResumeError, match="cannot resume"):
+        run(make_config(others, finished, resume=True, steps=10))
+
+
+def test_resuming_a_finished_run_asks_for_more_steps(shards: Path, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--steps`=8: .* has trained 8 steps already"):
+        run(make_config(shards, finished, resume=True))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(
+    shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, save_every=1, learning_rate=1e30, clip_norm=1e30)
+    with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d+\. Lower"):
+        run(config)
+    weights = load_weights(run_dir, 1)
+    assert weights
+
+
+def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:
+    log = StepLog(
+        step=20,
+        loss=5.25,
+        learning_rate=1e-3,
+        gradient_norm=0.5,
+        tokens=4096,
+        real_tokens_per_s=12345.6,
+        stall=0.0123,
+        gpu=GpuUse(memory_bytes=12_300_000_000, utilization=0.98),
+    )
+    assert log.line(1000) == (
+        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s | stall 1.23% "
+        "| gpu 12.3 GB 98%"
+    )
+    assert GpuGauge(torch.device("cpu")).read() is None
+
+
+def command(config: TrainConfig) -> list[str]:
+    """The command line that means `config`."""
+    words = [str(TRAIN)]
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
+    number: signal.Signals, exit_code: int, shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, steps=100_000, save_every=100_000, json=True)
+    process = subprocess.Popen(
+        command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == exit_code, errors
+    report = json.loads(output)
+    assert report == json.loads((run_dir / "report.json").read_text())
+    assert report["finished"] is False
+    assert load_weights(run_dir, report["steps"])
+
+
+def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", steps=2)
+    result = subprocess.run(command(config), capture_output=True, text=True, check=True)
+    assert "step 2/2 | loss " in result.stderr
+    assert "real tok/s | stall " in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        "model",
+        "trained",
+        "loss",
+        "speed",
+        "stall",
+        "report",
+    ]
+
+
+def test_a_user_error_of_the_command_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "nowhere", tmp_path / "run")
+    result = subprocess.run(command(config), capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_help_of_the_command_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['train', '--help']\n"
+        "from tokenfeed.tools.train import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--micro-batch-tokens" in result.stdout
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", device="cuda", steps=20, num_workers=1)
+    report = run(config)
+    assert report.loss_last < report.loss_first
+    assert report.stall["window_steps"] == 15
+    assert 0 <= report.stall["fraction"] < 1
+    assert "CUDA events" in report.stall["method"]

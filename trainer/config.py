@@ -1,0 +1,154 @@
+"""Everything a run is told, in one frozen dataclass: the command line and config.yaml.
+
+The field order is the help's order, and each field's docstring is its help text. What contradicts
+itself is refused by `check`, before any file is read or written.
+"""
+
+import dataclasses
+import datetime
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import yaml
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.storage import atomic_write
+
+__all__ = ["CONFIG_FILE", "DeviceName", "ModelName", "PrecisionName", "TrainConfig"]
+
+ModelName = Literal["tiny", "mini", "small", "gpt2"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+
+CONFIG_FILE = "config.yaml"
+
+_AT_LEAST_ONE = (
+    "steps",
+    "sequence_length",
+    "micro_batch_tokens",
+    "step_tokens",
+    "eval_every",
+    "eval_batches",
+    "save_every",
+    "log_every",
+)
+_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed")
+_ABOVE_ZERO = ("learning_rate", "clip_norm")
+
+
+def _new_run_dir() -> Path:
+    now = datetime.datetime.now(datetime.UTC)
+    return Path("runs") / now.strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The settings of one training run."""
+
+    shards: Path
+    """Output folder of `pretokenize`."""
+    model: ModelName = "tiny"
+    """Parameters besides the embedding: 1 M, 11 M, 25 M, 85 M."""
+    steps: int = 200
+    """Optimizer steps, those before a --resume included."""
+    sequence_length: int = 256
+    """Tokens of a packed row; longer documents are cut, none is dropped."""
+    micro_batch_tokens: int = 2048
+    """Tokens of one forward and backward; bounded by memory."""
+    step_tokens: int = 2048
+    """Tokens of one optimizer step, accumulated over micro-batches."""
+    learning_rate: float = 2e-3
+    """Peak of the cosine, which ends at a tenth of it."""
+    warmup_steps: int = 20
+    """Steps in which the learning rate rises to its peak."""
+    weight_decay: float = 0.1
+    """AdamW's, on matrices only."""
+    clip_norm: float = 1.0
+    """Largest norm of a step's gradient."""
+    device: DeviceName = "auto"
+    """auto: cuda where there is one, else cpu."""
+    precision: PrecisionName = "auto"
+    """auto: cuda bf16, on older GPUs fp16; cpu fp32."""
+    compile: bool = False
+    """Slow first steps, then faster ones; for cuda."""
+    num_workers: int | None = None
+    """Loader processes; by default 2 for cuda, 0 (read in the training process) for the CPU."""
+    seed: int = 0
+    """Decides initial weights and the order of the data."""
+    eval_every: int = 100
+    """Steps between losses on the validation split, if any."""
+    eval_batches: int = 10
+    """Most micro-batches of one evaluation."""
+    save_every: int = 100
+    """Steps between checkpoints; the latest two are kept."""
+    log_every: int = 10
+    """Steps between progress lines; each waits for the device."""
+    run_dir: Path = field(default_factory=_new_run_dir)
+    """Folder for config, metrics, checkpoints and report."""
+    resume: bool = False
+    """Go on from the latest checkpoint of --run-dir."""
+    json: bool = False
+    """Print the report as one line of JSON."""
+
+    def check(self) -> None:
+        """Raise a ConfigError for the first setting that cannot work."""
+        for name in _AT_LEAST_ONE:
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        for name in _NOT_NEGATIVE:
+            _require(self, name, getattr(self, name) >= 0, "at least 0")
+        for name in _ABOVE_ZERO:
+            _require(self, name, getattr(self, name) > 0, "a number above 0")
+        _require(self, "num_workers", (self.num_workers or 0) >= 0, "at least 0")
+        _require(self, "sequence_length", self.sequence_length >= 2, "at least 2, to have a target")
+        _require_multiple(self, "micro_batch_tokens", "sequence_length")
+        _require_multiple(self, "step_tokens", "micro_batch_tokens")
+        self._check_run_dir()
+
+    def write(self) -> None:
+        """Write config.yaml into the run's folder, atomically."""
+        values = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        content = yaml.safe_dump(values, sort_keys=False)
+        atomic_write(self.run_dir / CONFIG_FILE, content.encode())
+
+    @property
+    def rows(self) -> int:
+        """Packed rows of a micro-batch."""
+        return self.micro_batch_tokens // self.sequence_length
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        return self.step_tokens // self.micro_batch_tokens
+
+    def _check_run_dir(self) -> None:
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            raise ConfigError(f"`--run-dir`: {self.run_dir} is not a folder.")
+        if not self.resume and (self.run_dir / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"`--run-dir`: {self.run_dir} already holds a run. Add --resume to go on with it, "
+                "or give another folder."
+            )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _require(config: TrainConfig, name: str, holds: bool, expected: str) -> None:
+    if not holds:
+        value = getattr(config, name)
+        raise ConfigError(f"`{_flag(name)}`: expected {expected}, got {value}.")
+
+
+def _require_multiple(config: TrainConfig, name: str, divisor_name: str) -> None:
+    value, divisor = getattr(config, name), getattr(config, divisor_name)
+    if value % divisor:
+        nearest = max(1, round(value / divisor)) * divisor
+        raise ConfigError(
+            f"`{_flag(name)}`: expected a multiple of {_flag(divisor_name)}={divisor}, got "
+            f"{value}. Try {nearest}."
+        )

@@ -1,0 +1,109 @@
+"""What a run was worth: report.json for scripts, a few lines for people.
+
+Speed and stall come from the same window of steps on the same clock, warm-up left out; tokens,
+losses and padding are those of all steps.
+"""
+
+import importlib.metadata
+import json
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.trainer.stall import StallReading
+
+__all__ = ["REPORT_FILE", "Report", "stall_report", "versions"]
+
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The outcome of a run."""
+
+    run_dir: str
+    finished: bool
+    """False where a signal ended the run before its last step."""
+    steps: int
+    """Trained in all, those before a resume included."""
+    tokens: int
+    """Real tokens trained in all."""
+    seconds: float
+    """Wall time of this session, set-up and evaluation included."""
+    real_tokens_per_s: float
+    """Real tokens of the measured steps by their wall time, stall included."""
+    padding: float
+    """Fraction of token slots of this session that held no token."""
+    stall: dict[str, Any]
+    """See `stall_report`."""
+    loss_first: float
+    """Of the first step."""
+    loss_last: float
+    """Mean over the steps of the last progress line."""
+    validation_loss_first: float | None
+    validation_loss_last: float | None
+    model: str
+    parameters: int
+    vocabulary_size: int
+    device: str
+    precision: str
+    versions: dict[str, str]
+
+    def write(self, run_dir: Path) -> None:
+        """Write report.json, atomically."""
+        atomic_write(run_dir / REPORT_FILE, self.to_json().encode() + b"\n")
+
+    def to_json(self) -> str:
+        """The report as indented JSON."""
+        return json.dumps(asdict(self), indent=1)
+
+    def summary(self) -> str:
+        """The report in a few lines."""
+        parts = ", ".join(
+            f"{cause} {part['fraction']:.2%}" for cause, part in self.stall["parts"].items()
+        )
+        loss = f"{self.loss_first:.4f} -> {self.loss_last:.4f}"
+        if self.validation_loss_first is not None:
+            loss += (
+                f", validation {self.validation_loss_first:.4f} -> {self.validation_loss_last:.4f}"
+            )
+        end = "" if self.finished else ", stopped before the end: go on with --resume"
+        return "\n".join(
+            [
+                f"model    {self.model}, {self.parameters / 1e6:.1f} M parameters, "
+                f"{self.precision} on {self.device}",
+                f"trained  {self.steps:,} steps, {self.tokens:,} real tokens{end}",
+                f"loss     {loss}",
+                f"speed    {self.real_tokens_per_s:,.0f} real tok/s, padding {self.padding:.2%}",
+                f"stall    {self.stall['fraction']:.2%} ({parts})",
+                f"report   {Path(self.run_dir) / REPORT_FILE}",
+            ]
+        )
+
+
+def stall_report(reading: StallReading, method: str) -> dict[str, Any]:
+    """The stall as report.json keeps it: total, parts that sum to it, window, method."""
+    fractions = reading.cause_fractions
+    return {
+        "fraction": reading.fraction,
+        "parts": {
+            cause: {"fraction": fractions[cause], "seconds": seconds}
+            for cause, seconds in reading.cause_seconds.items()
+        },
+        "window_steps": reading.steps,
+        "window_seconds": reading.seconds,
+        "method": method,
+    }
+
+
+def versions() -> dict[str, str]:
+    """What the figures of a report depend on, besides the hardware."""
+    return {
+        "tokenfeed": importlib.metadata.version("tokenfeed"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
