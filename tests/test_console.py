@@ -1,0 +1,46 @@
+"""What the shell around every command makes of an error, an interruption, a bug."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run_body(body: str) -> subprocess.CompletedProcess[str]:
+    script = (
+        "import errno, logging, os, signal\n"
+        "from tokenfeed.pipeline.errors import *\n"
+        "from tokenfeed.tools.console import print_json, run_command\n"
+        f"def body():\n    {body}\n"
+        "run_command(body)\n"
+    )
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "line"),
+    [
+        ("raise CorpusError('a.txt: is gone.\\n Go on.')", 1, "error: a.txt: is gone.  Go on."),
+        ("raise ConfigError('`--x` 0')", 2, "error: `--x` 0"),
+        ("raise KeyboardInterrupt", 130, "interrupted"),
+        ("raise KeyboardInterrupt('all is kept')", 130, "interrupted: all is kept"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 130, "interrupted"),
+        ("raise OSError(errno.ENOSPC, 'No space left', 'out')", 1, "error: out: No space left"),
+        ("logging.getLogger('tokenfeed.x').warning('odd'); return 3", 3, "warning: odd"),
+        ("logging.getLogger('tokenfeed.x').info('so far')", 0, "so far"),
+        ("raise BrokenPipeError", 141, None),
+    ],
+)
+def test_every_end_is_one_line_and_a_code(body: str, code: int, line: str | None) -> None:
+    result = run_body(body)
+    assert (result.returncode, result.stderr.splitlines()) == (code, [line] if line else [])
+
+
+def test_a_bug_of_ours_keeps_its_traceback() -> None:
+    result = run_body("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+
+
+def test_json_goes_to_stdout_on_one_line() -> None:
+    assert run_body("print_json({'a': [1, 'ü']})").stdout == '{"a": [1, "\\u00fc"]}\n'

@@ -1,0 +1,270 @@
+"""Finding input files, cutting them into units, reading their documents."""
+
+import gzip
+import itertools
+import json
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.blocks import split_lines
+from tokenfeed.tools.corpus import Corpus, find_corpus
+from tokenfeed.tools.records import Document, Reject, read_records
+from tokenfeed.tools.units import Unit, auto_shard_bytes, cut_units
+
+TEXTS = ["first", "zwei\nZeilen", "", "trois 🎉", "\u2028odd\r line"]
+
+
+def find(*paths: Path, out: Path | None = None, exclude: tuple[str, ...] = ()) -> Corpus:
+    return find_corpus(paths, out=out or paths[0].parent / "out", exclude=exclude)
+
+
+def names(corpus: Corpus, root: Path) -> list[str]:
+    return [os.path.relpath(source.path, root) for source in corpus.sources]
+
+
+def read(*paths: Path, shard_bytes: int = 10**9, field: str = "text") -> list[Document | Reject]:
+    units = cut_units(find(*paths).sources, shard_bytes, field)
+    return [record for unit in units for record in read_unit(unit, field)]
+
+
+def read_unit(unit: Unit, field: str = "text") -> list[Document | Reject]:
+    return [record for part in unit.parts for record in read_records(part, field)]
+
+
+def json_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    root = tmp_path / "corpus"
+    for name in ("b.py", "a.txt", "sub/c.md", "sub/deep/d", ".hidden", ".git/x", "__pycache__/y"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    (root / "sub/image.png").write_bytes(b"\x89PNG\0\1")
+    (root / "packed.tar.gz").write_bytes(gzip.compress(b"ustar\0\0"))
+    return root
+
+
+def test_folders_are_read_in_name_order_without_hidden_and_binary_files(tree: Path) -> None:
+    corpus = find(tree)
+    assert names(corpus, tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
+    assert [source.index for source in corpus.sources] == [0, 1, 2, 3]
+    assert corpus.skipped_binary == 2
+
+
+def test_a_file_given_by_name_is_read_whatever_it_is(tree: Path) -> None:
+    corpus = find(tree / ".hidden", tree / "sub/image.png")
+    assert names(corpus, tree) == [".hidden", "sub/image.png"]
+
+
+def test_excluded_names_and_paths_are_left_out(tree: Path) -> None:
+    assert names(find(tree, exclude=("sub",)), tree) == ["a.txt", "b.py"]
+    assert names(find(tree, exclude=("*.py", "sub/deep/*")), tree) == ["a.txt", "sub/c.md"]
+
+
+def test_the_output_folder_inside_the_corpus_is_no_input(tree: Path) -> None:
+    assert names(find(tree, out=tree / "sub"), tree) == ["a.txt", "b.py"]
+    with pytest.raises(ConfigError, match="lies in the output folder"):
+        find(tree / "sub/deep", out=tree / "sub")
+
+
+def test_link_loops_end_and_a_file_reached_twice_is_read_once(tree: Path) -> None:
+    (tree / "sub/loop").symlink_to(tree)
+    (tree / "z.txt").symlink_to(tree / "a.txt")
+    (tree / "nowhere").symlink_to(tree / "missing")
+    assert names(find(tree, tree / "a.txt"), tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
+
+
+def test_missing_and_empty_input_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="gone: not found"):
+        find(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CorpusError, match="no input file found"):
+        find(tmp_path / "empty")
+
+
+def test_every_container_gives_the_same_documents(tmp_path: Path) -> None:
+    lines = json_lines(TEXTS)
+    frames = zstandard.compress(lines[:20]) + zstandard.compress(lines[20:])
+    (tmp_path / "plain.jsonl").write_bytes(lines)
+    (tmp_path / "two_members.jsonl.gz").write_bytes(
+        gzip.compress(lines[:20]) + gzip.compress(lines[20:])
+    )
+    (tmp_path / "two_frames.jsonl.zst").write_bytes(frames)
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=2)
+    expected = [Document(i, text, text.encode()) for i, text in enumerate(TEXTS)]
+    for path in sorted(tmp_path.iterdir()):
+        assert read(path) == expected, path.name
+        assert read(path, shard_bytes=10) == expected, path.name
+
+
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
+    text = "line\r\nother\rlast\n\ufeff"
+    for name, data in {
+        "a.txt": text.encode(),
+        "a.txt.gz": gzip.compress(text.encode()),
+        "a.txt.zst": zstandard.compress(text.encode()),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        assert read(tmp_path / name) == [Document(0, text, text.encode())]
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_parquet_text_of_every_string_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    column = pa.array(["x", None, "yé"], pa.string()).cast(kind)
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == [
+        Document(0, "x", b"x"),
+        Reject(1, "null"),
+        Document(2, "yé", "yé".encode()),
+    ]
+
+
+def test_bad_records_are_rejected_by_line_and_the_others_go_on(tmp_path: Path) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"text": "after a BOM"}\r',
+        b"",
+        b"   ",
+        b'{"text": "cut',
+        b"[1]",
+        b'{"txt": "x"}',
+        b'{"text": 5}',
+        b'{"text": "\xff"}',
+        rb'{"text": "\ud800"}',
+        b"[" * 100_000,
+        rb'{"text": "\ud83c\udf89 good"}',
+    ]
+    (tmp_path / "bad.jsonl").write_bytes(b"\n".join(lines))
+    first, *rejects, last = read(tmp_path / "bad.jsonl")
+    assert first == Document(0, "after a BOM", b"after a BOM")
+    assert last == Document(10, "🎉 good", "🎉 good".encode())
+    assert [reject.record for reject in rejects] == [3, 4, 5, 6, 7, 8, 9]
+    reasons = [reject.reason for reject in rejects if isinstance(reject, Reject)]
+    expected = [
+        "not JSON",
+        "got list",
+        "no field `text`",
+        "is int",
+        "UTF-8 at byte 10",
+        "lone",
+        "not",
+    ]
+    for reason, words in zip(reasons, expected, strict=True):
+        assert words in reason
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_truncated_archive_gives_what_it_has_and_one_reject(tmp_path: Path, ending: str) -> None:
+    texts = [os.urandom(300).hex() for _ in range(5000)]
+    lines = json_lines(texts)
+    data = gzip.compress(lines) if ending == "gz" else zstandard.compress(lines)
+    path = tmp_path / f"cut.jsonl.{ending}"
+    path.write_bytes(data[: len(data) // 2])
+    *documents, reject = read(path)
+    assert isinstance(reject, Reject)
+    assert reject.record == len(documents)
+    assert "cannot be read from here on" in reject.reason
+    assert [document.text for document in documents if isinstance(document, Document)] == texts[
+        : len(documents)
+    ]
+    assert len(documents) > 1000
+
+
+def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "not.parquet").write_bytes(b"PAR1 but not really")
+    pq.write_table(pa.table({"body": ["x"]}), tmp_path / "other.parquet")
+    pq.write_table(pa.table({"text": [1, 2]}), tmp_path / "numbers.parquet")
+    records = read(tmp_path)
+    reasons = [record.reason for record in records if isinstance(record, Reject)]
+    assert len(records) == len(reasons) == 4
+    assert reasons[0] == "invalid UTF-8 at byte 3"
+    assert "cannot be read from here on" in reasons[1]
+    assert reasons[2] == "column `text` is int64, expected text"
+    assert reasons[3] == "no column `text`; it has: body"
+
+
+def test_invalid_utf8_in_parquet_costs_one_row(tmp_path: Path) -> None:
+    column = pa.array([b"good", b"\xff", b"too"]).view(pa.string())
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    assert [type(record) for record in read(tmp_path / "a.parquet")] == [Document, Reject, Document]
+
+
+def test_a_vanished_or_changed_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    part = cut_units(find(path).sources, 100, "text")[0].parts[0]
+    path.write_text("three")
+    with pytest.raises(CorpusError, match=r"a\.txt: changed"):
+        read_records(part, "text")
+    path.unlink()
+    with pytest.raises(CorpusError, match=r"a\.txt: vanished"):
+        read_records(part, "text")
+
+
+@given(
+    lengths=st.lists(st.integers(0, 60), max_size=40),
+    shard_bytes=st.integers(1, 400),
+    ending=st.sampled_from([b"\n", b"\r\n"]),
+    last_newline=st.booleans(),
+)
+def test_a_cut_json_lines_file_loses_and_doubles_no_record(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    shard_bytes: int,
+    ending: bytes,
+    last_newline: bool,
+) -> None:
+    # A length of 0 stands for a blank line.
+    lines = [json.dumps({"text": "x" * n}).encode() if n else b"" for n in lengths]
+    path = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    path.write_bytes(ending.join(lines) + (ending if last_newline else b""))
+    expected = [Document(i, "x" * n, b"x" * n) for i, n in enumerate(lengths) if n]
+    units = cut_units(find(path).sources, shard_bytes, "text")
+    assert [record for unit in units for record in read_unit(unit)] == expected
+    longest = max((len(line) + len(ending) for line in lines), default=0)
+    assert all(part.weight_bytes <= shard_bytes + longest for unit in units for part in unit.parts)
+
+
+@given(
+    data=st.binary(max_size=60).map(lambda data: data.replace(b"a", b"\n")),
+    cuts=st.lists(st.integers(0, 60), max_size=5).map(sorted),
+)
+def test_lines_do_not_depend_on_how_blocks_fall(data: bytes, cuts: list[int]) -> None:
+    edges = [0, *cuts, len(data)]
+    blocks = [data[start:stop] for start, stop in itertools.pairwise(edges)]
+    expected = data.split(b"\n")
+    if not expected[-1]:
+        expected.pop()
+    assert list(split_lines(iter(blocks))) == expected
+
+
+def test_small_files_share_units_and_order_is_kept(tmp_path: Path) -> None:
+    for index in range(20):
+        (tmp_path / f"{index:02}.txt").write_text("x" * 100)
+    (tmp_path / "big.txt").write_text("x" * 5000)
+    units = cut_units(find(tmp_path).sources, 450, "text")
+    assert [len(unit.parts) for unit in units] == [4, 4, 4, 4, 4, 1]
+    assert [unit.number for unit in units] == list(range(6))
+    order = [part.source.index for unit in units for part in unit.parts]
+    assert order == sorted(order)
+
+
+def test_auto_shard_size_is_a_64th_within_8_to_256_mb(tmp_path: Path) -> None:
+    for name, num_bytes in {"small": 1000, "middle": 10**9, "large": 10**11}.items():
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(num_bytes)
+    sizes = [auto_shard_bytes(find(tmp_path / n).sources) for n in ("small", "middle", "large")]
+    assert sizes == [8_000_000, 10**9 // 64, 256_000_000]

@@ -1,0 +1,124 @@
+"""End a run: merge what the units left into sources.jsonl, rejects.jsonl and the manifest.
+
+The manifest is written last and the caller removes the journal after it: whatever moment a kill
+picks, the same command arrives at the same bytes.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tokenfeed.pipeline.manifest import (
+    FileInfo,
+    Ledger,
+    Manifest,
+    SplitInfo,
+    TokenizerInfo,
+    length_histogram,
+)
+from tokenfeed.pipeline.schema import FORMAT_VERSION
+from tokenfeed.pipeline.storage import atomic_write, file_xxh3
+from tokenfeed.tools.corpus import Source
+from tokenfeed.tools.encode import TRAIN, ReferenceEngine
+from tokenfeed.tools.journal import UnitResult
+from tokenfeed.tools.tokenizer import TOKENIZER_FILE, TextTokenizer
+
+__all__ = ["REJECTS_FILE", "SOURCES_FILE", "freeze"]
+
+SOURCES_FILE, REJECTS_FILE = "sources.jsonl", "rejects.jsonl"
+_COUNTS = ("bytes", "written", "empty", "rejected")
+
+
+def freeze(
+    folder: Path, sources: tuple[Source, ...], tokenizer: TextTokenizer, results: list[UnitResult]
+) -> Manifest:
+    """Write everything but the shards, the manifest last.
+
+    Args:
+        folder: The output folder, where all shards are.
+        sources: The input files.
+        tokenizer: What made the ids.
+        results: What became of every unit, in the order of the units.
+    """
+    ledgers = _source_ledgers(sources, results)
+    rejects = [
+        {"file": sources[source].path, "record": record, "reason": reason}
+        for result in results
+        for source, record, reason in result.rejects
+    ]
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        task="lm",
+        tokenizer=_tokenizer_info(tokenizer),
+        splits=_splits(results),
+        ledger=_ledger(ledgers),
+        sources=_write_lines(folder, SOURCES_FILE, ledgers),
+        rejects=_write_lines(folder, REJECTS_FILE, rejects),
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def _source_ledgers(sources: tuple[Source, ...], results: list[UnitResult]) -> list[dict[str, Any]]:
+    counts = np.zeros((len(sources), len(_COUNTS)), np.int64)
+    for result in results:
+        for source in result.sources:
+            counts[source.source] += [getattr(source, name) for name in _COUNTS]
+    return [
+        {
+            "path": source.path,
+            "bytes": num_bytes,
+            "read": written + empty + rejected,
+            "written": written,
+            "empty": empty,
+            "rejected": rejected,
+        }
+        for source, (num_bytes, written, empty, rejected) in zip(
+            sources, counts.tolist(), strict=True
+        )
+    ]
+
+
+def _ledger(ledgers: list[dict[str, Any]]) -> Ledger:
+    names = ("bytes", "read", "written", "empty", "rejected")
+    totals = {name: sum(ledger[name] for ledger in ledgers) for name in names}
+    return Ledger(files=len(ledgers), **totals)
+
+
+def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:
+    """The splits that have rows, and `train` in any case."""
+    names = sorted({TRAIN}.union(*(result.shards for result in results)))
+    return {name: _split(name, results) for name in names}
+
+
+def _split(name: str, results: list[UnitResult]) -> SplitInfo:
+    having = [result for result in results if name in result.shards]
+    histogram = length_histogram(np.empty(0))
+    for result in having:
+        histogram += result.histograms[name]
+    return SplitInfo(
+        shards=tuple(result.shards[name] for result in having),
+        length_histogram=tuple(histogram.tolist()),
+    )
+
+
+def _tokenizer_info(tokenizer: TextTokenizer) -> TokenizerInfo:
+    return TokenizerInfo(
+        file=TOKENIZER_FILE,
+        bytes=len(tokenizer.json_bytes),
+        xxh3=tokenizer.xxh3,
+        vocabulary_size=tokenizer.vocabulary_size,
+        end_id=tokenizer.end_id,
+        pad_id=tokenizer.pad_id,
+        engine=ReferenceEngine.name,
+        engine_version=ReferenceEngine.version,
+    )
+
+
+def _write_lines(folder: Path, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    atomic_write(folder / name, content)
+    return FileInfo(file=name, bytes=len(content), xxh3=file_xxh3(folder / name))

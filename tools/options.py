@@ -1,0 +1,135 @@
+"""The options of `pretokenize`: what the command line says, and what it means.
+
+tyro turns the dataclass into the command line: a field's docstring is its help.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools.training import SMALLEST_VOCABULARY
+
+__all__ = ["Options", "parse_options"]
+
+_SIZE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Tokenize a corpus once, into checksummed shards that a training run streams.
+
+    The same command continues a run that was interrupted. Input: text and source files (a file is a
+    document), .jsonl (a line is one), each also .gz or .zst; .parquet (a row is one).
+    """
+
+    paths: tyro.conf.Positional[
+        Annotated[
+            tuple[Path, ...],
+            tyro.conf.arg(metavar="CORPUS... OUT", help_behavior_hint="(required)"),
+        ]
+    ]
+    """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
+    of an interrupted run."""
+    tokenizer: Annotated[
+        str | None,
+        tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
+    ] = None
+    """A tokenizer.json, a folder that holds one, or a hub id."""
+    vocab_size: int = 32_768
+    """Ids of a tokenizer that is trained on a sample of the corpus."""
+    end_token: Annotated[
+        str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: by usual names)")
+    ] = None
+    """Ends every document."""
+    text_field: str = "text"
+    """Field or column that holds the text."""
+    validation: float = 0.01
+    """Part of the documents put aside for validation, by a hash of their text."""
+    exclude: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="GLOB")
+    ] = ()
+    """Leave out names or paths in the given folders."""
+    shard_size: str = "auto"
+    """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
+    workers: int | Literal["auto"] = "auto"
+    """Processes; auto: one a core. No influence on the output."""
+    seed: int = 0
+    """Draws the sample for training a tokenizer."""
+    json: bool = False
+    """Print the summary as JSON."""
+
+    @property
+    def corpus(self) -> tuple[Path, ...]:
+        """The input: all paths but the last."""
+        return self.paths[:-1]
+
+    @property
+    def out(self) -> Path:
+        """The output folder: the last path."""
+        return self.paths[-1]
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """Bytes that `shard_size` means; None for auto."""
+        if self.shard_size == "auto":
+            return None
+        match = re.fullmatch(r"(\d+) ?([KMG]i?B)?", self.shard_size, re.IGNORECASE)
+        if not match:
+            raise ConfigError(
+                f"`--shard-size` {self.shard_size!r}: expected a size like 256MB, or auto."
+            )
+        return int(match[1]) * _SIZE_UNITS[(match[2] or "B").upper()]
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that `workers` means here."""
+        return len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
+
+    def check(self) -> None:
+        """Refuse what cannot work, before anything is read.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+        if len(self.paths) < 2:
+            raise ConfigError(
+                "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
+            )
+        if not 0 <= self.validation < 1:
+            raise ConfigError(f"`--validation` {self.validation}: expected a part from 0 up to 1.")
+        if self.tokenizer is None and self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"`--vocab-size` {self.vocab_size}: expected at least {SMALLEST_VOCABULARY}, "
+                "so that every byte has an id."
+            )
+        if self.num_workers < 1:
+            raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
+        if self.shard_bytes == 0:
+            raise ConfigError("`--shard-size` 0: expected a size like 256MB, or auto.")
+
+
+def parse_options() -> Options:
+    """Read the command line. tyro takes only paths that stand together; add those after options."""
+    parse = functools.partial(
+        tyro.cli, Options, prog="pretokenize", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    options: Options
+    options, others = parse(return_unknown_args=True)
+    if any(other.startswith("-") for other in others):
+        parse()  # ends with a message that says what may have been meant
+    return dataclasses.replace(options, paths=(*options.paths, *map(Path, others)))

@@ -1,0 +1,234 @@
+"""`shards inspect|verify|cat OUT`: look into a data set, prove it whole, read it back as text."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+from tokenfeed.pipeline.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.shard import Rows, ShardReader
+from tokenfeed.tools.console import print_json, run_command
+from tokenfeed.tools.tokenizer import TextTokenizer
+from tokenfeed.tools.verify import find_problems
+
+__all__ = ["Cat", "Inspect", "Verify", "main"]
+
+_BAR_WIDTH = 40
+
+_Out = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspect:
+    """Show what is inside: splits, shards, tokenizer, ledger, lengths of rows."""
+
+    out: _Out
+    """Output folder of `pretokenize`."""
+    json: bool = False
+    """Print the manifest as JSON."""
+
+    def run(self) -> int:
+        """Print it."""
+        manifest = Manifest.read(self.out)
+        if self.json:
+            print_json(dataclasses.asdict(manifest) | {"fingerprint": manifest.fingerprint})
+            return 0
+        console = Console()
+        console.print(_splits_table(manifest))
+        for name, split in manifest.splits.items():
+            _print_histogram(console, name, split)
+        _print_facts(console, manifest)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify:
+    """Check every checksum, every record batch and the ledger; exit code 1 if anything is wrong."""
+
+    out: _Out
+    """Output folder of `pretokenize`."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Check it, print every problem."""
+        manifest = Manifest.read(self.out)
+        problems = list(find_problems(self.out, manifest))
+        num_shards = sum(len(split.shards) for split in manifest.splits.values())
+        num_batches = sum(split.batches for split in manifest.splits.values())
+        if self.json:
+            print_json({"ok": not problems, "problems": problems})
+        elif problems:
+            print("\n".join(problems))
+            print(f"{self.out}: damaged, problems found: {len(problems):,}")
+        else:
+            print(f"{self.out}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
+        return 1 if problems else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cat:
+    """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
+
+    out: _Out
+    """Output folder of `pretokenize`."""
+    split: str = "train"
+    """Split to read."""
+    start: int = 0
+    """First row, counted from 0 within the split."""
+    rows: int = 5
+    """Rows to print."""
+    json: bool = False
+    """Print a JSON object per row."""
+
+    def run(self) -> int:
+        """Print the rows."""
+        manifest = Manifest.read(self.out)
+        num_rows = manifest.split(self.split).rows
+        if not 0 <= self.start < num_rows or self.rows < 1:
+            raise ConfigError(
+                f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
+                f"to {num_rows - 1:,}, and at least one must be asked for."
+            )
+        for row in _decoded_rows(self.out, manifest, self):
+            if self.json:
+                print_json(row)
+            else:
+                print(
+                    f"--- {row['split']} row {row['row']} | {row['file']} record {row['record']} | "
+                    f"{row['tokens']:,} tokens"
+                )
+                print(row["text"])
+        return 0
+
+
+def main() -> None:
+    """The command `shards`."""
+    run_command(_command)
+
+
+def _command() -> int:
+    command: Any = tyro.extras.subcommand_cli_from_dict(
+        {"inspect": Inspect, "verify": Verify, "cat": Cat},
+        prog="shards",
+        description="Look into a data set that `pretokenize` made.",
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    return int(command.run())
+
+
+def _splits_table(manifest: Manifest) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "split",
+        "shards",
+        "batches",
+        "rows",
+        "tokens",
+        "longest row",
+        "MB",
+        "bytes/token",
+    ):
+        table.add_column(name, justify="left" if name == "split" else "right")
+    for name, split in manifest.splits.items():
+        num_bytes = sum(shard.bytes for shard in split.shards)
+        counts = len(split.shards), split.batches, split.rows, split.tokens, split.longest_row
+        table.add_row(
+            name,
+            *(f"{count:,}" for count in counts),
+            f"{num_bytes / 1e6:,.1f}",
+            f"{num_bytes / max(split.tokens, 1):.2f}",
+        )
+    return table
+
+
+def _print_histogram(console: Console, name: str, split: SplitInfo) -> None:
+    counts = split.length_histogram
+    filled = [exponent for exponent, count in enumerate(counts) if count]
+    if not filled:
+        return
+    console.print(f"tokens per row, {name}", style="bold")
+    for exponent in range(filled[0], filled[-1] + 1):
+        bar = "█" * -(-counts[exponent] * _BAR_WIDTH // max(counts))
+        label = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
+        console.print(f"{label:>25} {bar:<{_BAR_WIDTH}} {counts[exponent]:,}", highlight=False)
+
+
+def _print_facts(console: Console, manifest: Manifest) -> None:
+    tokenizer, ledger = manifest.tokenizer, manifest.ledger
+    end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
+    facts = {
+        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}, by "
+        f"{tokenizer.engine} {tokenizer.engine_version}",
+        "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
+        f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
+        "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
+        "fingerprint": manifest.fingerprint,
+    }
+    for name, text in facts.items():
+        console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
+
+
+def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    tokenizer = _stored_tokenizer(folder, manifest)
+    sources = (folder / manifest.sources.file).read_text().splitlines()
+    end_id = manifest.tokenizer.end_id
+    for row, rows in _wanted_rows(folder, manifest, wanted):
+        ids = rows.ids.tolist()
+        text_ids = ids[:-1] if ids[-1] == end_id else ids
+        yield {
+            "split": wanted.split,
+            "row": row,
+            "file": json.loads(sources[int(rows.origin_file[0])])["path"],
+            "record": int(rows.origin_record[0]),
+            "tokens": len(ids),
+            "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
+        }
+
+
+def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
+    path = folder / manifest.tokenizer.file
+    try:
+        tokenizer = TextTokenizer.load(path.read_bytes(), origin=path)
+    except OSError as error:
+        raise TokenizerError(f"{path}: cannot be read: {error.strerror}.") from error
+    if tokenizer.xxh3 != manifest.tokenizer.xxh3:
+        raise TokenizerError(f"{path}: is not the tokenizer that made the shards. Restore it.")
+    return tokenizer
+
+
+def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
+    """Single rows from `wanted.start` on, with their number in the split."""
+    vocabulary_size = manifest.tokenizer.vocabulary_size
+    start, stop = wanted.start, wanted.start + wanted.rows
+    for shard in manifest.split(wanted.split).shards:
+        if start < shard.rows and stop > 0:
+            reader = ShardReader(folder, shard, vocabulary_size)
+            first = wanted.start - start
+            for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
+                yield first + row, rows
+        start, stop = start - shard.rows, stop - shard.rows
+
+
+def _rows_of_shard(
+    reader: ShardReader, num_batches: int, start: int, stop: int
+) -> Iterator[tuple[int, Rows]]:
+    """Single rows `start` up to `stop` of a shard."""
+    for index in range(num_batches):
+        batch, first = reader.read(index)
+        if first >= stop:
+            return
+        for row in range(max(start - first, 0), min(stop - first, len(batch))):
+            yield first + row, batch.slice(row, row + 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""What a run of `pretokenize` has to say at its end, for people and for scripts."""
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.tools.encode import VALIDATION
+from tokenfeed.tools.freeze import REJECTS_FILE
+from tokenfeed.tools.journal import UnitResult
+from tokenfeed.tools.tokenizer import TextTokenizer
+
+__all__ = ["Summary"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summary:
+    """The figures of a finished data set and of the run that finished it."""
+
+    out: str
+    files: int
+    skipped_binary: int
+    """Binary files found in folders and left out."""
+    documents: int
+    """Documents written, validation included."""
+    validation_documents: int
+    empty: int
+    """Documents without a token, not written."""
+    rejected: int
+    tokens: int
+    text_bytes: int
+    """Text read, as UTF-8."""
+    shard_bytes: int
+    """All shards on disk."""
+    text_bytes_per_token: float
+    shard_bytes_per_token: float
+    vocabulary_size: int
+    vocabulary_wanted: int | None
+    """Ids asked for when the tokenizer was trained; a small corpus gives fewer."""
+    end_token: str | None
+    units: int
+    resumed_units: int
+    """Units that an earlier, interrupted run had finished."""
+    seconds: float
+    tokenizer_seconds: float
+    """Of `seconds`, those for loading or training the tokenizer."""
+    mb_per_s: float
+    """Text of this run, without what was resumed, in 10^6 bytes, over the rest of `seconds`."""
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        *,
+        folder: Path,
+        tokenizer: TextTokenizer,
+        vocabulary_wanted: int | None,
+        skipped_binary: int,
+        units: int,
+        resumed: Iterable[UnitResult],
+        seconds: float,
+        tokenizer_seconds: float,
+    ) -> "Summary":
+        """Draw it up from what the run has left."""
+        ledger, splits = manifest.ledger, manifest.splits
+        tokens = sum(split.tokens for split in splits.values())
+        shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
+        resumed = list(resumed)
+        resumed_bytes = sum(counts.bytes for result in resumed for counts in result.sources)
+        return cls(
+            out=str(folder),
+            files=ledger.files,
+            skipped_binary=skipped_binary,
+            documents=ledger.written,
+            validation_documents=splits[VALIDATION].rows if VALIDATION in splits else 0,
+            empty=ledger.empty,
+            rejected=ledger.rejected,
+            tokens=tokens,
+            text_bytes=ledger.bytes,
+            shard_bytes=shard_bytes,
+            text_bytes_per_token=round(ledger.bytes / tokens, 3),
+            shard_bytes_per_token=round(shard_bytes / tokens, 3),
+            vocabulary_size=tokenizer.vocabulary_size,
+            vocabulary_wanted=vocabulary_wanted,
+            end_token=tokenizer.end_token,
+            units=units,
+            resumed_units=len(resumed),
+            seconds=round(seconds, 2),
+            tokenizer_seconds=round(tokenizer_seconds, 2),
+            mb_per_s=round((ledger.bytes - resumed_bytes) / 1e6 / (seconds - tokenizer_seconds), 2),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object of all fields."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12}{text}" for name, text in self._lines())
+
+    def _lines(self) -> list[tuple[str, str]]:
+        binary = f", {self.skipped_binary:,} binary skipped" if self.skipped_binary else ""
+        rejects = f" (why: {self.out}/{REJECTS_FILE})" if self.rejected else ""
+        resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
+        text_mb, shard_mb = self.text_bytes / 1e6, self.shard_bytes / 1e6
+        lines = {
+            "input": f"{_count(self.files, 'file')}, {text_mb:,.1f} MB of text{binary}",
+            "documents": f"{self.documents:,}, of them {self.validation_documents:,} validation",
+            "not written": f"{self.empty:,} empty, {self.rejected:,} rejected{rejects}",
+            "tokens": f"{self.tokens:,}, {self.text_bytes_per_token:.2f} bytes of text a token",
+            "shards": f"{shard_mb:,.1f} MB, {self.shard_bytes_per_token:.2f} bytes a token",
+            "tokenizer": f"{self.vocabulary_size:,} ids{self._training()}",
+            "end token": self.end_token
+            or "none: the tokenizer has no such token (see --end-token)",
+            "speed": f"{self.mb_per_s:,.1f} MB/s, {_count(self.units, 'unit')}{resumed}",
+            "time": f"{self.seconds:,.1f} s",
+            "output": self.out,
+        }
+        return list(lines.items())
+
+    def _training(self) -> str:
+        if self.vocabulary_wanted is None:
+            return ""
+        if self.vocabulary_wanted == self.vocabulary_size:
+            return f", trained in {self.tokenizer_seconds:,.1f} s"
+        return f", trained; the corpus gave no more of the {self.vocabulary_wanted:,} wanted"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,132 @@
+"""A tokenizer as a file: fetch it, check it, find its special ids.
+
+The bytes of tokenizer.json are kept as they came, since they are what a data set is identified by.
+Truncation and padding that such a file may carry are switched off for good, and special-token text
+inside a document is plain text: a corpus must neither be cut in silence nor forge a document's end.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+
+__all__ = ["TOKENIZER_FILE", "TextTokenizer", "fetch_tokenizer_json"]
+
+TOKENIZER_FILE = "tokenizer.json"
+
+_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",  # DeepSeek
+)
+"""Usual names of the token that ends a document. [SEP] is not one: it joins the parts of a pair."""
+_PAD_TOKENS = (
+    "<pad>",
+    "[PAD]",
+    "<|pad|>",
+    "<|padding|>",
+    "<|finetune_right_pad_id|>",
+    "<\uff5c\u2581pad\u2581\uff5c>",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TextTokenizer:
+    """A tokenizer.json and what the data set needs to know of it."""
+
+    json_bytes: bytes = field(repr=False)
+    tokenizer: Tokenizer
+    vocabulary_size: int
+    """The largest id + 1: a vocabulary can have holes."""
+    end_token: str | None
+    pad_id: int
+
+    @classmethod
+    def load(
+        cls, json_bytes: bytes, *, origin: object, end_token: str | None = None
+    ) -> "TextTokenizer":
+        """Make a tokenizer of the bytes of a tokenizer.json.
+
+        Args:
+            json_bytes: The file's content.
+            origin: Where it is from, for the messages.
+            end_token: The token that ends a document; None takes the first usual name it has.
+
+        Raises:
+            TokenizerError: It is no tokenizer, or has no vocabulary.
+            ConfigError: It has no token `end_token`.
+        """
+        tokenizer = _parse(json_bytes, origin)
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise TokenizerError(f"{origin}: has an empty vocabulary. Give another tokenizer.")
+        if end_token is not None and end_token not in vocabulary:
+            raise ConfigError(f"`--end-token` {end_token!r} is not in the vocabulary of {origin}.")
+        end_token = end_token or next((name for name in _END_TOKENS if name in vocabulary), None)
+        end_id = vocabulary[end_token] if end_token else 0
+        pad_id = next((vocabulary[name] for name in _PAD_TOKENS if name in vocabulary), end_id)
+        return cls(json_bytes, tokenizer, max(vocabulary.values()) + 1, end_token, pad_id)
+
+    @property
+    def end_id(self) -> int | None:
+        """The id of `end_token`."""
+        return self.tokenizer.token_to_id(self.end_token) if self.end_token else None
+
+    @property
+    def xxh3(self) -> str:
+        """xxh3-64 of tokenizer.json, 16 hex digits."""
+        return xxhash.xxh3_64_hexdigest(self.json_bytes)
+
+
+def fetch_tokenizer_json(name: str) -> bytes:
+    """Read the tokenizer.json that `name` means: a file, a folder that holds one, or a hub id.
+
+    Raises:
+        TokenizerError: There is none, or the hub cannot be reached.
+    """
+    path = Path(name)
+    if path.is_dir():
+        path /= TOKENIZER_FILE
+    if not path.exists() and not Path(name).is_dir():
+        path = _fetch_from_hub(name)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"{path}: cannot be read: {error.strerror}. Give a tokenizer.json, a folder that holds "
+            "one, or a hub id."
+        ) from error
+
+
+def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_buffer(json_bytes)
+    except Exception as error:  # the library raises what its Rust side gives: no narrower class
+        raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _fetch_from_hub(name: str) -> Path:
+    """Download tokenizer.json of a hub repository, or find it in the hub's local cache."""
+    from huggingface_hub import hf_hub_download  # 0.1 s that only hub ids should cost
+
+    # It would report each of its retries; the one line below says it once.
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    try:
+        return Path(hf_hub_download(name, TOKENIZER_FILE))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise TokenizerError(
+            f"{name}: is neither a file or folder here, nor could it be had from the hub: {reason}"
+        ) from error

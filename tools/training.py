@@ -1,0 +1,79 @@
+"""Train a tokenizer on a sample of the corpus, for who has none.
+
+Byte-level BPE: every text can be encoded and decoded back exactly. The sample (about 32 MB, drawn
+by part in seeded random order) bounds time and memory; what a larger one would add to a vocabulary
+is little. The same corpus, size and seed give the same tokenizer, byte for byte.
+"""
+
+import random
+from collections.abc import Iterator
+from itertools import chain
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.records import Document, read_records
+from tokenfeed.tools.units import Part, Unit
+
+__all__ = ["SMALLEST_VOCABULARY", "train_tokenizer_json"]
+
+END_TOKEN = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257
+"""Every byte, and the end of a document."""
+
+_SAMPLE_CHARACTERS = 32_000_000
+_PART_CHARACTERS = 1_000_000
+"""No part gives more, unless parts are few: one huge file must not be the whole sample."""
+_MIN_FREQUENCY = 2
+
+
+def train_tokenizer_json(
+    units: tuple[Unit, ...], *, text_field: str, vocabulary_size: int, seed: int
+) -> bytes:
+    """Train a byte-level BPE of at most `vocabulary_size` ids and give its tokenizer.json.
+
+    Raises:
+        CorpusError: The corpus has no text.
+    """
+    texts = _sample(units, text_field, seed)
+    first = next(texts, None)
+    if first is None:
+        raise CorpusError(
+            "the corpus has no text to train a tokenizer on. Is `--text-field` right?"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        min_frequency=_MIN_FREQUENCY,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # a set: its order varies
+        special_tokens=[END_TOKEN],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
+    return tokenizer.to_str().encode()
+
+
+def _sample(units: tuple[Unit, ...], text_field: str, seed: int) -> Iterator[str]:
+    """Non-empty texts, the last of a part cut where the part's share ends."""
+    parts = [part for unit in units for part in unit.parts]
+    random.Random(seed).shuffle(parts)
+    share = max(_PART_CHARACTERS, _SAMPLE_CHARACTERS // len(parts))
+    wanted = _SAMPLE_CHARACTERS
+    for part in parts:
+        for text in _beginning(part, text_field, min(share, wanted)):
+            wanted -= len(text)
+            yield text
+        if wanted <= 0:
+            return
+
+
+def _beginning(part: Part, text_field: str, characters: int) -> Iterator[str]:
+    for record in read_records(part, text_field):
+        if isinstance(record, Document) and record.text:
+            text = record.text[:characters]
+            characters -= len(text)
+            yield text
+        if characters <= 0:
+            return
