@@ -15,85 +15,105 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.schema import token_dtype
 from tokenfeed.pipeline.shard import Rows, ShardWriter
 from tokenfeed.pipeline.storage import file_xxh3
-
-MakeDataset = Callable[..., Path]
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
 
+VOCABULARY_SIZE = 1000
 
-def make_rows(lengths: np.ndarray, vocabulary_size: int = 1000, seed: int = 0) -> Rows:
+WriteDataset = Callable[..., Path]
+MakeDataset = Callable[..., Path]
+
+
+def random_rows(lengths: np.ndarray) -> Rows:
     """Random rows of given lengths; row k says so in its origin_record."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(1, vocabulary_size, int(lengths.sum()))
-    numbers = np.arange(len(lengths))
+    ids = np.random.default_rng(0).integers(1, VOCABULARY_SIZE, int(lengths.sum()))
+    return rows_of_ids(ids, lengths, VOCABULARY_SIZE)
+
+
+def rows_of_ids(ids: np.ndarray, lengths: np.ndarray, vocabulary_size: int) -> Rows:
+    """Rows of one source file, in its order."""
+    count = len(lengths)
     return Rows(
-        ids.astype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32),
+        ids.astype(token_dtype(vocabulary_size)),
         lengths.astype(np.int64),
-        np.zeros(len(lengths), np.uint32),
-        numbers.astype(np.uint64),
+        np.zeros(count, np.uint32),
+        np.arange(count, dtype=np.uint64),
     )
 
 
-def write_dataset(
-    folder: Path,
-    lengths: np.ndarray,
-    *,
-    num_shards: int = 2,
-    vocabulary_size: int = 1000,
-    split: str = "train",
-    seed: int = 0,
-) -> Path:
-    """Write a whole data set: shards, side files, manifest."""
-    rows = make_rows(lengths, vocabulary_size, seed)
+def write_split(
+    folder: Path, split: str, rows: Rows, vocabulary_size: int, num_shards: int
+) -> SplitInfo:
+    """Write rows as shards of about equal numbers of rows."""
     shards = []
-    for number, part in enumerate(np.array_split(np.arange(len(lengths)), num_shards)):
+    for number, part in enumerate(np.array_split(np.arange(len(rows)), num_shards)):
         if len(part):
             with ShardWriter(folder, f"{split}/{number:05d}.arrow", vocabulary_size) as writer:
                 writer.append(rows.slice(int(part[0]), int(part[-1]) + 1))
             assert writer.info is not None
             shards.append(writer.info)
-    for name in ("tokenizer.json", "sources.jsonl", "rejects.jsonl"):
-        (folder / name).write_text("{}\n")
+    histogram = tuple(length_histogram(rows.lengths).tolist())
+    return SplitInfo(shards=tuple(shards), length_histogram=histogram)
 
-    def info(name: str) -> dict[str, str | int]:
-        path = folder / name
-        return {"file": name, "bytes": path.stat().st_size, "xxh3": file_xxh3(path)}
 
-    count = len(lengths)
+def write_rows(
+    folder: Path, splits: dict[str, Rows], vocabulary_size: int, num_shards: int = 1
+) -> Path:
+    """Write a whole data set: shards, side files, manifest."""
+    infos = {
+        split: write_split(folder, split, rows, vocabulary_size, num_shards)
+        for split, rows in splits.items()
+    }
+    (folder / "empty").touch()
+    empty = FileInfo(file="empty", bytes=0, xxh3=file_xxh3(folder / "empty"))
+    count = sum(len(rows) for rows in splits.values())
     Manifest(
         format_version=1,
         task="lm",
         tokenizer=TokenizerInfo(
-            **info("tokenizer.json"),
+            file=empty.file,
+            bytes=empty.bytes,
+            xxh3=empty.xxh3,
             vocabulary_size=vocabulary_size,
             end_id=None,
             pad_id=0,
             engine="test",
             engine_version="0",
         ),
-        splits={
-            split: SplitInfo(
-                shards=tuple(shards), length_histogram=tuple(length_histogram(lengths).tolist())
-            )
-        },
+        splits=infos,
         ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),
-        sources=FileInfo(**info("sources.jsonl")),
-        rejects=FileInfo(**info("rejects.jsonl")),
+        sources=empty,
+        rejects=empty,
     ).write(folder)
     return folder
 
 
+@pytest.fixture(scope="session")
+def write_dataset() -> WriteDataset:
+    """Writes given ids: (folder, {split: (ids, lengths)}, vocabulary_size) -> folder."""
+
+    def write(
+        folder: Path, splits: dict[str, tuple[np.ndarray, np.ndarray]], vocabulary_size: int
+    ) -> Path:
+        rows = {split: rows_of_ids(*arrays, vocabulary_size) for split, arrays in splits.items()}
+        return write_rows(folder, rows, vocabulary_size)
+
+    return write
+
+
 @pytest.fixture
 def make_dataset(tmp_path: Path) -> MakeDataset:
-    """A factory of data sets in the test's own folder."""
+    """Makes random rows of given lengths, each time in a new folder: (lengths, num_shards=2)."""
     made = 0
 
-    def make(lengths: np.ndarray | list[int], **options: object) -> Path:
+    def make(lengths: np.ndarray | list[int], num_shards: int = 2) -> Path:
         nonlocal made
         made += 1
-        return write_dataset(tmp_path / f"set{made}", np.asarray(lengths), **options)
+        rows = random_rows(np.asarray(lengths))
+        return write_rows(tmp_path / f"set{made}", {"train": rows}, VOCABULARY_SIZE, num_shards)
 
     return make

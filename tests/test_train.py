@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,6 @@ import torch
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
-from tokenfeed.pipeline.manifest import (
-    FileInfo,
-    Ledger,
-    Manifest,
-    SplitInfo,
-    TokenizerInfo,
-    length_histogram,
-)
-from tokenfeed.pipeline.shard import Rows, ShardWriter
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.loop import train
 from tokenfeed.trainer.report import Report
@@ -35,55 +27,33 @@ VOCABULARY = 64
 TRAIN = Path(sys.executable).with_name("train")
 
 
-def write_split(folder: Path, split: str, num_rows: int) -> SplitInfo:
+Ids = tuple[np.ndarray, np.ndarray]
+MakeShards = Callable[..., Path]
+
+
+def counting_rows(num_rows: int) -> Ids:
     """Rows that count upwards from a random start, so that each token tells the next."""
     rng = np.random.default_rng(num_rows)
     lengths = rng.integers(4, 40, num_rows)
     starts = rng.integers(0, VOCABULARY, num_rows)
     nth = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    ids = (np.repeat(starts, lengths) + nth) % VOCABULARY
-    files, records = np.zeros(num_rows, np.uint32), np.arange(num_rows, dtype=np.uint64)
-    with ShardWriter(folder, f"{split}/00000.arrow", VOCABULARY) as writer:
-        writer.append(Rows(ids.astype(np.uint16), lengths, files, records))
-    assert writer.info is not None
-    histogram = tuple(length_histogram(lengths).tolist())
-    return SplitInfo(shards=(writer.info,), length_histogram=histogram)
-
-
-def write_dataset(folder: Path, *, rows: int = 2000, validation_rows: int = 100) -> Path:
-    file = {"file": "none", "bytes": 0, "xxh3": "0" * 16}
-    splits = {"train": write_split(folder, "train", rows)}
-    if validation_rows:
-        splits["validation"] = write_split(folder, "validation", validation_rows)
-    Manifest(
-        format_version=1,
-        task="lm",
-        tokenizer=TokenizerInfo(
-            **file,  # type: ignore[arg-type]
-            vocabulary_size=VOCABULARY,
-            end_id=None,
-            pad_id=0,
-            engine="test",
-            engine_version="0",
-        ),
-        splits=splits,
-        ledger=Ledger(
-            files=1,
-            bytes=0,
-            read=rows + validation_rows,
-            written=rows + validation_rows,
-            empty=0,
-            rejected=0,
-        ),
-        sources=FileInfo(**file),  # type: ignore[arg-type]
-        rejects=FileInfo(**file),  # type: ignore[arg-type]
-    ).write(folder)
-    return folder
+    return (np.repeat(starts, lengths) + nth) % VOCABULARY, lengths
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_dataset(tmp_path_factory.mktemp("shards"))
+def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
+    def make(folder: Path, *, rows: int = 2000, validation_rows: int = 100) -> Path:
+        splits = {"train": counting_rows(rows)}
+        if validation_rows:
+            splits["validation"] = counting_rows(validation_rows)
+        return write_dataset(folder, splits, VOCABULARY)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
+    return make_shards(tmp_path_factory.mktemp("shards"))
 
 
 def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
@@ -182,8 +152,8 @@ def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path
     assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
 
 
-def test_a_data_set_without_validation_trains(tmp_path: Path) -> None:
-    shards = write_dataset(tmp_path / "shards", rows=50, validation_rows=0)
+def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
+    shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
     report = run(make_config(shards, tmp_path / "run", steps=1))
     assert report.validation_loss_last is None
     assert report.stall["window_steps"] == 1
@@ -273,8 +243,10 @@ def test_resuming_another_run_says_what_differs(
     assert "\n" not in str(error.value)
 
 
-def test_resuming_on_other_shards_is_refused(finished: Path, tmp_path: Path) -> None:
-    others = write_dataset(tmp_path / "shards", rows=50)
+def test_resuming_on_other_shards_is_refused(
+    finished: Path, tmp_path: Path, make_shards: MakeShards
+) -> None:
+    others = make_shards(tmp_path / "shards", rows=50)
     with pytest.raises(ResumeError, match="cannot resume"):
         run(make_config(others, finished, resume=True, steps=10))
 

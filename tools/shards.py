@@ -133,9 +133,9 @@ def _splits_table(manifest: Manifest) -> Table:
         "batches",
         "rows",
         "tokens",
-        "longest row",
+        "longest",
         "MB",
-        "bytes/token",
+        "B/token",
     ):
         table.add_column(name, justify="left" if name == "split" else "right")
     for name, split in manifest.splits.items():
