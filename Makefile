@@ -25,8 +25,7 @@ demo: setup
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
-	$(BIN)/train --shards demo/shards --run-dir demo/run --model tiny --sequence-length 256 \
-		--micro-batch-tokens 4096 --step-tokens 4096 --steps 150
+	$(BIN)/train --shards demo/shards --run-dir demo/run
 
 test: setup
 	$(RUN_CHECKS) pytest -q

@@ -229,7 +229,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{result['padding']['median']:.2%}",
             f"{result['first_batch_s']['median']:.2f} s",
         )
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 def main() -> None:
