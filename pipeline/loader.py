@@ -15,7 +15,6 @@ import contextlib
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -25,26 +24,15 @@ import torch
 import torch.distributed
 from torch.utils.data import DataLoader, IterableDataset
 
-from tokenfeed.pipeline.batch import (
-    Batch,
-    RaggedBatch,
-    build_on_device,
-    build_on_host,
-    device_inputs,
-)
+from tokenfeed.pipeline.batch import Batch, build_on_host
 from tokenfeed.pipeline.batching import Batching
 from tokenfeed.pipeline.dataset import ShardDataset, WindowShare
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, TokenfeedError
 from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.pipeline.plan import Position
+from tokenfeed.pipeline.transfer import Placed, copy_ahead
 
 __all__ = ["ShardLoader", "naming_dead_workers"]
-
-_COPIES_AHEAD = 2
-"""Micro-batches copied to the device before they are asked for: one in use, one in flight."""
-
-_Placed = tuple[RaggedBatch, Position]
-"""A micro-batch and the position after it."""
 
 
 class ShardLoader:
@@ -159,7 +147,7 @@ class ShardLoader:
     def _iterate(self) -> Generator[Batch, None, None]:
         pad_id = self.manifest.tokenizer.pad_id
         if self.device.type == "cuda":
-            batches = _copy_ahead(self._ragged_batches(), self.device, pad_id)
+            batches = copy_ahead(self._ragged_batches(), self.device, pad_id)
         else:
             batches = (
                 (build_on_host(ragged, pad_id), after) for ragged, after in self._ragged_batches()
@@ -169,7 +157,7 @@ class ShardLoader:
                 self._position = after
                 yield batch
 
-    def _ragged_batches(self) -> Iterator[_Placed]:
+    def _ragged_batches(self) -> Iterator[Placed]:
         """All micro-batches from the present position on, each with the position after it."""
         position = self._dataset.start = self._position
         for share in self._shares():
@@ -228,41 +216,6 @@ def _worker_died(reason: str) -> LoaderError:
         f"a loader worker died: {reason} Often the machine ran out of memory; use fewer workers "
         "(`num_workers`)."
     )
-
-
-def _copy_ahead(
-    batches: Iterator[_Placed], device: torch.device, pad_id: int
-) -> Iterator[tuple[Batch, Position]]:
-    """Deliver batches whose copies and padding were queued on a copy stream beforehand.
-
-    The compute stream waits for a batch's event, not the host. The pinned memory a copy reads from
-    is torch's: its caching allocator does not hand a block out again before the copy's event.
-    """
-    copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    queued: deque[tuple[Batch, Position, torch.cuda.Event]] = deque()
-
-    def deliver() -> tuple[Batch, Position]:
-        batch, after, ready = queued.popleft()
-        compute_stream = torch.cuda.current_stream(device)
-        compute_stream.wait_event(ready)
-        for tensor in batch.values():
-            tensor.record_stream(compute_stream)  # allocated on the copy stream, used on this one
-        return batch, after
-
-    for ragged, after in batches:
-        with torch.cuda.stream(copy_stream):
-            ids, index = device_inputs(ragged)
-            batch = build_on_device(
-                ids.to(device, non_blocking=True),
-                index.pin_memory().to(device, non_blocking=True),
-                ragged,
-                pad_id,
-            )
-            queued.append((batch, after, copy_stream.record_event()))
-        if len(queued) > _COPIES_AHEAD:
-            yield deliver()
-    while queued:
-        yield deliver()
 
 
 def _obey_the_parent_alone(worker_id: int) -> None:
