@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.batching import Batching, plan_window
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.pipeline.order import EpochOrder
 from tokenfeed.pipeline.window import ShareArrays, SplitReader, gather
@@ -53,8 +53,15 @@ class Plan:
         shuffle: bool,
         world_size: int,
     ) -> "Plan":
-        """The plan over one split of a data set."""
+        """The plan over one split of a data set.
+
+        Raises:
+            ManifestError: There is no such split.
+            ConfigError: It has no rows.
+        """
         info = manifest.split(split)
+        if not info.rows:
+            raise ConfigError(f"the split `{split}` holds no rows. Run `pretokenize` on more text.")
         num_windows = min(info.batches, max(1, round(info.tokens / WINDOW_TOKENS)))
         order = EpochOrder(info.batches, num_windows, seed, shuffle)
         return cls(manifest.fingerprint, split, batching, order, world_size)

@@ -68,6 +68,7 @@ def write_rows(
         split: write_split(folder, split, rows, vocabulary_size, num_shards)
         for split, rows in splits.items()
     }
+    folder.mkdir(exist_ok=True)
     (folder / "empty").touch()
     empty = FileInfo(file="empty", bytes=0, xxh3=file_xxh3(folder / "empty"))
     count = sum(len(rows) for rows in splits.values())

@@ -336,6 +336,11 @@ def test_settings_out_of_range_are_refused(
         ShardLoader(folder, batching=POLICIES[0], **options)
 
 
+def test_a_split_without_rows_is_refused(make_dataset) -> None:  # noqa: ANN001
+    with pytest.raises(ConfigError, match="the split `train` holds no rows"):
+        ShardLoader(make_dataset([]), batching=POLICIES[0])
+
+
 def test_a_missing_split_is_named(folder: Path) -> None:
     with pytest.raises(ManifestError, match="no split `validation`"):
         ShardLoader(folder, batching=POLICIES[0], split="validation")

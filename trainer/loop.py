@@ -186,7 +186,7 @@ class Trainer:
     def _evaluate(self) -> None:
         """The loss on the first micro-batches of the validation split, if there is one."""
         validation = self.loader.manifest.splits.get("validation")
-        if validation is None or not validation.tokens:
+        if validation is None:
             return
         with (
             self.stall.cause("evaluation"),
@@ -264,7 +264,7 @@ class Trainer:
     def _open_split(self, split: str, *, num_workers: int, epochs: int | None) -> ShardLoader:
         """A loader of packed micro-batches; training shuffles, validation does not."""
         config = self.config
-        loader = ShardLoader(
+        return ShardLoader(
             config.shards,
             batching=Packed(sequence_length=config.sequence_length, rows=config.rows),
             split=split,
@@ -274,12 +274,6 @@ class Trainer:
             shuffle=split == "train",
             epochs=epochs,
         )
-        if not loader.manifest.split(split).tokens:
-            raise ConfigError(
-                f"`--shards`: the split `{split}` of {config.shards} holds no token. Run "
-                "`pretokenize` on a larger corpus."
-            )
-        return loader
 
     def _num_workers(self) -> int:
         """As told, or 2 for a GPU and none on the CPU, where they would compete with training."""
