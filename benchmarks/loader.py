@@ -3,8 +3,8 @@
 Cases: short rows (mean 12 tokens) and documents (mean about 1,100), in vocabulary 32,768, each
 padded and packed; beside `datasets` (map-style, the same work: shuffled, padded, int64) and the
 bound: one gather per batch from an uncompressed memory map of pre-cut rows, without workers.
-Control: every run counts the tokens it got and, where it ran a whole epoch, compares them with the
-data's. It would be refuted by a peer that shuffles and pads as much and delivers more.
+Every run counts real tokens, not slots. It would be refuted by a peer that shuffles as much and
+delivers more.
 One process per case and repeat; the page cache is warm; the first batch is timed apart.
 
 usage: python benchmarks/loader.py [--repeats 3] [--seconds 4] [--workers 2]

@@ -12,6 +12,7 @@ what was prefetched, so a state saved at any batch continues with exactly the ne
 """
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -27,12 +28,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from tokenfeed.pipeline.batch import Batch, build_on_host
 from tokenfeed.pipeline.batching import Batching
 from tokenfeed.pipeline.dataset import ShardDataset, WindowShare
-from tokenfeed.pipeline.errors import ConfigError, LoaderError, TokenfeedError
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError, TokenfeedError
 from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.pipeline.plan import Position
 from tokenfeed.pipeline.transfer import Placed, copy_ahead
 
 __all__ = ["ShardLoader", "naming_dead_workers"]
+
+_WORKERS_PER_CORE = 16
+"""More could only be a slip of the finger, and would bring the machine down."""
 
 
 class ShardLoader:
@@ -80,11 +84,12 @@ class ShardLoader:
             ConfigError: A setting is out of range.
         """
         rank, world_size = _resolve_ranks(rank, world_size)
-        if num_workers < 0:
-            raise ConfigError(f"`num_workers`={num_workers} must be at least 0.")
+        most_workers = _WORKERS_PER_CORE * (os.cpu_count() or 1)
+        if not 0 <= num_workers <= most_workers:
+            raise ConfigError(f"`num_workers`={num_workers}: expected 0 to {most_workers} here.")
         if epochs is not None and epochs < 1:
             raise ConfigError(f"`epochs`={epochs} must be at least 1, or None for no end.")
-        self.device = torch.device(device)
+        self.device = _resolve_device(device)
         self.num_workers = num_workers
         self._dataset = ShardDataset(
             path,
@@ -98,6 +103,8 @@ class ShardLoader:
         )
         self._plan = self._dataset.plan
         self._position = Position(0, 0, 0)
+        self._pass_is_over = False
+        """Whether a loaded state stands at the end of its pass: there is no rest to deliver."""
         self._running: Generator[Batch, None, None] | None = None
 
     @property
@@ -120,12 +127,20 @@ class ShardLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved position, at once; only its window is read again.
 
+        The next iteration delivers the rest of the pass: nothing, if the state is its end.
+
         Raises:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
         position = self._plan.position(state)
         self.close()
         self._position = position
+        epochs = self._dataset.epochs
+        self._pass_is_over = (
+            epochs is not None
+            and position.epoch > 0
+            and position == Position(position.epoch // epochs * epochs, 0, 0)
+        )
 
     def close(self) -> None:
         """End the running iteration and its workers; the position stays."""
@@ -145,6 +160,9 @@ class ShardLoader:
         self.close()
 
     def _iterate(self) -> Generator[Batch, None, None]:
+        if self._pass_is_over:
+            self._pass_is_over = False
+            return
         pad_id = self.manifest.tokenizer.pad_id
         if self.device.type == "cuda":
             batches = copy_ahead(self._ragged_batches(), self.device, pad_id)
@@ -161,6 +179,8 @@ class ShardLoader:
         """All micro-batches from the present position on, each with the position after it."""
         position = self._dataset.start = self._position
         for share in self._shares():
+            if position.gang >= share.num_batches:
+                raise ResumeError(f"cannot resume: this window has no gang {position.gang}.")
             for ragged in share.ragged_batches(first=position.gang):
                 position = self._plan.advance(position, share.num_batches)
                 yield ragged, position
@@ -221,8 +241,10 @@ def _worker_died(reason: str) -> LoaderError:
 def _obey_the_parent_alone(worker_id: int) -> None:
     """Terminals and schedulers signal workers as well, but the loop wants to end its step first.
 
-    So a worker ignores Ctrl-C, and SIGTERM from anyone but its parent.
+    So a worker ignores Ctrl-C, and SIGTERM from anyone but its parent. What it inherited by a fork,
+    other loaders' iterators among it, is not its own to clean up: the collector shall not see it.
     """
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_when_the_parent_says, daemon=True).start()
@@ -231,7 +253,19 @@ def _obey_the_parent_alone(worker_id: int) -> None:
 def _end_when_the_parent_says() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
-    os._exit(128 + signal.SIGTERM)
+    os._exit(os.EX_OK)  # torch takes any other code for a crash
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"`device`={device!r} is no device of torch: try cpu or cuda.") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device`={device!r} is not supported: cpu and cuda are.")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
+    return resolved
 
 
 def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:

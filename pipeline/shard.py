@@ -155,8 +155,8 @@ class ShardWriter:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._file.__exit__(kind, error, traceback):
-            return
+        else:
+            self._file.__exit__(kind, error, traceback)
 
     def _write_full_batches(self) -> None:
         rows = Rows.concatenate(self._pending)

@@ -26,6 +26,11 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
         ("raise KeyboardInterrupt('all is kept')", 130, "interrupted: all is kept"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 130, "interrupted"),
         ("raise OSError(errno.ENOSPC, 'No space left', 'out')", 1, "error: out: No space left"),
+        (
+            "open('/proc/nothing/here', 'w')",
+            1,
+            "error: /proc/nothing/here: No such file or directory",
+        ),
         ("logging.getLogger('tokenfeed.x').warning('odd'); return 3", 3, "warning: odd"),
         ("logging.getLogger('tokenfeed.x').info('so far')", 0, "so far"),
         ("raise BrokenPipeError", 141, None),
@@ -37,7 +42,7 @@ def test_every_end_is_one_line_and_a_code(body: str, code: int, line: str | None
 
 
 def test_a_bug_of_ours_keeps_its_traceback() -> None:
-    result = run_body("raise FileNotFoundError(errno.ENOENT, 'No such file', 'x')")
+    result = run_body("raise KeyError('x')")
     assert result.returncode == 1
     assert "Traceback" in result.stderr
 

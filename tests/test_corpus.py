@@ -71,6 +71,16 @@ def test_excluded_names_and_paths_are_left_out(tree: Path) -> None:
     assert names(find(tree, exclude=("*.py", "sub/deep/*")), tree) == ["a.txt", "sub/c.md"]
 
 
+def test_an_older_data_set_inside_the_corpus_is_no_input(tree: Path, tmp_path: Path) -> None:
+    before = find_corpus((tree,), out=tmp_path / "out").sources
+    for number, names in enumerate([("manifest.json", "tokenizer.json"), (".journal.jsonl",)]):
+        folder = tree / f"older{number}"
+        folder.mkdir()
+        for name in (*names, "notes.txt"):
+            (folder / name).write_text("{}")
+    assert find_corpus((tree,), out=tmp_path / "out").sources == before
+
+
 def test_the_output_folder_inside_the_corpus_is_no_input(tree: Path) -> None:
     assert names(find(tree, out=tree / "sub"), tree) == ["a.txt", "b.py"]
     with pytest.raises(ConfigError, match="lies in the output folder"):

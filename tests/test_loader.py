@@ -155,6 +155,23 @@ def test_a_state_taken_while_workers_prefetch_counts_what_was_given_out(
     assert first + spans(resumed) == whole
 
 
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_state_at_the_end_of_a_pass_has_no_rest(folder: Path, epochs: int) -> None:
+    loader = ShardLoader(folder, batching=POLICIES[0], num_workers=0, epochs=epochs)
+    length = len(list(loader))
+    resumed = ShardLoader(folder, batching=POLICIES[0], num_workers=0, epochs=epochs)
+    resumed.load_state_dict(loader.state_dict())
+    assert list(resumed) == []
+    assert len(list(resumed)) > length // 2, "the pass after it comes when asked for again"
+
+
+def test_a_gang_that_is_not_there_is_refused(folder: Path) -> None:
+    loader = ShardLoader(folder, batching=POLICIES[0], num_workers=0)
+    loader.load_state_dict(loader.state_dict() | {"gang": 10**6})
+    with pytest.raises(ResumeError, match="no gang 1000000"):
+        list(loader)
+
+
 def test_leaving_the_loop_and_entering_again_loses_nothing(folder: Path) -> None:
     loader = ShardLoader(folder, batching=POLICIES[1], num_workers=2)
     parts = spans(islice(loader, 7)) + spans(loader)
@@ -284,6 +301,31 @@ def test_a_killed_worker_gives_an_error_not_a_hang(folder: Path) -> None:
     assert "LoaderError: a loader worker died:" in ended.stderr
 
 
+LEAVE_EARLY = """
+import sys
+from tokenfeed.pipeline import Padded, ShardLoader
+
+for step, batch in enumerate(ShardLoader(sys.argv[1], batching=Padded(2048), epochs=None)):
+    if step == 3:
+        break
+kept = iter(ShardLoader(sys.argv[1], batching=Padded(2048), epochs=None))
+next(kept)
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_loaders_that_are_left_in_the_middle_end_quietly(folder: Path, attempt: int) -> None:
+    """A race at the exit: one attempt proves little."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LEAVE_EARLY, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 HANDLE_SIGNALS = """
 import signal, sys
 from tokenfeed.pipeline import Padded, ShardLoader
@@ -325,7 +367,9 @@ def test_workers_survive_a_signal_that_their_parent_handles(folder: Path, number
     ("options", "message"),
     [
         ({"num_workers": -1}, "`num_workers`=-1"),
+        ({"num_workers": 100_000}, "`num_workers`=100000: expected 0 to"),
         ({"epochs": 0}, "`epochs`=0"),
+        ({"device": "gpu"}, "`device`='gpu' is no device"),
         ({"rank": 2, "world_size": 2}, "`rank`=2"),
     ],
 )
@@ -350,12 +394,13 @@ def test_a_missing_split_is_named(folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_feeding_a_gpu_never_synchronises(folder: Path) -> None:
     host = list(ShardLoader(folder, batching=POLICIES[0], num_workers=0))
-    loader = ShardLoader(folder, batching=POLICIES[0], num_workers=2, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        device = list(loader)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with ShardLoader(folder, batching=POLICIES[0], num_workers=2, device="cuda") as loader:
+        feed = iter(loader)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            device = [next(feed) for _ in host]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     for ours, theirs in zip(device, host, strict=True):
         for name in ours:
             assert torch.equal(ours[name].cpu(), theirs[name])

@@ -29,10 +29,10 @@ def test_permute_never_changes_between_releases() -> None:
 
 def test_every_place_gets_every_value_about_equally_often() -> None:
     counts = np.zeros((5, 5), np.int64)
-    for seed in range(5000):
+    for seed in range(2000):
         counts[np.arange(5), permute(np.arange(5), 5, stream_key(seed))] += 1
-    assert counts.min() > 850
-    assert counts.max() < 1150
+    assert counts.min() > 310
+    assert counts.max() < 490
 
 
 @given(

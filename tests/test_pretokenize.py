@@ -378,3 +378,20 @@ def test_help_explains_itself_on_one_screen_without_torch() -> None:
     assert len(lines) <= 48
     for words in ("CORPUS... OUT", "--tokenizer", "(default: 0.01)", "(default: 32768)", "--json"):
         assert words in result.stdout
+
+
+def test_of_two_that_start_at_once_one_is_refused(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    write_long_corpus(corpus)
+    command = [*COMMAND, str(corpus), str(tmp_path / "out"), "--tokenizer", str(tokenizer)]
+    started = [
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    ended = sorted((process.communicate(timeout=60)[1], process.returncode) for process in started)
+    assert sorted(code for _, code in ended) == [0, 2]
+    (refusal,) = (stderr for stderr, code in ended if code == 2)
+    assert "another run is writing here" in refusal or "already holds a finished" in refusal
+    verify = [sys.executable, "-m", "tokenfeed.tools.shards", "verify", str(tmp_path / "out")]
+    assert subprocess.run(verify, stdout=subprocess.DEVNULL, check=False).returncode == 0

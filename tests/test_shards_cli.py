@@ -174,7 +174,7 @@ def test_cat_refuses_what_is_not_there(made: Path, out: Path) -> None:
     assert "--start` 100000" in shards("cat", made, "--start", 100_000, expect=2)
     assert "no split `test`" in shards("cat", made, "--split", "test", expect=1)
     (out / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes() + b" ")
-    assert "is not the tokenizer that made" in shards("cat", out, expect=1)
+    assert "tokenizer.json: is not the file that the manifest names" in shards("cat", out, expect=1)
 
 
 def test_cat_into_a_closed_pipe_is_quiet(made: Path) -> None:
@@ -194,3 +194,9 @@ def test_inspect_shows_splits_lengths_and_ledger(made: Path) -> None:
     content = json.loads(shards("inspect", made, "--json"))
     assert content["fingerprint"] == manifest.fingerprint
     assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{"])
+def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
+    (out / "sources.jsonl").write_bytes(damage)
+    assert "sources.jsonl: is not the file that the manifest names" in shards("cat", out, expect=1)

@@ -1,6 +1,8 @@
 """Training end to end, on a corpus small enough to be learnt in seconds."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import shutil
 import signal
@@ -17,8 +19,9 @@ import torch
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.tools.train import parse_config
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.loop import train
+from tokenfeed.trainer.loop import Trainer, train
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.telemetry import GpuGauge, GpuUse, StepLog
@@ -214,6 +217,49 @@ def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
         run(make_config(tmp_path / "nowhere", tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=6)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the loss is"):
+            run(config)
+
+
+def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, log_every=100)
+    with pytest.raises(ConfigError, match="the loss is"):
+        run(config)
+    for path in (tmp_path / "run/checkpoints").glob("step-*/state.pt"):
+        state = torch.load(path, weights_only=True)["model"]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+
+
+def test_resume_takes_the_settings_the_run_was_begun_with(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = make_config(shards, tmp_path / "run", seed=5)
+    run(begun)
+    caplog.set_level("INFO")
+    arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert parse_config() == dataclasses.replace(begun, resume=True, steps=12)
+    assert "steps was 8, is 12 from now on" in caplog.text
+
+
+def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("steps: [1")
+    monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"config\.yaml: is not the config"):
+        parse_config()
+
+
+def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
+        feed = trainer._open_split("validation", num_workers=0, epochs=1)
+        lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
+    assert lengths.min() < 10
+    assert lengths.max() > 25
 
 
 def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:

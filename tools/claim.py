@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.manifest import MANIFEST_FILE
-from tokenfeed.tools.journal import JOURNAL_FILE, JOURNAL_LEFTOVER, Journal
+from tokenfeed.tools.journal import JOURNAL_FILE, Journal
 
 __all__ = ["claim", "is_unfinished"]
 
@@ -22,6 +22,7 @@ def is_unfinished(folder: Path) -> bool:
         ConfigError: It holds a finished data set or anything else, or is no folder.
     """
     if not os.path.lexists(folder):
+        _check_can_be_made(folder)
         return False
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder. Give a new or empty folder for the output.")
@@ -32,11 +33,18 @@ def is_unfinished(folder: Path) -> bool:
         raise ConfigError(
             f"{folder}: already holds a finished data set. Give another folder, or delete this one."
         )
-    if others := sorted(names - {JOURNAL_LEFTOVER}):
+    if others := sorted(names):
         raise ConfigError(
             f"{folder}: already holds other data ({others[0]}). Give a new or empty folder."
         )
     return False
+
+
+def _check_can_be_made(folder: Path) -> None:
+    """Now, not after an hour of reading: the folder itself is made with the first file."""
+    nearest = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
 def claim(folder: Path, job: dict[str, Any]) -> Journal:
@@ -49,9 +57,12 @@ def claim(folder: Path, job: dict[str, Any]) -> Journal:
     Raises:
         ConfigError: The unfinished run there is of another command or another input.
     """
-    if not is_unfinished(folder):
-        return Journal.create(folder, job)
-    journal = Journal.reopen(folder)
+    is_unfinished(folder)
+    journal = Journal.open(folder, job)
+    if journal.is_new and (folder / MANIFEST_FILE).exists():  # another run has just finished
+        journal.remove()
+        journal.close()
+        is_unfinished(folder)
     differences = [
         f"{name} was {_shown(journal.job.get(name))}, is {_shown(job.get(name))}"
         for name in sorted(job.keys() | journal.job.keys())

@@ -27,8 +27,14 @@ _MACHINE_REFUSES = {
     errno.EPERM,
     errno.EROFS,
     errno.EIO,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
 }
-"""Errors of the operating system that are the user's to solve: full disks, missing rights."""
+"""Errors of the operating system that are the user's to solve: full disks, missing rights, paths
+that lead nowhere."""
 
 
 def run_command(body: Callable[[], int | None]) -> NoReturn:

@@ -6,6 +6,7 @@ two ways lead to is read once. To tell binary from text, the start of every file
 """
 
 import fnmatch
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,9 +14,14 @@ from pathlib import Path
 from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.manifest import MANIFEST_FILE
 from tokenfeed.tools.blocks import READ_ERRORS, Compression, read_blocks
+from tokenfeed.tools.journal import JOURNAL_FILE
+from tokenfeed.tools.tokenizer import TOKENIZER_FILE
 
 __all__ = ["Corpus", "Source", "find_corpus"]
+
+logger = logging.getLogger(__name__)
 
 _SNIFFED_BYTES = 8192
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
@@ -114,6 +120,9 @@ class _Search:
             names = sorted(os.listdir(folder))
         except OSError as error:
             raise CorpusError(f"{folder}: cannot be listed: {error.strerror}.") from error
+        if _is_data_set(names):
+            logger.info("%s: left out, it is a data set of pretokenize", folder)
+            return
         for name in names:
             path = os.path.join(folder, name)
             if name.startswith(".") or name == "__pycache__" or self._excluded(path, root):
@@ -141,6 +150,11 @@ class _Search:
             self.skipped_binary += 1
         else:
             self.sources.append(source)
+
+
+def _is_data_set(names: list[str]) -> bool:
+    """Whether a folder of these names is an output of ours: its files are no text to learn."""
+    return JOURNAL_FILE in names or {MANIFEST_FILE, TOKENIZER_FILE} <= set(names)
 
 
 def _source(index: int, path: str) -> Source:

@@ -15,13 +15,10 @@ from typing import IO, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.manifest import ShardInfo
-from tokenfeed.pipeline.storage import TEMPORARY_SUFFIX, atomic_write
 
-__all__ = ["JOURNAL_FILE", "JOURNAL_LEFTOVER", "Journal", "SourceCounts", "UnitResult"]
+__all__ = ["JOURNAL_FILE", "Journal", "SourceCounts", "UnitResult"]
 
 JOURNAL_FILE = ".journal.jsonl"
-JOURNAL_LEFTOVER = JOURNAL_FILE + TEMPORARY_SUFFIX
-"""What a kill in the very first moment can leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,37 +62,41 @@ class Journal:
     """The journal of an output folder, locked for this process until it is closed."""
 
     def __init__(self, folder: Path, file: IO[bytes]) -> None:
-        """Use `create` or `reopen`."""
+        """Use `open`."""
         self.path = folder / JOURNAL_FILE
         self.job: dict[str, Any] = {}
         self.results: dict[int, UnitResult] = {}
         """Finished units by number."""
+        self.is_new = False
         self._file = file
         self._lock()
         self._load()
 
     @classmethod
-    def create(cls, folder: Path, job: dict[str, Any]) -> "Journal":
-        """Begin the journal of a new run in `folder`, which is made if need be."""
-        atomic_write(folder / JOURNAL_FILE, _line(job))
-        return cls.reopen(folder)
-
-    @classmethod
-    def reopen(cls, folder: Path) -> "Journal":
-        """Open the journal that an unfinished run left.
+    def open(cls, folder: Path, job: dict[str, Any]) -> "Journal":
+        """Open the journal that an unfinished run left in `folder`, or begin one for `job`.
 
         Raises:
             ConfigError: Another run is writing into this folder.
             ManifestError: The journal is damaged.
         """
-        return cls(folder, open(folder / JOURNAL_FILE, "r+b"))
+        folder.mkdir(parents=True, exist_ok=True)
+        journal = cls(folder, open(folder / JOURNAL_FILE, "a+b"))  # noqa: SIM115 - open as long as the run
+        if not journal.job:
+            journal._write(job)
+            journal.job = job
+            journal.is_new = True
+        return journal
 
     def append(self, result: UnitResult) -> None:
         """Record a finished unit, for good."""
-        self._file.write(_line(dataclasses.asdict(result)))
+        self._write(dataclasses.asdict(result))
+        self.results[result.unit] = result
+
+    def _write(self, content: dict[str, Any]) -> None:
+        self._file.write(_line(content))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.results[result.unit] = result
 
     def remove(self) -> None:
         """Delete the journal of a run that needs it no longer."""
@@ -114,11 +115,14 @@ class Journal:
     def _lock(self) -> None:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            held = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except (BlockingIOError, FileNotFoundError):
+            held = False
+        if not held:  # locked by another run, or by one that has just ended and removed it
             self.close()
             raise ConfigError(
                 f"{self.path.parent}: another run is writing here. Wait for it or end it."
-            ) from None
+            )
 
     def _has_shards(self, result: UnitResult) -> bool:
         """Whether a unit's shards are where it left them; if not, it is simply run again."""
@@ -126,10 +130,12 @@ class Journal:
         return all(path.exists() and path.stat().st_size == n for path, n in paths.items())
 
     def _load(self) -> None:
+        self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         try:
-            self.job, *units = [json.loads(line) for line in content[:whole].splitlines()]
+            lines = [json.loads(line) for line in content[:whole].splitlines()]
+            self.job, units = lines[0] if lines else {}, lines[1:]
             results = [UnitResult.from_json(unit) for unit in units]
         except (ValueError, TypeError, KeyError) as error:
             self.close()
@@ -139,7 +145,6 @@ class Journal:
             ) from error
         self.results = {result.unit: result for result in results if self._has_shards(result)}
         self._file.truncate(whole)
-        self._file.seek(whole)
 
 
 def _line(content: dict[str, Any]) -> bytes:

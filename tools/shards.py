@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+import xxhash
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.pipeline.errors import ConfigError, TokenizerError
-from tokenfeed.pipeline.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.manifest import FileInfo, Manifest, SplitInfo
 from tokenfeed.pipeline.shard import Rows, ShardReader
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.tokenizer import TextTokenizer
@@ -179,7 +180,7 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
 
 def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
     tokenizer = _stored_tokenizer(folder, manifest)
-    sources = (folder / manifest.sources.file).read_text().splitlines()
+    sources = _checked_bytes(folder, manifest.sources).splitlines()
     end_id = manifest.tokenizer.end_id
     for row, rows in _wanted_rows(folder, manifest, wanted):
         ids = rows.ids.tolist()
@@ -195,14 +196,20 @@ def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dic
 
 
 def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
-    path = folder / manifest.tokenizer.file
+    json_bytes = _checked_bytes(folder, manifest.tokenizer)
+    return TextTokenizer.load(json_bytes, origin=folder / manifest.tokenizer.file)
+
+
+def _checked_bytes(folder: Path, info: FileInfo) -> bytes:
+    """The content of a side file, if it is the one the manifest names."""
+    path = folder / info.file
     try:
-        tokenizer = TextTokenizer.load(path.read_bytes(), origin=path)
+        content = path.read_bytes()
     except OSError as error:
-        raise TokenizerError(f"{path}: cannot be read: {error.strerror}.") from error
-    if tokenizer.xxh3 != manifest.tokenizer.xxh3:
-        raise TokenizerError(f"{path}: is not the tokenizer that made the shards. Restore it.")
-    return tokenizer
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}. Restore it.") from error
+    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
+        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
+    return content
 
 
 def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:

@@ -4,8 +4,13 @@ Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint and a
 is lost and `--resume` goes on from there. A second Ctrl-C ends it at once.
 """
 
+import argparse
 import dataclasses
+import logging
+import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
 
 import tyro
@@ -13,7 +18,9 @@ import tyro
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.trainer.config import TrainConfig
 
-__all__ = ["main"]
+__all__ = ["main", "parse_config"]
+
+_log = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train a language model on the shards of `pretokenize`, and report the stall.
 Without options: a minute on a CPU. For a GPU: --model gpt2 --sequence-length 1024
@@ -34,6 +41,7 @@ class StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        os.write(sys.stderr.fileno(), b"stopping after this step; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -42,13 +50,29 @@ def main() -> None:
     run_command(_run)
 
 
-def _run() -> int:
+def parse_config() -> TrainConfig:
+    """Read the command line; with --resume, on top of the settings the run was begun with."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--run-dir", type=Path)
+    first.add_argument("--resume", action="store_true")
+    asked, _ = first.parse_known_args()
+    begun = TrainConfig.of_run(asked.run_dir) if asked.resume and asked.run_dir else None
     config = tyro.cli(
         TrainConfig,
         prog="train",
         description=_DESCRIPTION,
-        config=(tyro.conf.FlagCreatePairsOff,),
+        default=tyro.MISSING_NONPROP if begun is None else begun,
+        config=(tyro.conf.FlagCreatePairsOff,) if begun is None else (),  # --no-compile as well
     )
+    if begun is not None:
+        for name, value in dataclasses.asdict(config).items():
+            if name != "json" and value != getattr(begun, name):
+                _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
+    return config
+
+
+def _run() -> int:
+    config = parse_config()
     from tokenfeed.trainer.loop import train  # torch takes seconds to load; --help needs none
 
     stop = StopSignals()

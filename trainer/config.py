@@ -6,6 +6,7 @@ itself is refused by `check`, before any file is read or written.
 
 import dataclasses
 import datetime
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,13 +16,21 @@ import yaml
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.storage import atomic_write
 
-__all__ = ["CONFIG_FILE", "DeviceName", "ModelName", "PrecisionName", "TrainConfig"]
+__all__ = [
+    "CHECKPOINTS_FOLDER",
+    "CONFIG_FILE",
+    "DeviceName",
+    "ModelName",
+    "PrecisionName",
+    "TrainConfig",
+]
 
 ModelName = Literal["tiny", "mini", "small", "gpt2"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 CONFIG_FILE = "config.yaml"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 _AT_LEAST_ONE = (
     "steps",
@@ -87,7 +96,7 @@ class TrainConfig:
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder for config, metrics, checkpoints and report."""
     resume: bool = False
-    """Go on from the latest checkpoint of --run-dir."""
+    """Go on from the latest checkpoint of --run-dir, with its settings; flags change them."""
     json: bool = False
     """Print the report as one line of JSON."""
 
@@ -99,6 +108,8 @@ class TrainConfig:
             _require(self, name, getattr(self, name) >= 0, "at least 0")
         for name in _ABOVE_ZERO:
             _require(self, name, getattr(self, name) > 0, "a number above 0")
+        _require(self, "seed", self.seed < 1 << 63, "below 2**63")
+        _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
         _require(self, "num_workers", (self.num_workers or 0) >= 0, "at least 0")
         _require(self, "sequence_length", self.sequence_length >= 2, "at least 2, to have a target")
         _require_multiple(self, "micro_batch_tokens", "sequence_length")
@@ -114,6 +125,22 @@ class TrainConfig:
         content = yaml.safe_dump(values, sort_keys=False)
         atomic_write(self.run_dir / CONFIG_FILE, content.encode())
 
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "TrainConfig | None":
+        """The settings that a run was begun with, set to resume it; None if it left none."""
+        path = run_dir / CONFIG_FILE
+        if not path.is_file():
+            return None
+        try:
+            values = yaml.safe_load(path.read_text())
+            paths = {"shards": Path(values["shards"]), "run_dir": run_dir}
+            return cls(**values | paths | {"resume": True, "json": False})
+        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            raise ConfigError(
+                f"{path}: is not the config.yaml of a run ({' '.join(str(error).split())}). "
+                "Restore it, or delete it and give all settings."
+            ) from error
+
     @property
     def rows(self) -> int:
         """Packed rows of a micro-batch."""
@@ -127,7 +154,7 @@ class TrainConfig:
     def _check_run_dir(self) -> None:
         if self.run_dir.exists() and not self.run_dir.is_dir():
             raise ConfigError(f"`--run-dir`: {self.run_dir} is not a folder.")
-        if not self.resume and (self.run_dir / CONFIG_FILE).exists():
+        if not self.resume and any((self.run_dir / CHECKPOINTS_FOLDER).glob("step-*")):
             raise ConfigError(
                 f"`--run-dir`: {self.run_dir} already holds a run. Add --resume to go on with it, "
                 "or give another folder."

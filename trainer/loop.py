@@ -8,6 +8,7 @@ Gradients are weighted by real target tokens. Their number in a step is known on
 each loss is divided by a constant (which keeps fp16 in range) and the sum is corrected once.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -23,7 +24,7 @@ from tokenfeed.pipeline.batching import Packed
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.loader import ShardLoader, naming_dead_workers
 from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer
 from tokenfeed.trainer.objective import evaluate, loss_sum
 from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
@@ -46,18 +47,17 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
     Raises:
         TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
     """
-    trainer = Trainer(config)
     try:
-        with naming_dead_workers():
+        with contextlib.closing(Trainer(config)) as trainer, naming_dead_workers():
             trainer.train(should_stop)
-        return trainer.finish()
-    except torch.OutOfMemoryError as error:
+            return trainer.finish()
+    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
+        if not (isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)):
+            raise
         raise ConfigError(
-            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than "
-            f"{trainer.device} has. Halve it: with --step-tokens unchanged, training is the same."
+            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is. "
+            "Halve it: with --step-tokens unchanged, training is the same."
         ) from error
-    finally:
-        trainer.close()
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class Trainer:
         if config.compile:
             self.model.compile()
         self.optimizer = make_optimizer(self.model, config.weight_decay)
-        self.checkpoints = Checkpoints(config.run_dir / "checkpoints")
+        self.checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_FOLDER)
         self.step = self.saved_step = self.tokens = self.slots = 0
         if config.resume:
             self._resume()
@@ -150,11 +150,12 @@ class Trainer:
         self.slots += tally.slots
         self.since_log.add(tally.loss, tally.targets, tally.tokens, tally.slots)
         config, last = self.config, step == self.config.steps
-        if last or step == 1 or step % config.log_every == 0:
-            self._write_log()
+        saving = last or step % config.save_every == 0
+        if saving or step == 1 or step % config.log_every == 0:
+            self._write_log()  # also before saving: a loss that is no number must not be kept
         if last or step % config.eval_every == 0:
             self._evaluate()
-        if last or step % config.save_every == 0:
+        if saving:
             self._save()
 
     def _write_log(self) -> None:
@@ -262,7 +263,8 @@ class Trainer:
         )
 
     def _open_split(self, split: str, *, num_workers: int, epochs: int | None) -> ShardLoader:
-        """A loader of packed micro-batches; training shuffles, validation does not."""
+        """A loader of packed micro-batches. Validation is shuffled too, each time alike: packing in
+        the order of length would let the longest documents alone speak for it."""
         config = self.config
         return ShardLoader(
             config.shards,
@@ -271,7 +273,6 @@ class Trainer:
             device=self.device,
             num_workers=num_workers,
             seed=config.seed,
-            shuffle=split == "train",
             epochs=epochs,
         )
 

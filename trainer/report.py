@@ -37,7 +37,7 @@ class Report:
     real_tokens_per_s: float
     """Real tokens of the measured steps by their wall time, stall included."""
     padding: float
-    """Fraction of token slots of this session that held no token."""
+    """Fraction of all token slots that held no token."""
     stall: dict[str, Any]
     """See `stall_report`."""
     loss_first: float

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.storage import atomic_write
 
 __all__ = ["GpuGauge", "GpuUse", "Metrics", "StepLog"]
@@ -86,7 +87,12 @@ class Metrics:
         if not self._path.exists():
             return []
         whole = self._path.read_bytes().split(b"\n")[:-1]
-        return [json.loads(line) for line in whole]
+        try:
+            return [json.loads(line) for line in whole]
+        except ValueError as error:
+            raise ResumeError(
+                f"{self._path}: has a line that is no JSON ({error}). Delete that line."
+            ) from error
 
     def close(self) -> None:
         """Close the file."""
