@@ -58,19 +58,19 @@ class TrainConfig:
     shards: Path
     """Output folder of `pretokenize`."""
     model: ModelName = "tiny"
-    """Parameters besides the embedding: 1 M, 11 M, 25 M, 85 M."""
+    """1, 11, 25, 85 M parameters + embedding."""
     steps: int = 200
-    """Optimizer steps, those before a --resume included."""
+    """Optimizer steps, earlier ones included."""
     sequence_length: int = 256
-    """Tokens of a packed row; longer documents are cut, none is dropped."""
+    """Tokens of a row; longer documents are cut."""
     micro_batch_tokens: int = 2048
-    """Tokens of one forward and backward; bounded by memory."""
+    """Tokens of one forward and backward."""
     step_tokens: int = 2048
-    """Tokens of one optimizer step, accumulated over micro-batches."""
+    """Tokens of one optimizer step."""
     learning_rate: float = 2e-3
-    """Peak of the cosine, which ends at a tenth of it."""
+    """Peak of the cosine, which ends at a tenth."""
     warmup_steps: int = 20
-    """Steps in which the learning rate rises to its peak."""
+    """Steps until the learning rate's peak."""
     weight_decay: float = 0.1
     """AdamW's, on matrices only."""
     clip_norm: float = 1.0
@@ -78,25 +78,25 @@ class TrainConfig:
     device: DeviceName = "auto"
     """auto: cuda where there is one, else cpu."""
     precision: PrecisionName = "auto"
-    """auto: cuda bf16, on older GPUs fp16; cpu fp32."""
+    """auto: bf16 or fp16 on cuda, fp32 on cpu."""
     compile: bool = False
-    """Slow first steps, then faster ones; for cuda."""
+    """Slow start, then faster; for cuda."""
     num_workers: int | None = None
-    """Loader processes; by default 2 for cuda, 0 (read in the training process) for the CPU."""
+    """Loader processes; by default cuda 2, cpu 0."""
     seed: int = 0
-    """Decides initial weights and the order of the data."""
+    """Decides initial weights and order."""
     eval_every: int = 100
-    """Steps between losses on the validation split, if any."""
+    """Steps between validation losses."""
     eval_batches: int = 10
-    """Most micro-batches of one evaluation."""
+    """Most micro-batches of an evaluation."""
     save_every: int = 100
-    """Steps between checkpoints; the latest two are kept."""
+    """Steps between checkpoints; two are kept."""
     log_every: int = 10
-    """Steps between progress lines; each waits for the device."""
+    """Steps between progress lines."""
     run_dir: Path = field(default_factory=_new_run_dir)
-    """Folder for config, metrics, checkpoints and report."""
+    """Folder of the run."""
     resume: bool = False
-    """Go on from the latest checkpoint of --run-dir, with its settings; flags change them."""
+    """Go on from --run-dir, with its settings."""
     json: bool = False
     """Print the report as one line of JSON."""
 
