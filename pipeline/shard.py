@@ -26,7 +26,7 @@ __all__ = ["Rows", "ShardReader", "ShardWriter"]
 
 BATCH_TOKENS = 1 << 17
 """A record batch ends with the row that reaches this many tokens: small enough to shuffle and to
-check, large enough that zstd and the per-batch cost (~50 µs) do not show."""
+check, large enough that zstd has something to find."""
 BATCH_ROWS = 1 << 14
 ZSTD_LEVEL = 3
 
