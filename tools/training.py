@@ -38,9 +38,7 @@ def train_tokenizer_json(
     texts = _sample(units, text_field, seed)
     first = next(texts, None)
     if first is None:
-        raise CorpusError(
-            "the corpus has no text to train a tokenizer on. Is `--text-field` right?"
-        )
+        raise _no_text(units, text_field)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,6 +51,18 @@ def train_tokenizer_json(
     )
     tokenizer.train_from_iterator(chain([first], texts), trainer)
     return tokenizer.to_str().encode()
+
+
+def _no_text(units: tuple[Unit, ...], text_field: str) -> CorpusError:
+    """Names the first record that could not be used, if there is one."""
+    for part in (part for unit in units for part in unit.parts):
+        for record in read_records(part, text_field):
+            if not isinstance(record, Document):
+                return CorpusError(
+                    f"{part.source.path}, record {record.record}: {record.reason}; no other record "
+                    "has text either. Name the field that holds it with `--text-field`."
+                )
+    return CorpusError("no text to train a tokenizer on: every document is empty.")
 
 
 def _sample(units: tuple[Unit, ...], text_field: str, seed: int) -> Iterator[str]:
