@@ -37,7 +37,7 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.shard import Rows
+from tokenfeed.pipeline.rows import Rows
 from tokenfeed.pipeline.storage import file_xxh3
 
 VOCABULARY = 32_768
@@ -81,9 +81,11 @@ def make_data(folder: Path, kind: str) -> None:
 
 def write_shards(folder: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
     """Write a data set with the library's own writer."""
-    rows = Rows(
-        ids, lengths, np.zeros(len(lengths), np.uint32), np.arange(len(lengths), dtype=np.uint64)
-    )
+    origin = {
+        "origin_file": np.zeros(len(lengths), np.uint32),
+        "origin_record": np.arange(len(lengths), dtype=np.uint64),
+    }
+    rows = Rows(lengths, {"input_ids": ids}, origin)
     shards = []
     for number, part in enumerate(np.array_split(np.arange(len(lengths)), SHARDS)):
         with ShardWriter(folder, f"train/{number:05d}.arrow", VOCABULARY) as writer:
@@ -97,6 +99,8 @@ def write_shards(folder: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
     Manifest(
         format_version=1,
         task="lm",
+        columns=(),
+        label_names=(),
         tokenizer=TokenizerInfo(
             **empty,
             vocabulary_size=VOCABULARY,
@@ -104,6 +108,10 @@ def write_shards(folder: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
             pad_id=0,
             engine="none",
             engine_version="0",
+            audited=0,
+            differences=0,
+            special_tokens_in_text="plain",
+            special_tokens_added=False,
         ),
         splits={"train": SplitInfo(shards=tuple(shards), length_histogram=histogram)},
         ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),

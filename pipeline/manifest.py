@@ -17,11 +17,13 @@ import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.schema import FORMAT_VERSION
+from tokenfeed.pipeline.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.storage import atomic_write
 
 __all__ = [
+    "JOURNAL_FILE",
     "MANIFEST_FILE",
+    "TOKENIZER_FILE",
     "FileInfo",
     "Ledger",
     "Manifest",
@@ -31,7 +33,9 @@ __all__ = [
     "length_histogram",
 ]
 
-MANIFEST_FILE = "manifest.json"
+MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
+JOURNAL_FILE = ".journal.jsonl"
+"""A folder that has one holds an unfinished run."""
 _CHECKSUM = "manifest_xxh3"
 _HISTOGRAM_BINS = 32
 
@@ -98,7 +102,16 @@ class TokenizerInfo(FileInfo):
     pad_id: int
     """Fills the padding of a batch; its value is never seen by a loss or by attention."""
     engine: str
+    """What made the ids: `tokenizers`, the reference, or a faster one whose ids were compared."""
     engine_version: str
+    audited: int
+    """Texts whose ids a fast engine and the reference both made, to compare."""
+    differences: int
+    """Of those, how many differed. With any, the reference made all ids of the data set."""
+    special_tokens_in_text: str
+    """What special-token text inside a document became: `plain` text, or `split` into its id."""
+    special_tokens_added: bool
+    """Whether the tokenizer's own template ([CLS] ... [SEP]) was put around each row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +133,10 @@ class Manifest:
 
     format_version: int
     task: str
+    columns: tuple[Column, ...]
+    """What the task adds to ids and origin."""
+    label_names: tuple[str, ...]
+    """The classes or tags by their number; empty where the task has none."""
     tokenizer: TokenizerInfo
     splits: dict[str, SplitInfo]
     ledger: Ledger
@@ -229,6 +246,8 @@ def _decode(kind: Any, value: Any, where: str) -> Any:
             raise ManifestError(f"{where}: missing or unknown keys: {odd}.")
         return kind(**{key: _decode(hints[key], value[key], f"{where}/{key}") for key in hints})
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Literal and value in arguments:
+        return value
     if origin is tuple and isinstance(value, list):
         return tuple(_decode(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
     if origin is dict and isinstance(value, dict):

@@ -1,28 +1,82 @@
-"""What columns a shard has, and how wide a token is on disk.
+"""What columns a shard has for each task, and how wide a token is on disk.
 
 Tokens take two bytes while the vocabulary fits, else four: disk, page cache, inter-process copies
 and the wire to the GPU all shrink with them. They are widened to int64 on the device, not before.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 
 __all__ = [
     "FORMAT_VERSION",
+    "IGNORED",
     "INPUT_IDS",
+    "LABEL",
+    "LABELS",
     "ORIGIN_FILE",
     "ORIGIN_RECORD",
+    "PROMPT_LENGTH",
+    "TASKS",
+    "TOKEN_TYPE_IDS",
+    "Column",
+    "Task",
     "shard_schema",
+    "task_columns",
     "token_dtype",
 ]
 
 FORMAT_VERSION = 1
 
+Task = Literal["lm", "classify", "tag", "complete"]
+TASKS: tuple[Task, ...] = ("lm", "classify", "tag", "complete")
+
 INPUT_IDS = "input_ids"
+TOKEN_TYPE_IDS = "token_type_ids"
+"""Which text of a pair each token belongs to, 0 or 1."""
+LABEL = "label"
+"""The class of the row: a place in the manifest's label names."""
+LABELS = "labels"
+"""The tag of each token: a place in the manifest's label names, or -100 where none is due."""
+PROMPT_LENGTH = "prompt_length"
+"""Tokens before the completion, which alone is to be learnt."""
 ORIGIN_FILE = "origin_file"
 """Which input file a row came from: a line number, counted from 0, of sources.jsonl."""
 ORIGIN_RECORD = "origin_record"
 """Which record of that file: line or row number, counted from 0; 0 where a file is one document."""
+
+IGNORED = -100
+"""The label of a token without one: what torch's losses ignore by default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column beside the ids: a value a token, or a value a row."""
+
+    name: str
+    dtype: str
+    """numpy's name of the type."""
+    per: Literal["token", "row"]
+
+
+_ORIGIN = (
+    Column(name=ORIGIN_FILE, dtype="uint32", per="row"),
+    Column(name=ORIGIN_RECORD, dtype="uint64", per="row"),
+)
+_OF_TASK: dict[Task, tuple[Column, ...]] = {
+    "lm": (),
+    "classify": (Column(name=LABEL, dtype="int32", per="row"),),
+    "tag": (Column(name=LABELS, dtype="int16", per="token"),),
+    "complete": (Column(name=PROMPT_LENGTH, dtype="uint32", per="row"),),
+}
+
+
+def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
+    """The columns that a task adds to the ids; rows made of two texts say which token is whose."""
+    types = (Column(name=TOKEN_TYPE_IDS, dtype="uint8", per="token"),) if pairs else ()
+    return types + _OF_TASK[task]
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
@@ -30,13 +84,14 @@ def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint3
     return np.dtype(np.uint16) if vocabulary_size <= 1 << 16 else np.dtype(np.uint32)
 
 
-def shard_schema(vocabulary_size: int) -> pa.Schema:
-    """The Arrow schema of a language-modelling shard, without its metadata. Nothing is nullable."""
-    ids = pa.list_(pa.field("item", pa.from_numpy_dtype(token_dtype(vocabulary_size)), False))
-    return pa.schema(
-        [
-            pa.field(INPUT_IDS, ids, nullable=False),
-            pa.field(ORIGIN_FILE, pa.uint32(), nullable=False),
-            pa.field(ORIGIN_RECORD, pa.uint64(), nullable=False),
-        ]
-    )
+def shard_schema(vocabulary_size: int, columns: tuple[Column, ...] = ()) -> pa.Schema:
+    """The Arrow schema of a shard: ids, `columns`, origin. Nothing is nullable."""
+    ids = Column(name=INPUT_IDS, dtype=token_dtype(vocabulary_size).name, per="token")
+    return pa.schema([_field(column) for column in (ids, *columns, *_ORIGIN)])
+
+
+def _field(column: Column) -> pa.Field:
+    kind = pa.from_numpy_dtype(np.dtype(column.dtype))
+    if column.per == "token":
+        kind = pa.list_(pa.field("item", kind, False))
+    return pa.field(column.name, kind, nullable=False)

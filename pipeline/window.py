@@ -2,8 +2,7 @@
 
 The share is what a loader worker sends: ids in storage dtype, already in the order of delivery, and
 a few index arrays, in two flat buffers. So the price of crossing processes is paid per window, not
-per batch or row. Gathering treats each piece as an Arrow binary value and lets Arrow's `take` copy
-it: 1,000-5,000 M tokens/s a core, where an index per token gave 250-500 M.
+per batch or row.
 """
 
 from collections import OrderedDict
@@ -11,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 
 from tokenfeed.pipeline.batching import Share, WindowPlan
 from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.shard import Rows, ShardReader
+from tokenfeed.pipeline.ragged import take
+from tokenfeed.pipeline.rows import Rows
+from tokenfeed.pipeline.shard import ShardReader
 
 __all__ = ["ShareArrays", "SplitReader", "gather"]
 
@@ -46,7 +46,7 @@ class SplitReader:
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
         self._folder = folder
         self._shards = manifest.split(split).shards
-        self._vocabulary_size = manifest.tokenizer.vocabulary_size
+        self._manifest = manifest
         self._batch_ends = np.cumsum([shard.batches for shard in self._shards])
         self._row_ends = np.cumsum([shard.rows for shard in self._shards])
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
@@ -75,9 +75,7 @@ class SplitReader:
         if shard not in self._open:
             if len(self._open) >= _OPEN_SHARDS:
                 self._open.popitem(last=False)
-            self._open[shard] = ShardReader(
-                self._folder, self._shards[shard], self._vocabulary_size
-            )
+            self._open[shard] = ShardReader.open(self._folder, self._manifest, self._shards[shard])
         self._open.move_to_end(shard)
         return self._open[shard]
 
@@ -91,7 +89,7 @@ def gather(rows: Rows, row_numbers: np.ndarray, plan: WindowPlan, share: Share) 
     numbers = row_numbers[source]
     numbers[_pieces_of(share, share.filler)] = -1
     return ShareArrays(
-        ids=_take(rows.ids, plan.piece_offsets, pieces),
+        ids=take(rows.ids, plan.piece_offsets, pieces),
         piece_rows=numbers,
         piece_starts=starts - row_starts[source],
         piece_lengths=plan.piece_offsets[1:][pieces] - starts,
@@ -104,12 +102,3 @@ def _pieces_of(share: Share, batches: np.ndarray) -> np.ndarray:
     """Which pieces belong to the marked micro-batches, shape (P,), bool."""
     piece_offsets = share.sequence_offsets[share.batch_offsets]
     return np.repeat(batches, np.diff(piece_offsets))
-
-
-def _take(ids: np.ndarray, offsets: np.ndarray, pieces: np.ndarray) -> np.ndarray:
-    """Concatenate the given pieces of `ids`; piece k is ids[offsets[k]:offsets[k + 1]]."""
-    byte_offsets = offsets.astype(np.int64) * ids.itemsize
-    values = pa.LargeBinaryArray.from_buffers(
-        pa.large_binary(), len(offsets) - 1, [None, pa.py_buffer(byte_offsets), pa.py_buffer(ids)]
-    )
-    return np.frombuffer(values.take(pa.array(pieces)).buffers()[2], ids.dtype)

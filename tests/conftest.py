@@ -15,8 +15,9 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.rows import Rows
 from tokenfeed.pipeline.schema import token_dtype
-from tokenfeed.pipeline.shard import Rows, ShardWriter
+from tokenfeed.pipeline.shard import ShardWriter
 from tokenfeed.pipeline.storage import file_xxh3
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
@@ -38,10 +39,12 @@ def rows_of_ids(ids: np.ndarray, lengths: np.ndarray, vocabulary_size: int) -> R
     """Rows of one source file, in its order."""
     count = len(lengths)
     return Rows(
-        ids.astype(token_dtype(vocabulary_size)),
         lengths.astype(np.int64),
-        np.zeros(count, np.uint32),
-        np.arange(count, dtype=np.uint64),
+        {"input_ids": ids.astype(token_dtype(vocabulary_size))},
+        {
+            "origin_file": np.zeros(count, np.uint32),
+            "origin_record": np.arange(count, dtype=np.uint64),
+        },
     )
 
 
@@ -75,6 +78,8 @@ def write_rows(
     Manifest(
         format_version=1,
         task="lm",
+        columns=(),
+        label_names=(),
         tokenizer=TokenizerInfo(
             file=empty.file,
             bytes=empty.bytes,
@@ -84,6 +89,10 @@ def write_rows(
             pad_id=0,
             engine="test",
             engine_version="0",
+            audited=0,
+            differences=0,
+            special_tokens_in_text="plain",
+            special_tokens_added=False,
         ),
         splits=infos,
         ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),

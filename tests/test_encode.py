@@ -13,12 +13,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.shard import ShardReader
-from tokenfeed.tools.corpus import find_corpus
-from tokenfeed.tools.encode import Job, ReferenceEngine, UnitEncoder
-from tokenfeed.tools.journal import UnitResult
-from tokenfeed.tools.tokenizer import TextTokenizer, fetch_tokenizer_json
-from tokenfeed.tools.training import train_tokenizer_json
-from tokenfeed.tools.units import cut_units
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tasks import Lm
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import Job, UnitEncoder
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 20,
@@ -77,13 +80,18 @@ def encode_files(
     (folder / "in").mkdir(exist_ok=True)
     for index, text in enumerate(texts):
         (folder / f"in/{index:03}.txt").write_text(text, encoding="utf-8", newline="")
-    corpus = find_corpus((folder / "in",), out=folder / "out")
-    (unit,) = cut_units(corpus.sources, 10**9, "text")
+    corpus = find_corpus((str(folder / "in"),), out=folder / "out", field="text")
+    (unit,) = cut_units(corpus.sources, 10**9)
     job = Job(
         folder=folder / "out",
-        text_field="text",
+        task=Lm(text_field="text"),
+        engine="tokenizers",
+        audit=False,
         validation=validation,
+        splits=("train", "validation"),
         end_token=tokenizer.end_token,
+        splits_special=False,
+        max_rejects=None,
     )
     return UnitEncoder(job, tokenizer).encode(unit)
 
@@ -95,7 +103,9 @@ def read_rows(folder: Path, result: UnitResult, split: str, size: int) -> dict[i
     for index in range(result.shards[split].batches):
         rows, _ = reader.read(index)
         pieces = np.split(rows.ids, np.cumsum(rows.lengths)[:-1])
-        found |= {int(s): p.tolist() for s, p in zip(rows.origin_file, pieces, strict=True)}
+        found |= {
+            int(s): p.tolist() for s, p in zip(rows.per_row["origin_file"], pieces, strict=True)
+        }
     return found
 
 
@@ -122,7 +132,8 @@ def test_ids_are_those_of_tokenizers_plus_the_end_id(
 @given(texts=st.lists(st.text(max_size=40), min_size=1, max_size=8))
 def test_the_engine_agrees_with_encode_on_any_text(texts: list[str]) -> None:
     tokenizer = _shared_byte_level()
-    ids, lengths = ReferenceEngine(tokenizer).encode(texts)
+    ragged = ReferenceEngine(tokenizer).encode([text.encode() for text in texts])
+    ids, lengths = ragged.values, ragged.lengths
     expected = [reference_ids(tokenizer.tokenizer, text) for text in texts]
     assert lengths.tolist() == [len(one) for one in expected]
     assert ids.tolist() == [token for one in expected for token in one]
@@ -140,7 +151,7 @@ def _shared_byte_level() -> TextTokenizer:
 
 def test_special_token_text_in_a_document_is_plain_text() -> None:
     tokenizer = loaded(byte_level())
-    ids, _ = ReferenceEngine(tokenizer).encode(["a<|endoftext|>b"])
+    ids = ReferenceEngine(tokenizer).encode([b"a<|endoftext|>b"]).values
     assert tokenizer.end_id not in ids
     assert tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "a<|endoftext|>b"
 
@@ -158,7 +169,8 @@ def test_special_ids_are_found_by_usual_names_or_as_said() -> None:
 def test_a_vocabulary_with_holes_counts_to_its_largest_id() -> None:
     tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")))
     assert tokenizer.vocabulary_size == 70_001
-    ids, lengths = ReferenceEngine(tokenizer).encode(["b"])
+    ragged = ReferenceEngine(tokenizer).encode([b"b"])
+    ids, lengths = ragged.values, ragged.lengths
     assert (ids.dtype, ids.tolist(), lengths.tolist()) == (np.uint32, [70_000], [1])
 
 
@@ -200,13 +212,14 @@ def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path
         (tmp_path / f"{index}.txt").write_text(f"{index} some words {index * 7919} " * 50)
     script = (
         "import sys; from pathlib import Path\n"
-        "from tokenfeed.tools.corpus import find_corpus\n"
-        "from tokenfeed.tools.training import train_tokenizer_json\n"
-        "from tokenfeed.tools.units import cut_units\n"
-        "corpus = find_corpus((Path(sys.argv[1]),), out=Path('nowhere'))\n"
-        "units = cut_units(corpus.sources, 5000, 'text')\n"
+        "from tokenfeed.tools.corpus.records import Kind\n"
+        "from tokenfeed.tools.corpus.sources import find_corpus\n"
+        "from tokenfeed.tools.encoding.training import train_tokenizer_json\n"
+        "from tokenfeed.tools.corpus.units import cut_units\n"
+        "corpus = find_corpus((sys.argv[1],), out=Path('nowhere'), field='text')\n"
+        "units = cut_units(corpus.sources, 5000)\n"
         "sys.stdout.buffer.write(train_tokenizer_json(\n"
-        "    units, text_field='text', vocabulary_size=500, seed=int(sys.argv[2])))\n"
+        "    units, fields={'text': Kind.TEXT}, vocabulary_size=500, seed=int(sys.argv[2])))\n"
     )
     made = [
         subprocess.run(
@@ -221,7 +234,7 @@ def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path
     tokenizer = TextTokenizer.load(made[0], origin="trained")
     assert (tokenizer.end_token, tokenizer.end_id) == ("<|endoftext|>", 0)
     for text in TEXTS:
-        ids, _ = ReferenceEngine(tokenizer).encode([text])
+        ids = ReferenceEngine(tokenizer).encode([text.encode()]).values
         assert tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == text
 
 
@@ -229,8 +242,11 @@ def test_a_huge_file_is_not_the_whole_training_sample(tmp_path: Path) -> None:
     (tmp_path / "huge.txt").write_text("zq " * 3_000_000)
     for index in range(40):
         (tmp_path / f"small{index}.txt").write_text("ordinary words of a language " * 2000)
-    units = cut_units(find_corpus((tmp_path,), out=Path("nowhere")).sources, 10**9, "text")
+    units = cut_units(
+        find_corpus((str(tmp_path),), out=Path("nowhere"), field="text").sources, 10**9
+    )
     vocabulary = TextTokenizer.load(
-        train_tokenizer_json(units, text_field="text", vocabulary_size=300, seed=0), origin="it"
+        train_tokenizer_json(units, fields={"text": Kind.TEXT}, vocabulary_size=300, seed=0),
+        origin="it",
     ).tokenizer.get_vocab()
     assert "Ġlanguage" in vocabulary

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.manifest import ShardInfo
-from tokenfeed.pipeline.shard import BATCH_ROWS, BATCH_TOKENS, Rows, ShardReader, ShardWriter
+from tokenfeed.pipeline.rows import Rows
+from tokenfeed.pipeline.shard import BATCH_ROWS, BATCH_TOKENS, ShardReader, ShardWriter
 
 NAME = "train/00000.arrow"
 
@@ -25,10 +26,12 @@ def rows_of(lengths: list[int], vocabulary_size: int = 1000) -> Rows:
     count = len(lengths)
     ids = np.arange(lengths_array.sum()) % vocabulary_size
     return Rows(
-        ids.astype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32),
         lengths_array,
-        np.arange(count, dtype=np.uint32) % 3,
-        np.arange(count, dtype=np.uint64),
+        {"input_ids": ids.astype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)},
+        {
+            "origin_file": np.arange(count, dtype=np.uint32) % 3,
+            "origin_record": np.arange(count, dtype=np.uint64),
+        },
     )
 
 
@@ -57,8 +60,9 @@ def test_rows_come_back_as_written(
     rows = rows_of(lengths, vocabulary_size)
     info = write(tmp_path, rows, vocabulary_size)
     back = read_all(tmp_path, info, vocabulary_size)
-    for name in ("ids", "lengths", "origin_file", "origin_record"):
-        assert np.array_equal(getattr(back, name), getattr(rows, name)), name
+    assert np.array_equal(back.lengths, rows.lengths)
+    for name, values in (rows.per_token | rows.per_row).items():
+        assert np.array_equal((back.per_token | back.per_row)[name], values), name
     assert back.ids.dtype == (np.uint16 if vocabulary_size <= 65_536 else np.uint32)
     assert (info.rows, info.tokens, info.longest_row) == (len(rows), sum(lengths), max(lengths))
 
@@ -84,7 +88,7 @@ def test_each_batch_knows_its_first_row(tmp_path: Path) -> None:
     reader = ShardReader(tmp_path, info, 1000)
     for batch in range(info.batches):
         rows, first_row = reader.read(batch)
-        assert rows.origin_record[0] == first_row
+        assert rows.per_row["origin_record"][0] == first_row
 
 
 def test_pandas_polars_and_datasets_open_a_shard(tmp_path: Path) -> None:

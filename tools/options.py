@@ -14,7 +14,9 @@ from typing import Annotated, Literal
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.tools.training import SMALLEST_VOCABULARY
+from tokenfeed.pipeline.schema import Task as TaskName
+from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
+from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 
 __all__ = ["Options", "parse_options"]
 
@@ -34,7 +36,8 @@ class Options:
     """Tokenize a corpus once, into checksummed shards that a training run streams.
 
     The same command continues a run that was interrupted. Input: text and source files (a file is a
-    document), .jsonl (a line is one), each also .gz or .zst; .parquet (a row is one).
+    document), .jsonl, .json, .csv, .tsv, each also .gz, .zst, .bz2 or .xz; .parquet, .arrow,
+    folders of `save_to_disk`; - for standard input; hub:OWNER/NAME.
     """
 
     paths: tyro.conf.Positional[
@@ -45,6 +48,9 @@ class Options:
     ]
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
     of an interrupted run."""
+    task: TaskName = "lm"
+    """What a record is: a document; a text and its label; words and their tags; a prompt and its
+    completion."""
     tokenizer: Annotated[
         str | None,
         tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
@@ -55,11 +61,36 @@ class Options:
     end_token: Annotated[
         str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: by usual names)")
     ] = None
-    """Ends every document."""
+    """Ends every document and completion."""
+    add_special_tokens: bool = False
+    """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
+    special_tokens_in_text: Literal["plain", "split"] = "plain"
+    """Special-token text inside a document: plain text, or split into its id."""
     text_field: str = "text"
     """Field or column that holds the text."""
-    validation: float = 0.01
-    """Part of the documents put aside for validation, by a hash of their text."""
+    pair_field: Annotated[
+        str | None, tyro.conf.arg(metavar="FIELD", help_behavior_hint="(default: no pairs)")
+    ] = None
+    """classify: the second text."""
+    label_field: str = "label"
+    """classify: a name, or a whole number."""
+    tokens_field: str = "tokens"
+    """tag: the words."""
+    tags_field: str = "tags"
+    """tag: their tags, names or whole numbers."""
+    prompt_field: str = "prompt"
+    """complete: what is given."""
+    completion_field: str = "completion"
+    """complete: what is to be learnt."""
+    split: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=GLOB")
+    ] = ()
+    """Put files of such names or paths into the split NAME."""
+    validation: Annotated[
+        float | None,
+        tyro.conf.arg(metavar="PART", help_behavior_hint="(default: 0.01, or 0 with such a split)"),
+    ] = None
+    """Part of the other records put aside for validation, by a hash of their text."""
     exclude: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="GLOB")
     ] = ()
@@ -68,15 +99,23 @@ class Options:
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
     workers: int | Literal["auto"] = "auto"
     """Processes; auto: one a core. No influence on the output."""
+    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
+    """auto: the fast gigatoken where it gives the same ids as tokenizers, which is checked."""
+    strict: bool = False
+    """End at the first record that cannot be used."""
+    max_rejects: Annotated[
+        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any number)")
+    ] = None
+    """End when more records than this cannot be used."""
     seed: int = 0
     """Draws the sample for training a tokenizer."""
     json: bool = False
     """Print the summary as JSON."""
 
     @property
-    def corpus(self) -> tuple[Path, ...]:
+    def corpus(self) -> tuple[str, ...]:
         """The input: all paths but the last."""
-        return self.paths[:-1]
+        return tuple(map(str, self.paths[:-1]))
 
     @property
     def out(self) -> Path:
@@ -100,6 +139,40 @@ class Options:
         """Processes that `workers` means here."""
         return len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
 
+    @property
+    def splits(self) -> dict[str, str]:
+        """Pattern of names or paths, by the split that such files belong to."""
+        return {name: glob for name, _, glob in (given.partition("=") for given in self.split)}
+
+    @property
+    def allowed_rejects(self) -> int | None:
+        """Records that may be unusable; None for any number."""
+        return 0 if self.strict else self.max_rejects
+
+    def make_task(self) -> Task:
+        """The task, with its fields; labels have no numbers yet."""
+        special = self.add_special_tokens
+        if self.task == "classify":
+            return Classify(
+                text_field=self.text_field,
+                pair_field=self.pair_field,
+                label_field=self.label_field,
+                add_special_tokens=special,
+            )
+        if self.task == "tag":
+            return Tag(
+                tokens_field=self.tokens_field,
+                label_field=self.tags_field,
+                add_special_tokens=special,
+            )
+        if self.task == "complete":
+            return Complete(
+                prompt_field=self.prompt_field,
+                completion_field=self.completion_field,
+                add_special_tokens=special,
+            )
+        return Lm(text_field=self.text_field, add_special_tokens=special)
+
     def check(self) -> None:
         """Refuse what cannot work, before anything is read.
 
@@ -110,7 +183,7 @@ class Options:
             raise ConfigError(
                 "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
             )
-        if not 0 <= self.validation < 1:
+        if self.validation is not None and not 0 <= self.validation < 1:
             raise ConfigError(f"`--validation` {self.validation}: expected a part from 0 up to 1.")
         if self.tokenizer is None and self.vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
@@ -119,6 +192,16 @@ class Options:
             )
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
+        for given in self.split:
+            name, _, glob = given.partition("=")
+            if not re.fullmatch(r"[\w-]+", name) or not glob:
+                raise ConfigError(
+                    f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
+                )
+        if self.max_rejects is not None and (self.max_rejects < 0 or self.strict):
+            raise ConfigError(
+                f"`--max-rejects` {self.max_rejects}: expected at least 0, and no `--strict`."
+            )
         if self.shard_bytes == 0:
             raise ConfigError("`--shard-size` 0: expected a size like 256MB, or auto.")
 
@@ -130,6 +213,6 @@ def parse_options() -> Options:
     )
     options: Options
     options, others = parse(return_unknown_args=True)
-    if any(other.startswith("-") for other in others):
+    if any(other.startswith("-") and other != "-" for other in others):
         parse()  # ends with a message that says what may have been meant
     return dataclasses.replace(options, paths=(*options.paths, *map(Path, others)))

@@ -14,20 +14,23 @@ from typing import Any
 import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.storage import atomic_write
-from tokenfeed.tools.claim import claim, is_unfinished
 from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.corpus import Corpus, find_corpus
-from tokenfeed.tools.encode import Job, ReferenceEngine
-from tokenfeed.tools.freeze import freeze
-from tokenfeed.tools.journal import Journal, UnitResult
+from tokenfeed.tools.corpus.sources import Corpus
+from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.engine import installed_engines
+from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import Job
+from tokenfeed.tools.job.claim import claim, is_unfinished
+from tokenfeed.tools.job.freeze import freeze
+from tokenfeed.tools.job.journal import Journal
+from tokenfeed.tools.job.plan import Plan
+from tokenfeed.tools.job.runner import Run, run_units
+from tokenfeed.tools.job.summary import Summary
 from tokenfeed.tools.options import Options, parse_options
-from tokenfeed.tools.runner import run_units
-from tokenfeed.tools.summary import Summary
-from tokenfeed.tools.tokenizer import TOKENIZER_FILE, TextTokenizer, fetch_tokenizer_json
-from tokenfeed.tools.training import train_tokenizer_json
-from tokenfeed.tools.units import Unit, auto_shard_bytes, cut_units
 
 __all__ = ["main", "pretokenize"]
 
@@ -58,51 +61,58 @@ def pretokenize(options: Options) -> Summary:
     started = time.perf_counter()
     options.check()
     unfinished = is_unfinished(options.out)
-    corpus = find_corpus(options.corpus, out=options.out, exclude=options.exclude)
-    shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
-    units = cut_units(corpus.sources, shard_bytes, options.text_field)
+    plan = Plan.of(options)
     tokenizer_started = time.perf_counter()
-    tokenizer = _settle_tokenizer(options, units, unfinished=unfinished)
+    tokenizer = _settle_tokenizer(options, plan, unfinished=unfinished)
     tokenizer_seconds = time.perf_counter() - tokenizer_started
-    if tokenizer.end_token is None:
-        logger.info("the tokenizer has no end token: documents end without one (see --end-token)")
-    with claim(options.out, _describe(options, corpus, shard_bytes, tokenizer)) as journal:
+    _advise(options, tokenizer)
+    with claim(options.out, _describe(options, plan, tokenizer)) as journal:
         resumed = list(journal.results.values())
-        manifest = _encode(options, corpus, units, tokenizer, journal)
+        manifest = _encode(options, plan, tokenizer, journal)
     return Summary.of(
         manifest,
         folder=options.out,
         tokenizer=tokenizer,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
-        skipped_binary=corpus.skipped_binary,
-        units=len(units),
+        skipped_binary=plan.corpus.skipped_binary,
+        units=len(plan.units),
         resumed=resumed,
         seconds=time.perf_counter() - started,
         tokenizer_seconds=tokenizer_seconds,
     )
 
 
-def _encode(
-    options: Options,
-    corpus: Corpus,
-    units: tuple[Unit, ...],
-    tokenizer: TextTokenizer,
-    journal: Journal,
-) -> Manifest:
+def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Journal) -> Manifest:
     """Everything that writes."""
     atomic_write(options.out / TOKENIZER_FILE, tokenizer.json_bytes)
+    audit = Audit.of(
+        options.engine, tokenizer, units=plan.units, fields=plan.task.fields, seed=options.seed
+    )
     job = Job(
         folder=options.out,
-        text_field=options.text_field,
-        validation=options.validation,
+        task=plan.task,
+        engine=audit.engine,
+        audit=audit.has_fast,
+        validation=plan.validation,
+        splits=plan.splits,
         end_token=tokenizer.end_token,
+        splits_special=tokenizer.splits_special,
+        max_rejects=options.allowed_rejects,
     )
-    run_units(job, units, options.num_workers, journal)
-    results = [journal.results[unit.number] for unit in units]
+    run = Run(
+        job=job,
+        units=plan.units,
+        sources=plan.corpus.sources,
+        workers=options.num_workers,
+        audit=audit.differing,
+        falls_back=options.engine == "auto",
+    )
+    job = run_units(run, journal)
+    results = [journal.results[unit.number] for unit in plan.units]
     if not any(result.shards for result in results):
         _withdraw(options.out, journal)
-        raise _no_document(corpus, results)
-    manifest = freeze(options.out, corpus.sources, tokenizer, results)
+        raise _no_document(plan.corpus, results)
+    manifest = freeze(job, plan.corpus.sources, tokenizer, audit.result, results)
     journal.remove()
     return manifest
 
@@ -115,9 +125,7 @@ def _withdraw(out: Path, journal: Journal) -> None:
         out.rmdir()
 
 
-def _settle_tokenizer(
-    options: Options, units: tuple[Unit, ...], *, unfinished: bool
-) -> TextTokenizer:
+def _settle_tokenizer(options: Options, plan: Plan, *, unfinished: bool) -> TextTokenizer:
     """The tokenizer asked for, or the one an unfinished run has trained, or a newly trained one."""
     trained = options.out / TOKENIZER_FILE
     origin: object = options.tokenizer or trained
@@ -128,34 +136,56 @@ def _settle_tokenizer(
     else:
         logger.info("training a tokenizer on a sample of the corpus")
         json_bytes = train_tokenizer_json(
-            units,
-            text_field=options.text_field,
+            plan.units,
+            fields=plan.task.fields,
             vocabulary_size=options.vocab_size,
             seed=options.seed,
         )
-    return TextTokenizer.load(json_bytes, origin=origin, end_token=options.end_token)
+    return TextTokenizer.load(
+        json_bytes,
+        origin=origin,
+        end_token=options.end_token,
+        splits_special=options.special_tokens_in_text == "split",
+    )
 
 
-def _describe(
-    options: Options, corpus: Corpus, shard_bytes: int, tokenizer: TextTokenizer
-) -> dict[str, Any]:
+def _advise(options: Options, tokenizer: TextTokenizer) -> None:
+    """Say what a user of this tokenizer may not have expected."""
+    ends = options.task in ("lm", "complete")
+    if ends and tokenizer.end_token is None:
+        logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
+    if not ends and tokenizer.has_template and not options.add_special_tokens:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
+
+
+def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[str, Any]:
     """All that the output depends on, in words a user can compare."""
-    states = [(source.path, source.bytes, source.modified_ns) for source in corpus.sources]
+    sources = plan.corpus.sources
+    states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
     return {
-        "CORPUS": [str(path) for path in options.corpus],
+        "CORPUS": list(options.corpus),
         "--exclude": list(options.exclude),
-        "--text-field": options.text_field,
-        "--validation": options.validation,
-        "--shard-size": shard_bytes,
+        "--split": list(options.split),
+        "--task": plan.task.name,
+        "the fields": list(plan.task.fields),
+        "the labels": list(plan.task.label_names),
+        "--validation": plan.validation,
+        "--shard-size": plan.shard_bytes,
         "--tokenizer": options.tokenizer,
         "--vocab-size and --seed": training,
         "--end-token": options.end_token,
+        "--add-special-tokens": options.add_special_tokens,
+        "--special-tokens-in-text": options.special_tokens_in_text,
         "the tokenizer's checksum": tokenizer.xxh3,
-        "the engine": f"{ReferenceEngine.name} {ReferenceEngine.version}",
+        "--engine": options.engine,
+        "the engines": installed_engines(),
         "the number of input files": len(states),
-        "the bytes of the input": sum(source.bytes for source in corpus.sources),
+        "the bytes of the input": sum(source.bytes for source in sources),
         "the names, sizes and times of the input files": states_xxh3,
     }
 
@@ -168,7 +198,7 @@ def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
     source, record, reason = rejects[0]
     return CorpusError(
         f"no usable document in {files}: {len(rejects):,} rejected, the first in "
-        f"{corpus.sources[source].path}, record {record}: {reason}."
+        f"{corpus.sources[source].name}, record {record}: {reason}."
     )
 
 

@@ -15,14 +15,16 @@ from rich.table import Table
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.manifest import FileInfo, Manifest, SplitInfo
-from tokenfeed.pipeline.shard import Rows, ShardReader
+from tokenfeed.pipeline.rows import Rows
+from tokenfeed.pipeline.schema import IGNORED, LABELS, ORIGIN_FILE, ORIGIN_RECORD, shard_schema
+from tokenfeed.pipeline.shard import ShardReader
 from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.verify import find_problems
 
 __all__ = ["Cat", "Inspect", "Verify", "main"]
 
-_BAR_WIDTH = 40
 
 _Out = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
 
@@ -152,23 +154,21 @@ def _splits_table(manifest: Manifest) -> Table:
 
 
 def _print_histogram(console: Console, name: str, split: SplitInfo) -> None:
-    counts = split.length_histogram
-    filled = [exponent for exponent, count in enumerate(counts) if count]
-    if not filled:
-        return
-    console.print(f"tokens per row, {name}", style="bold")
-    for exponent in range(filled[0], filled[-1] + 1):
-        bar = "█" * -(-counts[exponent] * _BAR_WIDTH // max(counts))
-        label = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
-        console.print(f"{label:>25} {bar:<{_BAR_WIDTH}} {counts[exponent]:,}", highlight=False)
+    if split.rows:
+        console.print(f"tokens per row, {name}", style="bold")
+    for line in histogram_lines(split.length_histogram):
+        console.print(line, highlight=False)
 
 
 def _print_facts(console: Console, manifest: Manifest) -> None:
     tokenizer, ledger = manifest.tokenizer, manifest.ledger
     end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
+    labels = ", ".join(manifest.label_names) or "none"
     facts = {
-        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}, by "
-        f"{tokenizer.engine} {tokenizer.engine_version}",
+        "task": f"{manifest.task}, columns {', '.join(_column_names(manifest))}",
+        "labels": f"{len(manifest.label_names):,}: {labels}" if manifest.label_names else labels,
+        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
+        "ids": _ids(manifest),
         "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
         f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
         "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
@@ -176,6 +176,23 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
     }
     for name, text in facts.items():
         console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
+
+
+def _ids(manifest: Manifest) -> str:
+    """How the ids were made, and how far that was checked."""
+    tokenizer = manifest.tokenizer
+    audit = f", {tokenizer.audited:,} texts compared with the reference, "
+    audit += f"{tokenizer.differences:,} different" if tokenizer.audited else ""
+    special = "with" if tokenizer.special_tokens_added else "without"
+    return (
+        f"by {tokenizer.engine} {tokenizer.engine_version}{audit if tokenizer.audited else ''}; "
+        f"{special} the tokenizer's template; special tokens in text: "
+        f"{tokenizer.special_tokens_in_text}"
+    )
+
+
+def _column_names(manifest: Manifest) -> list[str]:
+    return list(shard_schema(manifest.tokenizer.vocabulary_size, manifest.columns).names)
 
 
 def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
@@ -188,11 +205,28 @@ def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dic
         yield {
             "split": wanted.split,
             "row": row,
-            "file": json.loads(sources[int(rows.origin_file[0])])["path"],
-            "record": int(rows.origin_record[0]),
+            "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
+            "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
+            **_labels(rows, manifest),
             "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
         }
+
+
+def _labels(rows: Rows, manifest: Manifest) -> dict[str, Any]:
+    """The task's values of a single row, labels by name."""
+    names = manifest.label_names
+    values: dict[str, Any] = {}
+    for column in manifest.columns:
+        if column.per == "row":
+            value = int(rows.per_row[column.name][0])
+            values[column.name] = names[value] if names else value
+        elif column.name == LABELS:
+            tags = rows.per_token[LABELS].tolist()
+            values[LABELS] = [None if tag == IGNORED else names[tag] for tag in tags]
+        else:
+            values[column.name] = rows.per_token[column.name].tolist()
+    return values
 
 
 def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
@@ -214,11 +248,10 @@ def _checked_bytes(folder: Path, info: FileInfo) -> bytes:
 
 def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
     """Single rows from `wanted.start` on, with their number in the split."""
-    vocabulary_size = manifest.tokenizer.vocabulary_size
     start, stop = wanted.start, wanted.start + wanted.rows
     for shard in manifest.split(wanted.split).shards:
         if start < shard.rows and stop > 0:
-            reader = ShardReader(folder, shard, vocabulary_size)
+            reader = ShardReader.open(folder, manifest, shard)
             first = wanted.start - start
             for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
                 yield first + row, rows

@@ -18,9 +18,10 @@ from tokenfeed.pipeline.manifest import (
     ShardInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.schema import ORIGIN_FILE
 from tokenfeed.pipeline.shard import ShardReader
 from tokenfeed.pipeline.storage import file_xxh3
-from tokenfeed.tools.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["find_problems"]
 
@@ -82,6 +83,7 @@ class _SplitCheck:
 
     def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
         self._folder = folder
+        self._manifest = manifest
         self._split = split
         self._expected = manifest.splits[split]
         self._vocabulary_size = manifest.tokenizer.vocabulary_size
@@ -102,7 +104,7 @@ class _SplitCheck:
     def _check_shard(self, info: ShardInfo) -> np.ndarray:
         """Check one shard and return the lengths of its good rows."""
         try:
-            reader = ShardReader(self._folder, info, self._vocabulary_size)
+            reader = ShardReader.open(self._folder, self._manifest, info)
         except ShardFormatError as error:
             self._problems.append(str(error))
             return np.empty(0, np.int64)
@@ -134,7 +136,7 @@ class _SplitCheck:
             self._problems.append(
                 f"{where} has id {largest}, beyond the vocabulary of {self._vocabulary_size:,}."
             )
-        if (source := int(rows.origin_file.max())) >= self._num_sources:
+        if (source := int(rows.per_row[ORIGIN_FILE].max())) >= self._num_sources:
             self._problems.append(
                 f"{where} names input file {source}, but there are {self._num_sources:,}."
             )

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.manifest import MANIFEST_FILE
-from tokenfeed.tools.journal import JOURNAL_FILE, Journal
+from tokenfeed.pipeline.manifest import JOURNAL_FILE, MANIFEST_FILE
+from tokenfeed.tools.job.journal import Journal
 
 __all__ = ["claim", "is_unfinished"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.tools.encode import VALIDATION
-from tokenfeed.tools.freeze import REJECTS_FILE
-from tokenfeed.tools.journal import UnitResult
-from tokenfeed.tools.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.histogram import histogram_lines
+from tokenfeed.tools.job.freeze import REJECTS_FILE
 
 __all__ = ["Summary"]
 
@@ -24,8 +24,9 @@ class Summary:
     skipped_binary: int
     """Binary files found in folders and left out."""
     documents: int
-    """Documents written, validation included."""
-    validation_documents: int
+    """Rows written, to all splits."""
+    splits: dict[str, int]
+    """Rows by split."""
     empty: int
     """Documents without a token, not written."""
     rejected: int
@@ -40,6 +41,16 @@ class Summary:
     vocabulary_wanted: int | None
     """Ids asked for when the tokenizer was trained; a small corpus gives fewer."""
     end_token: str | None
+    task: str
+    labels: list[str]
+    """Classes or tags in the order of their numbers."""
+    engine: str
+    audited: int
+    """Texts whose ids the fast engine and the reference both made."""
+    differences: int
+    """Of those, how many differed; with any, the reference made all ids."""
+    length_histogram: list[int]
+    """Rows by powers of two of their tokens, all splits together."""
     units: int
     resumed_units: int
     """Units that an earlier, interrupted run had finished."""
@@ -74,7 +85,7 @@ class Summary:
             files=ledger.files,
             skipped_binary=skipped_binary,
             documents=ledger.written,
-            validation_documents=splits[VALIDATION].rows if VALIDATION in splits else 0,
+            splits={name: split.rows for name, split in splits.items()},
             empty=ledger.empty,
             rejected=ledger.rejected,
             tokens=tokens,
@@ -85,6 +96,15 @@ class Summary:
             vocabulary_size=tokenizer.vocabulary_size,
             vocabulary_wanted=vocabulary_wanted,
             end_token=tokenizer.end_token,
+            task=manifest.task,
+            labels=list(manifest.label_names),
+            engine=f"{manifest.tokenizer.engine} {manifest.tokenizer.engine_version}",
+            audited=manifest.tokenizer.audited,
+            differences=manifest.tokenizer.differences,
+            length_histogram=[
+                sum(counts)
+                for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
+            ],
             units=units,
             resumed_units=len(resumed),
             seconds=round(seconds, 2),
@@ -97,27 +117,38 @@ class Summary:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<12}{text}" for name, text in self._lines())
+        lines = [f"{name:<12}{text}" for name, text in self._lines()]
+        return "\n".join([*lines, "tokens a row", *histogram_lines(self.length_histogram)])
 
     def _lines(self) -> list[tuple[str, str]]:
         binary = f", {self.skipped_binary:,} binary skipped" if self.skipped_binary else ""
         rejects = f" (why: {self.out}/{REJECTS_FILE})" if self.rejected else ""
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
+        splits = ", ".join(f"{rows:,} {name}" for name, rows in self.splits.items())
         text_mb, shard_mb = self.text_bytes / 1e6, self.shard_bytes / 1e6
         lines = {
             "input": f"{_count(self.files, 'file')}, {text_mb:,.1f} MB of text{binary}",
-            "documents": f"{self.documents:,}, of them {self.validation_documents:,} validation",
+            "rows": f"{self.documents:,}: {splits}",
             "not written": f"{self.empty:,} empty, {self.rejected:,} rejected{rejects}",
             "tokens": f"{self.tokens:,}, {self.text_bytes_per_token:.2f} bytes of text a token",
             "shards": f"{shard_mb:,.1f} MB, {self.shard_bytes_per_token:.2f} bytes a token",
             "tokenizer": f"{self.vocabulary_size:,} ids{self._training()}",
+            "engine": self._engine(),
+            "labels": f"{len(self.labels):,}: {', '.join(self.labels)}",
             "end token": self.end_token
             or "none: the tokenizer has no such token (see --end-token)",
             "speed": f"{self.mb_per_s:,.1f} MB/s, {_count(self.units, 'unit')}{resumed}",
             "time": f"{self.seconds:,.1f} s",
             "output": self.out,
         }
+        if not self.labels:
+            del lines["labels"]
         return list(lines.items())
+
+    def _engine(self) -> str:
+        if not self.audited:
+            return self.engine
+        return f"{self.engine}, {self.audited:,} texts compared, {self.differences:,} different"
 
     def _training(self) -> str:
         if self.vocabulary_wanted is None:

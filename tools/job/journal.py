@@ -1,61 +1,25 @@
 """The journal: what an unfinished run has behind it, so that the same command continues there.
 
 `.journal.jsonl` in the output folder. Its first line says what job this is; each further line is
-one finished unit, appended and synced when the unit's shards are in place. A kill can only cut the
-last line short, which then counts as not written. One run at a time holds it, by a file lock.
+one finished unit, appended and synced when the unit's shards are in place; or it says that the fast
+engine was found wrong, and then no unit before it counts. A kill can only cut the last line short,
+which then counts as not written. One run at a time holds it, by a file lock.
 """
 
 import dataclasses
 import fcntl
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.manifest import ShardInfo
+from tokenfeed.pipeline.manifest import JOURNAL_FILE
+from tokenfeed.tools.encoding.ledger import UnitResult
 
-__all__ = ["JOURNAL_FILE", "Journal", "SourceCounts", "UnitResult"]
+__all__ = ["Journal"]
 
-JOURNAL_FILE = ".journal.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SourceCounts:
-    """What became of the records of one input file, within one unit."""
-
-    source: int
-    bytes: int
-    """Bytes of text encoded, as UTF-8."""
-    written: int
-    empty: int
-    rejected: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnitResult:
-    """All that is kept of a finished unit, beside its shards."""
-
-    unit: int
-    shards: dict[str, ShardInfo]
-    """The shard of each split that has rows."""
-    histograms: dict[str, list[int]]
-    """Rows by length, of the same splits."""
-    sources: list[SourceCounts]
-    rejects: list[tuple[int, int, str]]
-    """Source, record and reason, in the order of the input."""
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UnitResult":
-        """Build it from a line of the journal."""
-        return cls(
-            unit=content["unit"],
-            shards={split: ShardInfo(**shard) for split, shard in content["shards"].items()},
-            histograms=content["histograms"],
-            sources=[SourceCounts(**counts) for counts in content["sources"]],
-            rejects=[(source, record, reason) for source, record, reason in content["rejects"]],
-        )
+_DISTRUSTED = "distrusted"
 
 
 class Journal:
@@ -67,6 +31,8 @@ class Journal:
         self.job: dict[str, Any] = {}
         self.results: dict[int, UnitResult] = {}
         """Finished units by number."""
+        self.distrusted = False
+        """Whether the fast engine was found wrong, so that the reference makes all ids."""
         self.is_new = False
         self._file = file
         self._lock()
@@ -92,6 +58,12 @@ class Journal:
         """Record a finished unit, for good."""
         self._write(dataclasses.asdict(result))
         self.results[result.unit] = result
+
+    def distrust(self, reason: str) -> None:
+        """Record that the fast engine is wrong: what it has made is to be made again."""
+        self._write({_DISTRUSTED: reason})
+        self.distrusted = True
+        self.results = {}
 
     def _write(self, content: dict[str, Any]) -> None:
         self._file.write(_line(content))
@@ -135,16 +107,23 @@ class Journal:
         whole = content.rfind(b"\n") + 1
         try:
             lines = [json.loads(line) for line in content[:whole].splitlines()]
-            self.job, units = lines[0] if lines else {}, lines[1:]
-            results = [UnitResult.from_json(unit) for unit in units]
+            self.job = lines[0] if lines else {}
+            for line in lines[1:]:
+                self._enter(line)
         except (ValueError, TypeError, KeyError) as error:
             self.close()
             raise ManifestError(
                 f"{self.path}: is damaged ({error}). Delete the folder {self.path.parent} and "
                 "start again."
             ) from error
-        self.results = {result.unit: result for result in results if self._has_shards(result)}
         self._file.truncate(whole)
+
+    def _enter(self, line: dict[str, Any]) -> None:
+        if _DISTRUSTED in line:
+            self.distrusted = True
+            self.results = {}
+        elif self._has_shards(result := UnitResult.from_json(line)):
+            self.results[result.unit] = result
 
 
 def _line(content: dict[str, Any]) -> bytes:

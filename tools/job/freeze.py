@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.pipeline.manifest import (
+    TOKENIZER_FILE,
     FileInfo,
     Ledger,
     Manifest,
@@ -21,10 +22,12 @@ from tokenfeed.pipeline.manifest import (
 )
 from tokenfeed.pipeline.schema import FORMAT_VERSION
 from tokenfeed.pipeline.storage import atomic_write, file_xxh3
-from tokenfeed.tools.corpus import Source
-from tokenfeed.tools.encode import TRAIN, ReferenceEngine
-from tokenfeed.tools.journal import UnitResult
-from tokenfeed.tools.tokenizer import TOKENIZER_FILE, TextTokenizer
+from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.encoding.audit import Audited
+from tokenfeed.tools.encoding.engine import engine_version
+from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.unit import TRAIN, Job
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "freeze"]
 
@@ -33,26 +36,34 @@ _COUNTS = ("bytes", "written", "empty", "rejected")
 
 
 def freeze(
-    folder: Path, sources: tuple[Source, ...], tokenizer: TextTokenizer, results: list[UnitResult]
+    job: Job,
+    sources: tuple[Source, ...],
+    tokenizer: TextTokenizer,
+    audited: Audited,
+    results: list[UnitResult],
 ) -> Manifest:
     """Write everything but the shards, the manifest last.
 
     Args:
-        folder: The output folder, where all shards are.
+        job: What was done; all shards are in its folder.
         sources: The input files.
         tokenizer: What made the ids.
+        audited: The texts that both engines encoded before the run.
         results: What became of every unit, in the order of the units.
     """
     ledgers = _source_ledgers(sources, results)
     rejects = [
-        {"file": sources[source].path, "record": record, "reason": reason}
+        {"file": sources[source].name, **_place(sources[source], record), "reason": reason}
         for result in results
         for source, record, reason in result.rejects
     ]
+    folder = job.folder
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        task="lm",
-        tokenizer=_tokenizer_info(tokenizer),
+        task=job.task.name,
+        columns=job.task.columns,
+        label_names=job.task.label_names,
+        tokenizer=_tokenizer_info(job, tokenizer, audited, results),
         splits=_splits(results),
         ledger=_ledger(ledgers),
         sources=_write_lines(folder, SOURCES_FILE, ledgers),
@@ -69,7 +80,7 @@ def _source_ledgers(sources: tuple[Source, ...], results: list[UnitResult]) -> l
             counts[source.source] += [getattr(source, name) for name in _COUNTS]
     return [
         {
-            "path": source.path,
+            "path": source.name,
             "bytes": num_bytes,
             "read": written + empty + rejected,
             "written": written,
@@ -105,7 +116,9 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
     )
 
 
-def _tokenizer_info(tokenizer: TextTokenizer) -> TokenizerInfo:
+def _tokenizer_info(
+    job: Job, tokenizer: TextTokenizer, audited: Audited, results: list[UnitResult]
+) -> TokenizerInfo:
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -113,9 +126,19 @@ def _tokenizer_info(tokenizer: TextTokenizer) -> TokenizerInfo:
         vocabulary_size=tokenizer.vocabulary_size,
         end_id=tokenizer.end_id,
         pad_id=tokenizer.pad_id,
-        engine=ReferenceEngine.name,
-        engine_version=ReferenceEngine.version,
+        engine=job.engine,
+        engine_version=engine_version(job.engine),
+        audited=audited.texts + sum(result.audited for result in results),
+        differences=audited.differences + sum(len(result.differing) for result in results),
+        special_tokens_in_text="split" if job.splits_special else "plain",
+        special_tokens_added=job.task.add_special_tokens,
     )
+
+
+def _place(source: Source, record: int) -> dict[str, int]:
+    """A record's number, and the line it stands on where that is known, counted from 1."""
+    line = {"line": record + 1} if source.format == "jsonl" else {}
+    return line | {"record": record}
 
 
 def _write_lines(folder: Path, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:

@@ -2,9 +2,11 @@
 
 The bytes of tokenizer.json are kept as they came, since they are what a data set is identified by.
 Truncation and padding that such a file may carry are switched off for good, and special-token text
-inside a document is plain text: a corpus must neither be cut in silence nor forge a document's end.
+inside a document is plain text unless asked for: a corpus must neither be cut in silence nor forge
+a document's end.
 """
 
+import json
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +15,9 @@ import xxhash
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
+from tokenfeed.pipeline.manifest import TOKENIZER_FILE
 
-__all__ = ["TOKENIZER_FILE", "TextTokenizer", "fetch_tokenizer_json"]
-
-TOKENIZER_FILE = "tokenizer.json"
+__all__ = ["TextTokenizer", "fetch_tokenizer_json"]
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -48,10 +49,17 @@ class TextTokenizer:
     """The largest id + 1: a vocabulary can have holes."""
     end_token: str | None
     pad_id: int
+    splits_special: bool = False
+    """Whether special-token text inside a document becomes its id; else it is plain text."""
 
     @classmethod
     def load(
-        cls, json_bytes: bytes, *, origin: object, end_token: str | None = None
+        cls,
+        json_bytes: bytes,
+        *,
+        origin: object,
+        end_token: str | None = None,
+        splits_special: bool = False,
     ) -> "TextTokenizer":
         """Make a tokenizer of the bytes of a tokenizer.json.
 
@@ -59,12 +67,14 @@ class TextTokenizer:
             json_bytes: The file's content.
             origin: Where it is from, for the messages.
             end_token: The token that ends a document; None takes the first usual name it has.
+            splits_special: What special-token text inside a document becomes.
 
         Raises:
             TokenizerError: It is no tokenizer, or has no vocabulary.
             ConfigError: It has no token `end_token`.
         """
         tokenizer = _parse(json_bytes, origin)
+        tokenizer.encode_special_tokens = not splits_special
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{origin}: has an empty vocabulary. Give another tokenizer.")
@@ -73,12 +83,32 @@ class TextTokenizer:
         end_token = end_token or next((name for name in _END_TOKENS if name in vocabulary), None)
         end_id = vocabulary[end_token] if end_token else 0
         pad_id = next((vocabulary[name] for name in _PAD_TOKENS if name in vocabulary), end_id)
-        return cls(json_bytes, tokenizer, max(vocabulary.values()) + 1, end_token, pad_id)
+        size = max(vocabulary.values()) + 1
+        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special)
 
     @property
     def end_id(self) -> int | None:
         """The id of `end_token`."""
         return self.tokenizer.token_to_id(self.end_token) if self.end_token else None
+
+    @property
+    def has_template(self) -> bool:
+        """Whether it has special tokens to put around a text."""
+        return self.tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+
+    @property
+    def before_word(self) -> bytes:
+        """What a word that stands alone needs in front to be encoded as one within a text.
+
+        Byte-level tokenizers have other ids for a word that follows a space; others set words
+        apart themselves.
+        """
+        steps = json.loads(self.json_bytes).get("pre_tokenizer") or {}
+        steps = steps.get("pretokenizers", [steps])
+        glues = any(
+            step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps
+        )
+        return b" " if glues else b""
 
     @property
     def xxh3(self) -> str:
@@ -113,7 +143,6 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
         raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

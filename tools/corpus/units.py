@@ -1,9 +1,9 @@
 """Cut a corpus into units: the pieces of work that each become one shard.
 
-Many small files go together; a big .jsonl is cut at newlines, a Parquet file at row groups; a
-compressed file cannot be entered in the middle and stays whole. The cut depends on the input and
-the shard size alone, never on who does the work. Its price: a big .jsonl is read once more, to find
-the cuts and to know which record each begins with.
+Many small files go together; a big .jsonl is cut at newlines, a Parquet file at row groups, an
+Arrow file at record batches; a .csv or a compressed file cannot be entered in the middle. The cut
+depends on the input and the shard size alone, never on who does the work. Its price: a big .jsonl
+is read once more, to find the cuts and to know which record each begins with.
 """
 
 import math
@@ -13,15 +13,16 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tokenfeed.tools.blocks import read_blocks
-from tokenfeed.tools.corpus import Source
+from tokenfeed.tools.corpus.blocks import Blocks
+from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.tables import arrow_batches, arrow_schema
 
-__all__ = ["Part", "Unit", "auto_shard_bytes", "cut_units", "parquet_problem"]
+__all__ = ["Part", "Unit", "auto_shard_bytes", "cut_units", "table_schema"]
 
 SMALLEST_SHARD_BYTES, LARGEST_SHARD_BYTES = 8_000_000, 256_000_000
 _SHARDS_WANTED = 64
 _COMPRESSION_RATIO = 4
-"""Text is about this much bigger than its .gz or .zst: for weighing work, nothing else."""
+"""Text is about this much bigger than its .gz, .zst or .parquet: for weighing work, no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +31,9 @@ class Part:
 
     source: Source
     start: int = 0
-    """First byte (.jsonl) or first row group (.parquet)."""
+    """First byte (.jsonl), row group (.parquet) or record batch (.arrow)."""
     stop: int | None = None
-    """Byte or row group after the last; None for a whole file."""
+    """The one after the last; None for a whole file."""
     first_record: int = 0
     weight_bytes: int
     """Bytes of text expected: for sharing out work and for progress, not for the result."""
@@ -57,14 +58,18 @@ def auto_shard_bytes(sources: Iterable[Source]) -> int:
     return min(max(total // _SHARDS_WANTED, SMALLEST_SHARD_BYTES), LARGEST_SHARD_BYTES)
 
 
-def cut_units(sources: Iterable[Source], shard_bytes: int, text_field: str) -> tuple[Unit, ...]:
-    """Cut `sources` into units of at most about `shard_bytes` of text each, in their order."""
+def cut_units(sources: Iterable[Source], shard_bytes: int) -> tuple[Unit, ...]:
+    """Cut `sources` into units of at most about `shard_bytes` of text each, in their order.
+
+    Files of different given splits do not share a unit.
+    """
     units: list[Unit] = []
     parts: list[Part] = []
     weight_bytes = 0
     for source in sources:
-        for part in _cut(source, shard_bytes, text_field):
-            if parts and weight_bytes + part.weight_bytes > shard_bytes:
+        for part in _cut(source, shard_bytes):
+            is_full = weight_bytes + part.weight_bytes > shard_bytes
+            if parts and (is_full or parts[-1].source.split != source.split):
                 units.append(Unit(number=len(units), parts=tuple(parts)))
                 parts, weight_bytes = [], 0
             parts.append(part)
@@ -74,28 +79,29 @@ def cut_units(sources: Iterable[Source], shard_bytes: int, text_field: str) -> t
     return tuple(units)
 
 
-def parquet_problem(schema: pa.Schema, text_field: str) -> str | None:
-    """Why a Parquet file of this schema has no text to give, or None where it has."""
-    if text_field not in schema.names:
-        return f"no column `{text_field}`; it has: {', '.join(schema.names)}"
-    kind = schema.field(text_field).type
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return None
-    return f"column `{text_field}` is {kind}, expected text"
+def table_schema(source: Source) -> pa.Schema:
+    """The schema of a Parquet or Arrow file.
+
+    Raises:
+        OSError: It cannot be read.
+        pyarrow.ArrowException: It is none.
+    """
+    if source.format == "parquet":
+        return pq.read_schema(source.path)
+    with pa.memory_map(source.path) as file:
+        return arrow_schema(file)
 
 
-def _cut(source: Source, shard_bytes: int, text_field: str) -> Iterator[Part]:
-    if source.kind == "parquet":
-        return _cut_row_groups(source, text_field)
-    if source.kind == "jsonl" and not source.compression and source.bytes > shard_bytes:
+def _cut(source: Source, shard_bytes: int) -> Iterator[Part]:
+    if source.format in ("parquet", "arrow"):
+        return _cut_table(source)
+    if source.format == "jsonl" and not source.compression and source.bytes > shard_bytes:
         return _cut_lines(source, shard_bytes)
     return iter((_whole(source),))
 
 
 def _whole(source: Source) -> Part:
-    ratio = _COMPRESSION_RATIO if source.compression else 1
+    ratio = _COMPRESSION_RATIO if source.compression or source.format == "parquet" else 1
     return Part(source=source, weight_bytes=source.bytes * ratio)
 
 
@@ -103,7 +109,7 @@ def _cut_lines(source: Source, shard_bytes: int) -> Iterator[Part]:
     """Byte ranges of nearly equal size, each ending behind a newline, in one pass."""
     goal_bytes = source.bytes / math.ceil(source.bytes / shard_bytes)
     start = position = first_record = lines = 0
-    for block in read_blocks(source.path):
+    for block in Blocks(source.path):
         searched = 0
         while (
             newline := block.find(b"\n", max(searched, _before(start, goal_bytes, position)))
@@ -133,27 +139,29 @@ def _range(source: Source, start: int, stop: int, first_record: int) -> Part:
     )
 
 
-def _cut_row_groups(source: Source, text_field: str) -> Iterator[Part]:
-    """A part for each row group; a file that cannot be used stays whole, to be rejected as such."""
+def _cut_table(source: Source) -> Iterator[Part]:
+    """A part for each row group or record batch; a file that cannot be read stays whole, to be
+    rejected as such."""
     try:
-        with pq.ParquetFile(source.path) as file:
-            metadata, schema = file.metadata, file.schema_arrow
+        rows = _rows_of_groups(source)
     except (OSError, pa.ArrowException):
         yield _whole(source)
         return
-    if parquet_problem(schema, text_field):
-        yield _whole(source)
-        return
-    leaves = [metadata.schema.column(index).path for index in range(len(metadata.schema))]
-    column = leaves.index(text_field)
+    per_row = source.bytes * (_COMPRESSION_RATIO if source.format == "parquet" else 1)
     first_record = 0
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
+    for index, num_rows in enumerate(rows):
         yield Part(
             source=source,
             start=index,
             stop=index + 1,
             first_record=first_record,
-            weight_bytes=group.column(column).total_uncompressed_size,
+            weight_bytes=per_row * num_rows // max(sum(rows), 1),
         )
-        first_record += group.num_rows
+        first_record += num_rows
+
+
+def _rows_of_groups(source: Source) -> list[int]:
+    if source.format == "arrow":
+        return [batch.num_rows for batch in arrow_batches(source.path)]
+    metadata = pq.read_metadata(source.path)
+    return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

@@ -12,8 +12,9 @@ from itertools import chain
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.records import Document, read_records
-from tokenfeed.tools.units import Part, Unit
+from tokenfeed.tools.corpus.reader import read_records, read_texts
+from tokenfeed.tools.corpus.records import Fields
+from tokenfeed.tools.corpus.units import Part, Unit
 
 __all__ = ["SMALLEST_VOCABULARY", "train_tokenizer_json"]
 
@@ -28,17 +29,17 @@ _MIN_FREQUENCY = 2
 
 
 def train_tokenizer_json(
-    units: tuple[Unit, ...], *, text_field: str, vocabulary_size: int, seed: int
+    units: tuple[Unit, ...], *, fields: Fields, vocabulary_size: int, seed: int
 ) -> bytes:
     """Train a byte-level BPE of at most `vocabulary_size` ids and give its tokenizer.json.
 
     Raises:
         CorpusError: The corpus has no text.
     """
-    texts = _sample(units, text_field, seed)
+    texts = _sample(units, fields, seed)
     first = next(texts, None)
     if first is None:
-        raise _no_text(units, text_field)
+        raise _no_text(units, fields)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -53,36 +54,35 @@ def train_tokenizer_json(
     return tokenizer.to_str().encode()
 
 
-def _no_text(units: tuple[Unit, ...], text_field: str) -> CorpusError:
+def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
     """Names the first record that could not be used, if there is one."""
     for part in (part for unit in units for part in unit.parts):
-        for record in read_records(part, text_field):
-            if not isinstance(record, Document):
+        for records in read_records(part, fields):
+            for record, reason in records.rejects[:1]:
                 return CorpusError(
-                    f"{part.source.path}, record {record.record}: {record.reason}; no other record "
-                    "has text either. Name the field that holds it with `--text-field`."
+                    f"{part.source.name}, record {record}: {reason}; no other record has text "
+                    "either. Name the field that holds it with `--text-field`."
                 )
     return CorpusError("no text to train a tokenizer on: every document is empty.")
 
 
-def _sample(units: tuple[Unit, ...], text_field: str, seed: int) -> Iterator[str]:
+def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]:
     """Non-empty texts, the last of a part cut where the part's share ends."""
     parts = [part for unit in units for part in unit.parts]
     random.Random(seed).shuffle(parts)
     share = max(_PART_CHARACTERS, _SAMPLE_CHARACTERS // len(parts))
     wanted = _SAMPLE_CHARACTERS
     for part in parts:
-        for text in _beginning(part, text_field, min(share, wanted)):
+        for text in _beginning(part, fields, min(share, wanted)):
             wanted -= len(text)
             yield text
         if wanted <= 0:
             return
 
 
-def _beginning(part: Part, text_field: str, characters: int) -> Iterator[str]:
-    for record in read_records(part, text_field):
-        if isinstance(record, Document) and record.text:
-            text = record.text[:characters]
+def _beginning(part: Part, fields: Fields, characters: int) -> Iterator[str]:
+    for utf8 in read_texts(part, fields):
+        if text := utf8.decode()[:characters]:
             characters -= len(text)
             yield text
         if characters <= 0:

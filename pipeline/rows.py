@@ -1,0 +1,116 @@
+"""Rows: documents or samples in memory, column by column, and their form as an Arrow record batch.
+
+Every array is flat. A value a token lies in one run over all rows, a value a row beside the row
+lengths; so cutting, joining and writing never touch a single row in Python. Torch-free.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+
+from tokenfeed.pipeline.schema import INPUT_IDS
+
+__all__ = ["Rows", "batch_buffers", "record_batch", "rows_of_buffers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive rows: what a shard's writer takes and its reader gives."""
+
+    lengths: np.ndarray
+    """Tokens of each row, shape (R,), int64, every value at least 1."""
+    per_token: dict[str, np.ndarray]
+    """A value a token, one row after the other, shape (N,) each; `input_ids` is one of them."""
+    per_row: dict[str, np.ndarray]
+    """A value a row, shape (R,) each; `origin_file` and `origin_record` are among them."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens, one row after the other, shape (N,), uint16 or uint32."""
+        return self.per_token[INPUT_IDS]
+
+    def slice(self, start: int, stop: int) -> "Rows":
+        """Rows `start` up to `stop`, without a copy."""
+        first = int(self.lengths[:start].sum())
+        last = first + int(self.lengths[start:stop].sum())
+        return Rows(
+            self.lengths[start:stop],
+            {name: values[first:last] for name, values in self.per_token.items()},
+            {name: values[start:stop] for name, values in self.per_row.items()},
+        )
+
+    @staticmethod
+    def concatenate(parts: "list[Rows]") -> "Rows":
+        """Rows of `parts`, one after the other; of a single part, that part."""
+        if len(parts) == 1:
+            return parts[0]
+        return Rows(
+            np.concatenate([part.lengths for part in parts]),
+            {
+                name: np.concatenate([part.per_token[name] for part in parts])
+                for name in parts[0].per_token
+            },
+            {
+                name: np.concatenate([part.per_row[name] for part in parts])
+                for name in parts[0].per_row
+            },
+        )
+
+
+def record_batch(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
+    """The rows as an Arrow record batch of `schema`, over the same memory where dtypes agree.
+
+    Built from buffers: `pa.array` would import pandas into every process that writes.
+    """
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(rows.lengths, out=offsets[1:])
+    columns = []
+    for field in schema:
+        if pa.types.is_list(field.type):
+            values = _array(rows.per_token[field.name], field.type.value_type)
+            buffers = [None, pa.py_buffer(offsets)]
+            columns.append(pa.Array.from_buffers(field.type, len(rows), buffers, children=[values]))
+        else:
+            columns.append(_array(rows.per_row[field.name], field.type))
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def batch_buffers(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+    """Every column's values by name, over Arrow's memory, the row offsets first under "".
+
+    Takes buffers, not values, because nothing in a damaged batch can be trusted yet.
+
+    Raises:
+        ValueError: A buffer is too small for the rows, or the offsets do not describe the tokens.
+    """
+    num_rows = batch.num_rows
+    buffers: dict[str, np.ndarray] = {}
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        if not pa.types.is_list(field.type):
+            dtype = field.type.to_pandas_dtype()
+            buffers[field.name] = np.frombuffer(column.buffers()[1], dtype, num_rows)
+            continue
+        offsets = np.frombuffer(column.buffers()[1], np.int32, num_rows + 1)
+        if offsets[0] != 0 or np.any(offsets[1:] <= offsets[:-1]):
+            raise ValueError("row offsets out of order")
+        if not np.array_equal(buffers.setdefault("", offsets), offsets):
+            raise ValueError(f"`{field.name}` has other row offsets")
+        dtype = field.type.value_type.to_pandas_dtype()
+        buffers[field.name] = np.frombuffer(column.buffers()[3], dtype, int(offsets[-1]))
+    return buffers
+
+
+def rows_of_buffers(buffers: dict[str, np.ndarray], schema: pa.Schema) -> Rows:
+    """The rows that `batch_buffers` found, without a copy."""
+    per_token = {f.name: buffers[f.name] for f in schema if pa.types.is_list(f.type)}
+    per_row = {f.name: buffers[f.name] for f in schema if not pa.types.is_list(f.type)}
+    return Rows(np.diff(buffers[""]).astype(np.int64), per_token, per_row)
+
+
+def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
+    values = np.ascontiguousarray(values, kind.to_pandas_dtype())
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])

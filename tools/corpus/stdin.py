@@ -1,0 +1,34 @@
+"""Standard input as a file that several processes can read, cut and read again.
+
+It is copied to a nameless file beside the output, which the system deletes with this process,
+however that ends. Its checksum says whether a continued run was fed the same again.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import xxhash
+
+__all__ = ["STANDARD_INPUT", "spool_stdin"]
+
+STANDARD_INPUT = "-"
+_BLOCK_BYTES = 1 << 20
+
+
+def spool_stdin(out: Path) -> tuple[str, int]:
+    """Copy standard input to the disk that `out` will lie on.
+
+    Returns:
+        A path under which this user's processes can open it while this process lives, and the
+        xxh3-64 of its bytes.
+    """
+    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
+    digest = xxhash.xxh3_64()
+    while block := sys.stdin.buffer.read(_BLOCK_BYTES):
+        digest.update(block)
+        file.write(block)
+    file.flush()
+    return f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}", digest.intdigest()

@@ -1,0 +1,194 @@
+"""The audit: does a fast engine give the reference's ids?
+
+Before a run, texts made to trip a tokenizer and the beginnings of a sample of the corpus; during
+the run, one document in about a thousand, chosen by a hash of its text. One text whose ids differ
+is enough to trust the engine no longer.
+"""
+
+import logging
+import random
+from collections.abc import Callable
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.tools.corpus.reader import read_texts
+from tokenfeed.tools.corpus.records import Fields
+from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.engine import (
+    Engine,
+    EngineFailure,
+    EngineName,
+    FastEngine,
+    ReferenceEngine,
+    Unencodable,
+)
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = ["Audit", "Audited", "adversarial_texts", "beginning", "differing", "sample_texts"]
+
+logger = logging.getLogger(__name__)
+
+_TEXTS = 400
+_TEXTS_BYTES = 1 << 20
+_PARTS = 16
+_LONGEST_BYTES = 1 << 16
+"""Of a longer text the beginning is compared: the reference is slow."""
+
+
+class Audited(NamedTuple):
+    """What an audit has seen."""
+
+    texts: int
+    """Texts that both engines encoded."""
+    differences: int
+    """How many of them got other ids."""
+
+
+class Audit:
+    """The choice of an engine, and the comparison before a run that must confirm it."""
+
+    def __init__(
+        self, fast: FastEngine | None, reference: ReferenceEngine, texts: Callable[[], list[bytes]]
+    ) -> None:
+        """Use `of`."""
+        self._fast, self._reference = fast, reference
+        self._texts = texts
+        self._done: tuple[int, list[bytes]] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        choice: Literal["auto"] | EngineName,
+        tokenizer: TextTokenizer,
+        *,
+        units: tuple[Unit, ...],
+        fields: Fields,
+        seed: int,
+    ) -> "Audit":
+        """Choose the engine: the fast one if it may be used and knows the tokenizer.
+
+        Raises:
+            TokenizerError: The fast one was asked for by name and cannot be had.
+        """
+        fast = None
+        if choice != ReferenceEngine.name:
+            try:
+                fast = FastEngine(tokenizer)
+            except EngineFailure as failure:
+                if choice == FastEngine.name:
+                    raise TokenizerError(
+                        f"`--engine {choice}`: {failure}. Leave it out to use what works."
+                    ) from None
+                logger.info("the slow engine will do the work: %s", failure)
+
+        def texts() -> list[bytes]:
+            return adversarial_texts(tokenizer) + sample_texts(units, fields, seed)
+
+        return cls(fast, ReferenceEngine(tokenizer), texts)
+
+    @property
+    def engine(self) -> EngineName:
+        """The engine chosen."""
+        return (self._fast or self._reference).name
+
+    @property
+    def has_fast(self) -> bool:
+        """Whether there are two engines to compare."""
+        return self._fast is not None
+
+    def differing(self) -> list[bytes]:
+        """Compare the engines, once; the texts whose ids differ."""
+        if self._fast is None:
+            return []
+        if self._done is None:
+            texts = self._texts()
+            self._done = len(texts), differing(self._fast, self._reference, texts)
+        return self._done[1]
+
+    @property
+    def result(self) -> Audited:
+        """What it has seen; the same for the same input, whatever became of the run."""
+        differences = len(self.differing())
+        return Audited(self._done[0] if self._done else 0, differences)
+
+
+def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
+    """Texts of every kind that tokenizers are known to disagree about."""
+    added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
+    texts = [
+        "e\u0301 = \u00e9, n\u0303 = \u00f1, a\u0308\u0301\u0327\u0323 o\u0338",  # combining marks
+        "\u1ae3\ua7f3\uab69\u0c77\u1b7f",  # of younger Unicode versions than some tables
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f44d\U0001f3fd \U0001f3f3\ufe0f\u200d"
+        "\U0001f308 \U0001f1e9\U0001f1ea\U0001f1eb\U0001f1f7 1\ufe0f\u20e3 \u2764\ufe0f \U0001fae0",
+        "\u6f22\u5b57\u304b\u306a\u4ea4\u3058\u308a\u6587\u3002\u4e2d\u6587\u5b57\u7b26\uff0c"
+        "\u5168\u89d2\uff01\ud55c\uad6d\uc5b4 \ud14d\uc2a4\ud2b8 \u314e\u314f\u3134",
+        "\u05e2\u05d1\u05e8\u05d9\u05ea \u05e9\u05c1\u05b8\u05dc\u05d5\u05b9\u05dd \u200f\u202e"
+        "\u0645\u0631\u062d\u0628\u0627\u202c \u0627\u0644\u0639\u0631\u0628\u064a\u0629",
+        "".join(map(chr, range(32))) + "\x7f" + "".join(map(chr, range(0x80, 0xA0))),
+        "\ufeffbom \u200b zero \u200d width \u2060 joiner \u00ad soft",
+        "\ufffd\ufffe\uffff\U0001f9ff\U000e0001\U0010ffff\ue000",  # the ends of planes
+        "\ufb01 \ufb02 \u2460 \u00bd \u2121 \u2167 \u338f \u210c \u017f \u1e9e \u0130 \u0131",
+        "\u0939\u093f\u0928\u094d\u0926\u0940 \u0915\u094d\u0937 \u0e44\u0e17\u0e22",
+        "w" * 3000,
+        "ab1" * 700 + "\u00e9" * 700,
+        "0123456789" * 50 + " 1,234,567.89 -1e-10 0x7fff",
+        " " * 100 + "a" + "\t" * 50 + "b" + "\n" * 50 + "c\r\n\r\nd \n \n e",
+        "\u00a0\u2003\u3000\u2028\u2029\u0085x\u000b\u000cy",  # white space of every kind
+        "don't I'll WE'VE they'd it's 'S 'tis rock'n'roll \u2019s",
+        'snake_case camelCase HTTPServer v1.2.3-rc+build a/b\\c <p class="x">&amp;</p>',
+        "def f(x):\n    return {'a': [1, 2, 3]}  # TODO\n\n\n",
+        *("ends in space ", " ", "", "\n", "a"),
+        *added[:64],
+        "".join(added[:64]),
+        " ".join(f"x{token}y" for token in added[:64]),
+    ]
+    draw = random.Random(0)
+    for start, stop in ((0x20, 0x7F), (0xA0, 0x2000), (0x2000, 0xD800), (0x10000, 0x20000)):
+        texts += ["".join(chr(draw.randrange(start, stop)) for _ in range(40)) for _ in range(20)]
+    return [text.encode() for text in texts]
+
+
+def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
+    """The beginnings of some hundred texts from all over the corpus, 1 MB at most."""
+    parts = [part for unit in units for part in unit.parts]
+    random.Random(seed).shuffle(parts)
+    each = -(-_TEXTS // min(len(parts), _PARTS))
+    longest = min(_TEXTS_BYTES // _TEXTS, _LONGEST_BYTES)
+    texts: list[bytes] = []
+    for part in parts:
+        texts += [beginning(text, longest) for text in islice(read_texts(part, fields), each)]
+        if len(texts) >= _TEXTS:
+            break
+    return texts
+
+
+def beginning(text: bytes, longest: int = _LONGEST_BYTES) -> bytes:
+    """As many whole characters of a text as fit into `longest` bytes."""
+    return text if len(text) <= longest else text[:longest].decode(errors="ignore").encode()
+
+
+def differing(engine: Engine, reference: Engine, texts: list[bytes]) -> list[bytes]:
+    """Those of `texts` for which `engine` gives other ids than `reference`."""
+    try:
+        right = reference.encode(texts)
+    except Unencodable as error:
+        kept = [text for index, text in enumerate(texts) if index not in error.reasons]
+        return differing(engine, reference, kept)
+    try:
+        given = engine.encode(texts)
+    except EngineFailure:
+        if len(texts) == 1:
+            return texts
+        return [text for text in texts if differing(engine, reference, [text])]
+    if np.array_equal(given.values, right.values) and np.array_equal(given.lengths, right.lengths):
+        return []
+    pairs = zip(
+        np.split(given.values, given.offsets[1:-1]),
+        np.split(right.values, right.offsets[1:-1]),
+        strict=True,
+    )
+    equal = [np.array_equal(*pair) for pair in pairs]
+    return [text for text, same in zip(texts, equal, strict=True) if not same]

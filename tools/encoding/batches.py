@@ -1,0 +1,93 @@
+"""Group the records of a unit into batches large enough for an engine to run at speed.
+
+Small files go together, and long blocks of a big one stay as they were read. What a reader or the
+task refuses goes to the ledger.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Records, Reject
+from tokenfeed.tools.corpus.units import Part, Unit
+from tokenfeed.tools.encoding.ledger import UnitLedger
+from tokenfeed.tools.encoding.tasks import Task
+
+__all__ = ["Batch", "read_batches"]
+
+_BATCH_BYTES = 1 << 21
+"""Weight at which a batch is full: an engine's output then still fits the processor's cache."""
+_BATCH_RECORDS = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Records that are encoded together."""
+
+    values: dict[str, list[Any]]
+    """The values of each field, R of them."""
+    sources: np.ndarray
+    """The source of each record, shape (R,), uint32."""
+    records: np.ndarray
+    """Its number there, shape (R,), uint64."""
+    split: str | None
+    """The split they all belong to; None draws it for each."""
+    weight_bytes: float
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def take(self, kept: list[int]) -> "Batch":
+        """The records at the given places."""
+        values = {name: [column[index] for index in kept] for name, column in self.values.items()}
+        return Batch(values, self.sources[kept], self.records[kept], self.split, self.weight_bytes)
+
+
+def read_batches(unit: Unit, task: Task, ledger: UnitLedger) -> Iterator[Batch]:
+    """The usable records of a unit, in order; the others go straight to `ledger`."""
+    pending: list[Batch] = []
+    weight_bytes, num_records = 0.0, 0
+    for part in unit.parts:
+        for records in read_records(part, task.fields):
+            for reject in records.rejects:
+                ledger.reject(part.source.index, reject)
+            batch = _fitting(_batch(part, records), task, ledger)
+            pending.append(batch)
+            weight_bytes += records.weight_bytes
+            num_records += len(batch)
+            if weight_bytes >= _BATCH_BYTES or num_records >= _BATCH_RECORDS:
+                yield _joined(pending)
+                pending, weight_bytes, num_records = [], 0.0, 0
+    if pending:
+        yield _joined(pending)
+
+
+def _batch(part: Part, records: Records) -> Batch:
+    sources = np.full(len(records), part.source.index, np.uint32)
+    return Batch(records.fields, sources, records.numbers, part.source.split, records.weight_bytes)
+
+
+def _fitting(batch: Batch, task: Task, ledger: UnitLedger) -> Batch:
+    """The batch without records whose fields do not fit together."""
+    unusable = task.unusable(batch.values)
+    if not unusable:
+        return batch
+    for index, reason in unusable.items():
+        ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
+    return batch.take([index for index in range(len(batch)) if index not in unusable])
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    if len(batches) == 1:
+        return batches[0]
+    names = batches[0].values
+    return Batch(
+        {name: [value for batch in batches for value in batch.values[name]] for name in names},
+        np.concatenate([batch.sources for batch in batches]),
+        np.concatenate([batch.records for batch in batches]),
+        batches[0].split,
+        sum(batch.weight_bytes for batch in batches),
+    )

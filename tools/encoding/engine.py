@@ -1,0 +1,192 @@
+"""Engines: what turns texts into ids. `tokenizers` says what is right; `gigatoken` is fast.
+
+An engine takes a batch of UTF-8 texts and gives flat ids and lengths as numpy arrays, in storage
+dtype; no token is ever a Python object. A fast engine is trusted only as far as it was compared
+with the reference: `audit` does that.
+"""
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import tokenizers
+
+from tokenfeed.pipeline.ragged import Ragged
+from tokenfeed.pipeline.schema import token_dtype
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = [
+    "Engine",
+    "EngineFailure",
+    "EngineName",
+    "FastEngine",
+    "ReferenceEngine",
+    "Unencodable",
+    "engine_version",
+    "installed_engines",
+]
+
+EngineName = Literal["tokenizers", "gigatoken"]
+
+_REFERENCE_BATCH_BYTES = 1 << 20
+"""Text encoded at once: bounds memory, since an encoding takes many times the text's space."""
+_CACHE_BYTES = 512 << 20
+"""How far this process may grow before the fast engine's boundless cache is dropped."""
+
+
+class Unencodable(Exception):
+    """Texts that the tokenizer has no ids for."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Why, by the text's place in the batch."""
+
+
+class EngineFailure(Exception):
+    """A fast engine that cannot load a tokenizer, or broke down over a text."""
+
+
+class Engine(Protocol):
+    """Turns batches of texts into ids."""
+
+    name: EngineName
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """Encode UTF-8 texts.
+
+        Returns:
+            The ids of each text, uint16 or uint32; none where a text gives none.
+
+        Raises:
+            Unencodable: The reference has no ids for some of them.
+            EngineFailure: A fast engine broke down.
+        """
+
+
+class ReferenceEngine:
+    """The `tokenizers` package: by definition what is right."""
+
+    name: EngineName = "tokenizers"
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        self._dtype = token_dtype(tokenizer.vocabulary_size)
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """See `Engine`."""
+        parts = [self._encode(texts[start:stop]) for start, stop in _cuts(texts)]
+        values = [np.empty(0, self._dtype), *(part.values for part in parts)]
+        lengths = [np.empty(0, np.int64), *(part.lengths for part in parts)]
+        return Ragged(np.concatenate(values), np.concatenate(lengths))
+
+    def _encode(self, texts: list[bytes]) -> Ragged:
+        decoded = [text.decode() for text in texts]
+        try:
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        except Exception:  # the library raises what its Rust side gives
+            raise Unencodable(self._reasons(decoded)) from None
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
+        return Ragged(np.fromiter(flat, self._dtype, int(lengths.sum())), lengths)
+
+    def _reasons(self, texts: list[str]) -> dict[int, str]:
+        reasons = {}
+        for index, text in enumerate(texts):
+            try:
+                self._tokenizer.encode(text, add_special_tokens=False)
+            except Exception as error:
+                reasons[index] = f"the tokenizer cannot encode it: {error}"
+        return reasons
+
+
+class FastEngine:
+    """The `gigatoken` package: a hundred times as fast, for byte-level and SentencePiece BPE."""
+
+    name: EngineName = "gigatoken"
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        """Raises: EngineFailure: It is not installed, or does not know this kind of tokenizer."""
+        self._json = _plain_json(tokenizer)
+        self._dtype = token_dtype(tokenizer.vocabulary_size)
+        self._tokenizer: Any = self._load()
+        self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """See `Engine`."""
+        with _failures():
+            array = self._tokenizer.encode_batch(texts, parallel=False)
+        offsets = np.asarray(array.layout.offsets.data)
+        ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
+        if _resident_bytes() > self._largest_bytes:
+            self._tokenizer = None  # first: two of them would need twice the memory
+            self._tokenizer = self._load()
+        return Ragged(ids.astype(self._dtype), np.diff(offsets))
+
+    def _load(self) -> Any:
+        try:
+            import gigatoken  # an extra, and 0.3 s that only its users should pay
+        except ImportError as error:
+            raise EngineFailure(
+                f"the fast one is not installed ({error}; pip install 'tokenfeed[fast]')"
+            ) from None
+        with _failures():
+            return gigatoken.Tokenizer.from_json(self._json)
+
+
+def installed_engines() -> list[str]:
+    """Names and versions of the engines that can be used here."""
+    engines: tuple[EngineName, ...] = ("tokenizers", "gigatoken")
+    found = []
+    for name in engines:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {engine_version(name)}")
+    return found
+
+
+def engine_version(name: EngineName) -> str:
+    """The version of an engine's package."""
+    return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
+
+
+class _failures:
+    """Whatever a fast engine raises is its failure, a panic of its Rust side included."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
+        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+            raise EngineFailure(" ".join(str(error).split()) or kind) from error
+
+
+def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
+    """Where to cut a batch into pieces of about `_REFERENCE_BATCH_BYTES`."""
+    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+    pieces = ends // _REFERENCE_BATCH_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(texts)]
+    return itertools.pairwise(cuts) if texts else iter(())
+
+
+def _plain_json(tokenizer: TextTokenizer) -> bytes:
+    """The tokenizer's file as a fast engine must read it.
+
+    Such an engine always splits at special added tokens and knows no way to leave them as text; in
+    a copy of the file without them they are text like any other. Truncation, padding and template
+    go too.
+    """
+    content = json.loads(tokenizer.json_bytes)
+    content |= {"truncation": None, "padding": None, "post_processor": None}
+    if not tokenizer.splits_special:
+        added = content.get("added_tokens") or []
+        content["added_tokens"] = [token for token in added if not token.get("special")]
+    return json.dumps(content).encode()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

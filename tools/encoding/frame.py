@@ -1,0 +1,100 @@
+"""The frame: what stands around the texts of a row, as the tokenizer's own template has it.
+
+A template such as `[CLS] A [SEP] B [SEP]` is found by asking the reference what it puts around two
+letters, so that any post-processor of a tokenizer.json is understood.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.ragged import Ragged, join
+from tokenfeed.pipeline.schema import IGNORED
+
+__all__ = ["Frame"]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Ids before, between and after the texts of a row, and the text type of each of them."""
+
+    ids: tuple[np.ndarray, ...]
+    """One array more than there are texts, shape (S,) each; all may be empty."""
+    types: tuple[np.ndarray, ...]
+    """0 for what belongs to the first text and 1 for the second, in the same shapes."""
+    before_word: bytes = b""
+    """Text that a word on its own needs in front of it."""
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, *, num_texts: int, special: bool, end_id: int | None
+    ) -> "Frame":
+        """The frame of rows of one or two texts.
+
+        Args:
+            tokenizer: The reference.
+            num_texts: 1 or 2.
+            special: Whether the tokenizer's template applies.
+            end_id: Ends the row, unless the template ends it so already; None for no end.
+        """
+        if special:
+            ids, types = _template(tokenizer, num_texts)
+        else:
+            ids, types = [[] for _ in range(num_texts + 1)], [[] for _ in range(num_texts + 1)]
+        if end_id is not None and ids[-1][-1:] != [end_id]:
+            ids[-1].append(end_id)
+            types[-1].append(num_texts - 1)
+        return cls(
+            tuple(np.array(part, np.uint32) for part in ids),
+            tuple(np.array(part, np.uint8) for part in types),
+        )
+
+    def around(self, *texts: Ragged) -> Ragged:
+        """Ids of rows, given those of their texts."""
+        return join(_alternate(self.ids, texts))
+
+    def types_around(self, *texts: Ragged) -> Ragged:
+        """The type of each token of the same rows, uint8."""
+        types = [
+            Ragged(np.full(len(text.values), number, np.uint8), text.lengths)
+            for number, text in enumerate(texts)
+        ]
+        return join(_alternate(self.types, types))
+
+    def labels_around(self, labels: Ragged) -> Ragged:
+        """Labels of the tokens of rows of one text; what is around it has none."""
+        return join(_alternate([np.full(len(part), IGNORED) for part in self.ids], [labels]))
+
+
+def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ragged | np.ndarray]:
+    pieces: list[Ragged | np.ndarray] = [around[0]]
+    for text, after in zip(texts, around[1:], strict=True):
+        pieces += [text, after]
+    return pieces
+
+
+def _template(tokenizer: Tokenizer, num_texts: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Special ids and their types before, between and after the texts."""
+    encoding = tokenizer.encode("a", "b" if num_texts > 1 else None, add_special_tokens=True)
+    ids: list[list[int]] = [[]]
+    types: list[list[int]] = [[]]
+    last = None
+    for token, kind, text in zip(
+        encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True
+    ):
+        if text is None:
+            ids[-1].append(token)
+            types[-1].append(kind)
+        elif text != last:
+            ids.append([])
+            types.append([])
+            last = text
+    if len(ids) != num_texts + 1:
+        raise TokenizerError(
+            f"the tokenizer's template cannot be read for {num_texts} text(s): leave out "
+            "`--add-special-tokens`."
+        )
+    return ids, types

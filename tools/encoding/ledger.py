@@ -1,0 +1,137 @@
+"""The ledger of one unit: what became of each of its records, and what is kept of it in the end."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.manifest import ShardInfo, length_histogram
+from tokenfeed.tools.corpus.records import Reject
+from tokenfeed.tools.corpus.units import Unit
+
+__all__ = ["SourceCounts", "UnitLedger", "UnitResult", "too_many_rejects"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCounts:
+    """What became of the records of one input file, within one unit."""
+
+    source: int
+    bytes: int
+    """Bytes of text encoded, as UTF-8."""
+    written: int
+    empty: int
+    rejected: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """All that is kept of a finished unit, beside its shards."""
+
+    unit: int
+    shards: dict[str, ShardInfo]
+    """The shard of each split that has rows."""
+    histograms: dict[str, list[int]]
+    """Rows by length, of the same splits."""
+    sources: list[SourceCounts]
+    rejects: list[tuple[int, int, str]]
+    """Source, record and reason, in the order of the input."""
+    audited: int
+    """Documents that both engines encoded."""
+    differing: list[str]
+    """Those whose ids differed."""
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> "UnitResult":
+        """Build it from a line of the journal."""
+        return cls(
+            unit=content["unit"],
+            shards={split: ShardInfo(**shard) for split, shard in content["shards"].items()},
+            histograms=content["histograms"],
+            sources=[SourceCounts(**counts) for counts in content["sources"]],
+            rejects=[(source, record, reason) for source, record, reason in content["rejects"]],
+            audited=content["audited"],
+            differing=content["differing"],
+        )
+
+
+class UnitLedger:
+    """Counts by source; the sources of a unit are consecutive, so arrays will do."""
+
+    def __init__(self, unit: Unit, max_rejects: int | None) -> None:
+        self.audited = 0
+        """Documents that both engines encoded."""
+        self.differing: list[bytes] = []
+        """Those whose ids differed."""
+        self._unit = unit
+        self._max_rejects = max_rejects
+        self._rejects: list[tuple[int, int, str]] = []
+        self._histograms: dict[str, np.ndarray] = {}
+        self._first = unit.parts[0].source.index
+        num_sources = unit.parts[-1].source.index - self._first + 1
+        self._bytes, self._written, self._empty = np.zeros((3, num_sources), np.int64)
+
+    def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
+        """Enter encoded records: their sources, bytes of text, and which gave tokens; (R,) each."""
+        places = sources - self._first
+        num_sources = len(self._bytes)
+        for total, weights in (
+            (self._bytes, num_bytes),
+            (self._written, has_text),
+            (self._empty, ~has_text),
+        ):
+            total += np.bincount(places, weights, num_sources).astype(np.int64)
+
+    def count_lengths(self, split: str, lengths: np.ndarray) -> None:
+        """Enter rows written to a split."""
+        self._histograms[split] = self._histograms.get(split, 0) + length_histogram(lengths)
+
+    def reject(self, source: int, reject: Reject) -> None:
+        """Enter a record that could not be used.
+
+        Raises:
+            CorpusError: It is one more than allowed.
+        """
+        self._rejects.append((source, reject.record, reject.reason))
+        if self._max_rejects is not None and len(self._rejects) > self._max_rejects:
+            names = {part.source.index: part.source.name for part in self._unit.parts}
+            raise too_many_rejects(names[source], reject.record, reject.reason, self._max_rejects)
+
+    def result(self, shards: dict[str, ShardInfo | None]) -> UnitResult:
+        """What is kept of the unit, given the shards of the splits that have rows."""
+        return UnitResult(
+            unit=self._unit.number,
+            shards={split: info for split, info in sorted(shards.items()) if info},
+            histograms={
+                split: counts.tolist() for split, counts in sorted(self._histograms.items())
+            },
+            sources=self._by_source(),
+            rejects=sorted(self._rejects),
+            audited=self.audited,
+            differing=[text.decode() for text in self.differing],
+        )
+
+    def _by_source(self) -> list[SourceCounts]:
+        rejected = Counter(source for source, _, _ in self._rejects)
+        counts = np.stack([self._bytes, self._written, self._empty], axis=1).tolist()
+        return [
+            SourceCounts(
+                source=source,
+                bytes=num_bytes,
+                written=written,
+                empty=empty,
+                rejected=rejected[source],
+            )
+            for source, (num_bytes, written, empty) in enumerate(counts, self._first)
+        ]
+
+
+def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
+    """The end of a run that was to bear no more than `allowed` rejects, and has this one too."""
+    limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
+    return CorpusError(
+        f"{name}, record {record}: {reason}. {limit} ends the run here; mend the "
+        "record, or allow more."
+    )

@@ -1,0 +1,181 @@
+"""Encode one unit into shards: read, tokenize, deal to the splits, write, count.
+
+What comes out depends on the unit and the job alone, so it is the same whoever runs it, and a unit
+that was interrupted is simply run again. Records are handled by the batch; nothing here touches a
+single token in Python.
+"""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from tokenfeed.pipeline.ragged import Ragged
+from tokenfeed.pipeline.rows import Rows
+from tokenfeed.pipeline.schema import ORIGIN_FILE, ORIGIN_RECORD
+from tokenfeed.pipeline.shard import ShardWriter
+from tokenfeed.tools.corpus.records import Reject
+from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.audit import beginning, differing
+from tokenfeed.tools.encoding.batches import Batch, read_batches
+from tokenfeed.tools.encoding.engine import (
+    Engine,
+    EngineName,
+    FastEngine,
+    ReferenceEngine,
+    Unencodable,
+)
+from tokenfeed.tools.encoding.ledger import UnitLedger, UnitResult
+from tokenfeed.tools.encoding.tasks import Samples, Task
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = ["TRAIN", "VALIDATION", "Job", "UnitEncoder"]
+
+TRAIN, VALIDATION = "train", "validation"
+_AUDITED_PART = 1000
+"""About one document in so many is encoded by both engines."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What every worker must know, whichever unit it gets."""
+
+    folder: Path
+    """The output folder; tokenizer.json lies there already."""
+    task: Task
+    engine: EngineName
+    """What makes the ids."""
+    audit: bool
+    """Whether a sample of the documents is encoded by the other engine too."""
+    validation: float
+    splits: tuple[str, ...]
+    """Every split that can get rows."""
+    end_token: str | None
+    splits_special: bool
+    """What special-token text inside a document becomes."""
+    max_rejects: int | None
+
+
+class UnitEncoder:
+    """Encodes units, one after the other. One per process, for its engines are costly to load."""
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: TextTokenizer,
+        on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
+    ) -> None:
+        """Args: `on_progress` is told the weight and tokens of each batch that is done."""
+        self._job = job
+        self._tokenizer = tokenizer
+        self._frame = job.task.frame(tokenizer)
+        self._threshold = np.uint64(int(job.validation * 2**64))
+        self._on_progress = on_progress
+        self._engine: Engine = _load(job.engine, tokenizer)
+        self._other: Engine | None = None
+
+    def encode(self, unit: Unit) -> UnitResult:
+        """Write the shards of `unit` and count what became of its records.
+
+        Raises:
+            EngineFailure: The fast engine broke down.
+            CorpusError: There are more rejects than the job allows.
+        """
+        ledger = UnitLedger(unit, self._job.max_rejects)
+        writers: dict[str, ShardWriter] = {}
+        with contextlib.ExitStack() as stack:
+            for batch in read_batches(unit, self._job.task, ledger):
+                for split, rows in self._encode_batch(batch, ledger).items():
+                    if split not in writers:
+                        writers[split] = stack.enter_context(self._writer(split, unit.number))
+                    writers[split].append(rows)
+                    ledger.count_lengths(split, rows.lengths)
+        for split in set(self._job.splits) - writers.keys():  # left by a run of another engine
+            stale = self._job.folder / _shard_name(split, unit.number)
+            stale.unlink(missing_ok=True)
+        return ledger.result({split: writer.info for split, writer in writers.items()})
+
+    def _writer(self, split: str, number: int) -> ShardWriter:
+        return ShardWriter(
+            self._job.folder,
+            _shard_name(split, number),
+            self._tokenizer.vocabulary_size,
+            self._job.task.columns,
+        )
+
+    def _encode_batch(self, batch: Batch, ledger: UnitLedger) -> dict[str, Rows]:
+        """Tokenize a batch and deal its rows to the splits; a split without rows is left out."""
+        if not len(batch):
+            self._on_progress(batch.weight_bytes, 0)
+            return {}
+        try:
+            samples = self._job.task.encode(batch.values, self._engine.encode, self._frame)
+        except Unencodable:
+            return self._encode_batch(self._encodable(batch, ledger), ledger)
+        texts = self._job.task.texts(batch.values)
+        num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
+        ledger.count(batch.sources, num_bytes, samples.has_text)
+        hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
+        self._audit(texts, hashes, ledger)
+        chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
+        if batch.split is None and self._threshold:
+            aside = hashes < self._threshold
+            chosen = {TRAIN: samples.has_text & ~aside, VALIDATION: samples.has_text & aside}
+        dealt = {split: _rows(samples, batch, mask) for split, mask in chosen.items() if mask.any()}
+        self._on_progress(batch.weight_bytes, sum(len(rows.ids) for rows in dealt.values()))
+        return dealt
+
+    def _encodable(self, batch: Batch, ledger: UnitLedger) -> Batch:
+        """The batch without the records that the tokenizer has no ids for, tried one by one."""
+        kept = []
+        for index in range(len(batch)):
+            one = batch.take([index])
+            try:
+                self._job.task.encode(one.values, self._engine.encode, self._frame)
+                kept.append(index)
+            except Unencodable as error:
+                (reason, *_) = error.reasons.values()
+                ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
+        return batch.take(kept)
+
+    def _audit(self, texts: list[bytes], hashes: np.ndarray, ledger: UnitLedger) -> None:
+        """Have the other engine encode a sample of the documents too."""
+        if not self._job.audit:
+            return
+        sample = [beginning(texts[index]) for index in np.flatnonzero(hashes % _AUDITED_PART == 0)]
+        if not sample:
+            return
+        if self._other is None:
+            fast = self._job.engine == ReferenceEngine.name
+            self._other = _load(FastEngine.name if fast else ReferenceEngine.name, self._tokenizer)
+        ledger.audited += len(sample)
+        ledger.differing += differing(self._other, self._engine, sample)
+
+
+def _load(engine: EngineName, tokenizer: TextTokenizer) -> Engine:
+    return FastEngine(tokenizer) if engine == FastEngine.name else ReferenceEngine(tokenizer)
+
+
+def _shard_name(split: str, number: int) -> str:
+    return f"{split}/{number:05d}.arrow"
+
+
+def _rows(samples: Samples, batch: Batch, chosen: np.ndarray) -> Rows:
+    """The chosen rows of a batch, with their origin."""
+    rows = np.flatnonzero(chosen)
+    per_token = samples.per_token
+    if len(rows) < len(chosen):
+        per_token = {name: ragged.take(rows) for name, ragged in per_token.items()}
+    first: Ragged = next(iter(per_token.values()))
+    return Rows(
+        first.lengths,
+        {name: ragged.values for name, ragged in per_token.items()},
+        {
+            **{name: values[rows] for name, values in samples.per_row.items()},
+            ORIGIN_FILE: batch.sources[rows],
+            ORIGIN_RECORD: batch.records[rows],
+        },
+    )

@@ -1,0 +1,1 @@
+"""A run of `pretokenize`: who may write, what is done, who does it, and what is left at the end."""

@@ -1,0 +1,62 @@
+"""The plan of a run: what there is to read, cut into units, and what is to be made of it."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
+from tokenfeed.tools.encoding.labels import find_label_names
+from tokenfeed.tools.encoding.tasks import Labelled, Task
+from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
+from tokenfeed.tools.options import Options
+
+__all__ = ["Plan"]
+
+_DEFAULT_VALIDATION = 0.01
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Everything that follows from the options and the input, before a tokenizer is known."""
+
+    corpus: Corpus
+    shard_bytes: int
+    units: tuple[Unit, ...]
+    task: Task
+    """With its labels numbered."""
+    validation: float
+
+    @classmethod
+    def of(cls, options: Options) -> "Plan":
+        """Look at the input.
+
+        Raises:
+            CorpusError: There is none, or no label in it.
+            ConfigError: It lies in the output folder.
+        """
+        task = options.make_task()
+        corpus = find_corpus(
+            options.corpus,
+            out=options.out,
+            field=next(iter(task.fields)),
+            exclude=options.exclude,
+            splits=options.splits,
+        )
+        shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
+        units = cut_units(corpus.sources, shard_bytes)
+        validation = options.validation
+        if validation is None:
+            is_given = any(source.split == VALIDATION for source in corpus.sources)
+            validation = 0.0 if is_given else _DEFAULT_VALIDATION
+        if isinstance(task, Labelled):
+            names = find_label_names(units, task.label_field, task.label_kind)
+            task = dataclasses.replace(task, names=names)
+        return cls(
+            corpus=corpus, shard_bytes=shard_bytes, units=units, task=task, validation=validation
+        )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Every split that can get rows."""
+        given = {source.split for source in self.corpus.sources if source.split is not None}
+        return tuple(sorted({TRAIN, VALIDATION} | given))

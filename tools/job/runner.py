@@ -1,0 +1,220 @@
+"""Run units in processes of their own, show how far they are, and end cleanly whatever happens.
+
+Processes are spawned, since a tokenizer's threads do not survive a fork, and take units from one
+queue, the big ones first, so that no slow one is left for the end. Ctrl-C is the parent's to
+handle; a worker whose parent is gone ends by itself: a killed run leaves nobody writing. Workers
+begin under the fast engine at once, while this process audits it; where it is found wrong, at the
+start or in a sample later, all units are encoded again by the reference.
+"""
+
+import concurrent.futures
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+
+from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.manifest import TOKENIZER_FILE
+from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.engine import EngineFailure, ReferenceEngine
+from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.unit import Job, UnitEncoder
+from tokenfeed.tools.job.journal import Journal
+from tokenfeed.tools.job.progress import Bar, Counters
+
+__all__ = ["Run", "run_units"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What is to be done, by how many, and who is to be believed."""
+
+    job: Job
+    units: tuple[Unit, ...]
+    sources: tuple[Source, ...]
+    workers: int
+    audit: Callable[[], list[bytes]]
+    """Compares the engines before the run; gives the texts whose ids differ."""
+    falls_back: bool
+    """Whether the reference takes over from an engine that was found wrong."""
+
+
+class _Distrusted(Exception):
+    """The fast engine is wrong, or broke down."""
+
+
+def run_units(run: Run, journal: Journal) -> Job:
+    """Encode the units that the journal does not have yet, and enter each as it is done.
+
+    Returns:
+        The job as it was in the end: by which engine.
+
+    Raises:
+        TokenfeedError: A worker process was killed.
+        CorpusError: There are more rejects than allowed.
+        KeyboardInterrupt: With a line that says what is kept.
+    """
+    try:
+        if not journal.distrusted:
+            try:
+                _run(run, run.job, journal)
+                return run.job
+            except (_Distrusted, EngineFailure) as reason:
+                if not run.falls_back:
+                    raise TokenfeedError(f"{reason}. Leave out `--engine`.") from None
+                logger.warning("%s: `tokenizers` encodes everything, which takes longer", reason)
+                journal.distrust(str(reason))
+        job = replace(run.job, engine=ReferenceEngine.name)
+        _run(run, job, journal)
+        return job
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_kept(run.units, journal)) from None
+    except BrokenProcessPool:
+        raise TokenfeedError(
+            "a worker process was killed, perhaps for want of memory (then use fewer `--workers`); "
+            + _kept(run.units, journal)
+        ) from None
+
+
+def _run(run: Run, job: Job, journal: Journal) -> None:
+    """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
+    _check(run, job, journal)
+    missing = [unit for unit in run.units if unit.number not in journal.results]
+    missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
+    is_audited = job.engine != ReferenceEngine.name
+    if not missing:
+        _believe(run.audit() if is_audited else [])
+        return
+    counters = Counters()
+    bar = Bar(missing, counters)
+    with _pool(job, min(run.workers, len(missing)), counters) as pool, bar:
+        waiting = _submit(pool, missing)
+        _believe(run.audit() if is_audited else [])
+        while waiting:
+            done, waiting = concurrent.futures.wait(
+                waiting, _POLL_S, concurrent.futures.FIRST_COMPLETED
+            )
+            for future in done:
+                journal.append(future.result())
+            _check(run, job, journal)
+            bar.show(units_done=len(missing) - len(waiting))
+
+
+def _check(run: Run, job: Job, journal: Journal) -> None:
+    """Look at all that is finished: are ids to be believed, and rejects few enough?"""
+    if job.engine != ReferenceEngine.name:
+        for result in journal.results.values():
+            _believe([text.encode() for text in result.differing])
+    rejects = [reject for result in journal.results.values() for reject in result.rejects]
+    if job.max_rejects is not None and len(rejects) > job.max_rejects:
+        source, record, reason = sorted(rejects)[job.max_rejects]
+        raise too_many_rejects(run.sources[source].name, record, reason, job.max_rejects)
+
+
+def _believe(differing: list[bytes]) -> None:
+    if differing:
+        shown = differing[0].decode()[:60]
+        raise _Distrusted(
+            f"the fast engine gives other ids than the reference, {len(differing)} times, first "
+            f"for {shown!r}"
+        )
+
+
+def _kept(units: tuple[Unit, ...], journal: Journal) -> str:
+    return (
+        f"{len(journal.results):,} of {len(units):,} units are finished and kept; the same command "
+        "continues with the others."
+    )
+
+
+@contextlib.contextmanager
+def _pool(job: Job, workers: int, counters: Counters) -> Iterator[ProcessPoolExecutor]:
+    """A pool whose processes are gone when the block ends, at once if it ends in an error."""
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (job, counters))
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        raise
+    pool.shutdown()
+
+
+def _submit(pool: ProcessPoolExecutor, units: Iterable[Unit]) -> set[Future[UnitResult]]:
+    """Queue the units. Processes start here and inherit that SIGINT is blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        return {pool.submit(_encode_unit, unit) for unit in units}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Worker:
+    """What a worker process keeps from unit to unit."""
+
+    def __init__(self, job: Job, counters: Counters) -> None:
+        self._counters = counters
+        self._left_bytes = 0.0
+        self._encoder = UnitEncoder(job, _tokenizer(job), self._count)
+
+    def encode(self, unit: Unit) -> UnitResult:
+        self._left_bytes = unit.weight_bytes
+        result = self._encoder.encode(unit)
+        self._count(self._left_bytes, 0)
+        return result
+
+    def _count(self, weight_bytes: float, num_tokens: int) -> None:
+        """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
+        weight_bytes = min(weight_bytes, self._left_bytes)
+        self._left_bytes -= weight_bytes
+        self._counters.add(weight_bytes, num_tokens)
+
+
+def _tokenizer(job: Job) -> TextTokenizer:
+    path = job.folder / TOKENIZER_FILE
+    return TextTokenizer.load(
+        path.read_bytes(),
+        origin=path,
+        end_token=job.end_token,
+        splits_special=job.splits_special,
+    )
+
+
+_start: tuple[Job, Counters]
+_worker: _Worker | None = None
+"""This process's worker: a pool can hand its processes nothing but arguments and globals."""
+
+
+def _start_worker(job: Job, counters: Counters) -> None:
+    global _start
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _start = job, counters
+
+
+def _end_with_parent() -> None:
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
+
+
+def _encode_unit(unit: Unit) -> UnitResult:
+    """Runs in a worker. It sets itself up here, where an error reaches the parent as itself."""
+    global _worker
+    _worker = _worker or _Worker(*_start)
+    return _worker.encode(unit)
