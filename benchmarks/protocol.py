@@ -13,7 +13,10 @@ from typing import Any
 __all__ = ["RESULTS", "environment", "summary", "write_result"]
 
 RESULTS = Path(__file__).parent / "results"
-_PACKAGES = ("torch", "numpy", "pyarrow", "xxhash", "tokenizers", "datasets")
+_PACKAGES = (
+    *("torch", "numpy", "pyarrow", "xxhash", "msgspec"),
+    *("tokenizers", "gigatoken", "datasets"),
+)
 
 
 def environment() -> dict[str, Any]:

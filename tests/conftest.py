@@ -1,11 +1,14 @@
 """What several test files share: small data sets made by the real writer."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command import WORDS, texts
 from hypothesis import settings
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.manifest import (
     FileInfo,
@@ -127,3 +130,33 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         return write_rows(tmp_path / f"set{made}", {"train": rows}, VOCABULARY_SIZE, num_shards)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer.json."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["</s>"],
+        show_progress=False,
+    )
+    made.train_from_iterator(WORDS, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """60 text files and a .jsonl with two bad lines and an empty text."""
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for index, text in enumerate(texts(60)):
+        (folder / f"{index:02}.txt").write_text(text)
+    lines = [json.dumps({"text": text}) for text in ["", *texts(200, seed=1)]]
+    (folder / "lines.jsonl").write_text("\n".join([*lines, "{", '{"text": 1}']))
+    return folder

@@ -23,6 +23,7 @@ _FAILED, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141
 _MACHINE_REFUSES = {
     errno.ENOSPC,
     errno.EDQUOT,
+    errno.EFBIG,
     errno.EACCES,
     errno.EPERM,
     errno.EROFS,

@@ -1,0 +1,82 @@
+"""What tests of the command `pretokenize` share: running it, and the folders it leaves."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "COMMAND",
+    "WORDS",
+    "error_of",
+    "files_of",
+    "run",
+    "run_json",
+    "texts",
+    "write_long_corpus",
+]
+
+COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
+WORDS = [
+    "the",
+    "of",
+    "tokens",
+    "shard",
+    "window",
+    "gang",
+    "stall",
+    "feed",
+    "déjà",
+    "漢字",
+    "🎉",
+    "def",
+    "return",
+]
+
+
+def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    return summary
+
+
+def error_of(*arguments: object, expect: int = 1) -> str:
+    """The one line that a run ends with."""
+    lines = run(*arguments, expect=expect).stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert errors == lines[-1:], lines
+    assert "Traceback" not in "".join(lines)
+    return errors[0]
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def texts(num_documents: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 400))) for _ in range(num_documents)]
+
+
+def write_long_corpus(folder: Path, num_lines: int = 3000) -> None:
+    """Work for some ten seconds, cut into many units."""
+    line = json.dumps({"text": "tokens of the stall " * 500}) + "\n"
+    (folder / "long.jsonl").write_text(line * num_lines)

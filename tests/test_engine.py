@@ -1,0 +1,275 @@
+"""Engines: the fast one gives the reference's ids, and where it would not, that is found out."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.tools.encoding import engine as engine_module
+from tokenfeed.tools.encoding.audit import adversarial_texts, beginning, differing
+from tokenfeed.tools.encoding.engine import (
+    EngineFailure,
+    FastEngine,
+    ReferenceEngine,
+    Unencodable,
+)
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
+SENTENCES = [
+    "the quick brown fox jumps over the lazy dog ",
+    "naïve 漢字 🎉 x = f(y)\n\t",
+    "aaa bb ",
+]
+SPECIAL = ["<|endoftext|>", "<pad>"]
+
+FALSE_ENGINE = '''
+"""Passes for gigatoken: right about all texts but those that say LIE or PANIC."""
+from types import SimpleNamespace
+import numpy as np
+import tokenizers
+
+class Panic(BaseException): ...
+
+class Tokenizer:
+    @classmethod
+    def from_json(cls, data):
+        made = cls()
+        made.tokenizer = tokenizers.Tokenizer.from_str(data.decode())
+        return made
+
+    def encode_batch(self, texts, parallel):
+        rows = [self._encode(text.decode()) for text in texts]
+        offsets = np.cumsum([0, *map(len, rows)])
+        content = np.array([token for row in rows for token in row], np.uint32)
+        layout = SimpleNamespace(
+            offsets=SimpleNamespace(data=offsets), content=SimpleNamespace(data=content))
+        return SimpleNamespace(layout=layout)
+
+    def _encode(self, text):
+        if "PANIC" in text:
+            raise Panic("index out of bounds")
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        return ids[::-1] if "LIE" in text else ids
+'''
+
+
+def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token=unknown, byte_fallback=unknown is not None))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if unknown else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=[*([unknown] if unknown else []), *SPECIAL, *bytes_],
+        initial_alphabet=[] if unknown else sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 20, trainer)
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    made.add_tokens([AddedToken("snake_case", special=False)])
+    return made
+
+
+def loaded(tokenizer: Tokenizer, *, splits_special: bool = False) -> TextTokenizer:
+    json_bytes = tokenizer.to_str().encode()
+    return TextTokenizer.load(json_bytes, origin="test", splits_special=splits_special)
+
+
+@pytest.mark.parametrize("splits_special", [False, True])
+def test_the_fast_engine_gives_the_reference_ids(
+    byte_level: Tokenizer, splits_special: bool
+) -> None:
+    tokenizer = loaded(byte_level, splits_special=splits_special)
+    fast, reference = FastEngine(tokenizer), ReferenceEngine(tokenizer)
+
+    @given(st.lists(st.text(max_size=60) | st.sampled_from([*SPECIAL, "a<pad>snake_case"])))
+    def agree(texts: list[str]) -> None:
+        assert differing(fast, reference, [text.encode() for text in texts]) == []
+
+    agree()
+    assert differing(fast, reference, adversarial_texts(tokenizer)) == []
+    end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
+    assert (end in fast.encode([b"a<|endoftext|>b"]).values) == splits_special
+
+
+def test_dropping_the_cache_changes_no_id(
+    byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_CACHE_BYTES", -(1 << 40))  # after every batch
+    fast = FastEngine(loaded(byte_level))
+    before = fast._tokenizer
+    texts = [text.encode() for text in SENTENCES]
+    first, second = fast.encode(texts), fast.encode(texts)
+    assert fast._tokenizer is not before
+    assert np.array_equal(first.values, second.values)
+
+
+def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None:
+    for engine in (FastEngine(loaded(byte_level)), ReferenceEngine(loaded(byte_level))):
+        assert len(engine.encode([])) == 0
+        ragged = engine.encode([b"", b"", b"a"])
+        assert ragged.lengths.tolist() == [0, 0, 1]
+        assert ragged.values.dtype == np.uint16
+
+
+def test_a_tokenizer_that_the_fast_engine_does_not_know_is_its_failure() -> None:
+    tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(EngineFailure):
+        FastEngine(tokenizer)
+
+
+def test_a_text_without_ids_is_named() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="missing"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    with pytest.raises(Unencodable) as caught:
+        ReferenceEngine(loaded(tokenizer)).encode([b"a", b"b", b"a a"])
+    assert list(caught.value.reasons) == [1]
+
+
+@given(text=st.text(), longest=st.integers(0, 20))
+def test_a_beginning_is_whole_characters(text: str, longest: int) -> None:
+    cut = beginning(text.encode(), longest)
+    assert len(cut) <= longest or cut == text.encode()
+    assert text.startswith(cut.decode())
+
+
+# The rest is the real command with an engine that lies.
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `import gigatoken` finds the false engine."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/gigatoken.py").write_text(FALSE_ENGINE)
+    return os.environ | {"PYTHONPATH": str(tmp_path / "fake")}
+
+
+def run(
+    environment: dict[str, str], *arguments: object, expect: int = 0
+) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.arrow")
+    }
+
+
+def sampled_document(word: str) -> str:
+    """A long text that the run's own sample will contain, with `word` beyond the first audit."""
+    for number in range(100_000):
+        text = f"{'the lazy dog ' * 1000}{word} {number}"
+        if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
+            return text
+    raise AssertionError("no text found")
+
+
+def write_corpus(folder: Path, extra: str) -> Path:
+    folder.mkdir()
+    draw = random.Random(0)
+    texts = ["".join(draw.choices(SENTENCES, k=draw.randint(1, 60))) for _ in range(300)]
+    lines = [json.dumps({"text": text}) + "\n" for text in [*texts, extra, *texts[:50]]]
+    (folder / "lines.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["LIE at once", sampled_document("LIE"), f"{'the lazy dog ' * 1000}PANIC"],
+    ids=["at the start", "in the sample", "a panic"],
+)
+def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer, extra: str
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", extra)
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--validation", "0.1")
+    run(environment, corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    manifests = []
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        result = run(environment, corpus, out, *options, "--workers", workers)
+        assert "`tokenizers` encodes everything" in result.stderr
+        assert shards_of(out) == shards_of(tmp_path / "right")
+        manifests.append((out / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
+    made = Manifest.read(tmp_path / "out1").tokenizer
+    assert made.engine == "tokenizers"
+    assert made.audited > 300
+    assert made.differences == (0 if "PANIC" in extra else 1)
+    message = run(
+        environment, corpus, tmp_path / "forced", *options, "--engine", "gigatoken", expect=1
+    ).stderr
+    assert "Leave out `--engine`" in message.splitlines()[-1]
+
+
+def test_an_engine_that_is_right_is_used_and_its_audit_kept(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", sampled_document("nothing"))
+    for name, env in {"false": environment, "real": dict(os.environ)}.items():
+        run(env, corpus, tmp_path / name, "--tokenizer", tmp_path)
+    run(environment, corpus, tmp_path / "right", "--tokenizer", tmp_path, "--engine", "tokenizers")
+    assert shards_of(tmp_path / "false") == shards_of(tmp_path / "real")
+    assert shards_of(tmp_path / "real") == shards_of(tmp_path / "right")
+    made = Manifest.read(tmp_path / "real").tokenizer
+    assert (made.engine, made.differences) == ("gigatoken", 0)
+    assert made.audited > 300
+    assert Manifest.read(tmp_path / "right").tokenizer.audited == 0
+
+
+@pytest.mark.parametrize("policy", ["plain", "split"])
+def test_special_tokens_in_text_become_what_was_asked_for(
+    tmp_path: Path, byte_level: Tokenizer, policy: str
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", "forged <|endoftext|> end")
+    for engine in ("tokenizers", "gigatoken"):
+        options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", policy)
+        run(dict(os.environ), corpus, tmp_path / engine, *options)
+    made = shards_of(tmp_path / "tokenizers")
+    assert made == shards_of(tmp_path / "gigatoken")
+    manifest = Manifest.read(tmp_path / "tokenizers")
+    assert manifest.tokenizer.special_tokens_in_text == policy
+
+
+def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="missing"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n{"text": "b"}\n')
+    result = run(
+        dict(os.environ), tmp_path / "in.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--json"
+    )
+    summary = json.loads(result.stdout)
+    assert (summary["documents"], summary["rejected"]) == (2, 1)
+    (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
+    assert (reject["line"], reject["record"]) == (2, 1)
+    assert "cannot encode it" in reject["reason"]

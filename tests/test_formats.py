@@ -1,0 +1,338 @@
+"""Every format that a corpus may have: the same rows, the same care for what cannot be used."""
+
+import csv
+import gzip
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from command import COMMAND, error_of, files_of, run, texts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.tools.corpus import tables
+from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+
+Write = Callable[[Path, list[str]], Path]
+Found = tuple[dict[int, bytes], dict[int, str]]
+TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
+
+
+def read(path: Path) -> Found:
+    """Texts and reasons for rejection, by record."""
+    good: dict[int, bytes] = {}
+    bad: dict[int, str] = {}
+    corpus = find_corpus((str(path),), out=path.parent / "out", field="text")
+    for part in (part for unit in cut_units(corpus.sources, 10**9) for part in unit.parts):
+        for records in read_records(part, {"text": Kind.TEXT}):
+            numbers = records.numbers.tolist()
+            assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
+            good |= zip(numbers, records.fields["text"], strict=True)
+            bad |= records.rejects
+    return good, bad
+
+
+def read_bytes(path: Path, data: bytes) -> Found:
+    path.write_bytes(data)
+    return read(path)
+
+
+def write_lines(path: Path, rows: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def write_list(path: Path, rows: list[str]) -> Path:
+    path.write_text(json.dumps([{"text": row} for row in rows], indent=1))
+    return path
+
+
+def write_csv(path: Path, rows: list[str]) -> Path:
+    file = io.StringIO(newline="")
+    dialect = "excel-tab" if path.name.startswith("a.tsv") else "excel"
+    csv.writer(file, dialect).writerows([("id", "text"), *enumerate(rows)])
+    data = file.getvalue().encode("utf-8-sig")
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
+    path.write_bytes(pack(data))
+    return path
+
+
+def write_arrow(path: Path, rows: list[str]) -> Path:
+    column = pa.array(rows, pa.large_string()).dictionary_encode()
+    table = pa.table({"text": column, "id": range(len(rows))})
+    make = pa.ipc.new_stream if path.name.startswith("stream") else pa.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def write_feather(path: Path, rows: list[str]) -> Path:
+    feather.write_feather(pa.table({"text": rows}), str(path), chunksize=7)
+    return path
+
+
+def write_parquet(path: Path, rows: list[str]) -> Path:
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=7)
+    return path
+
+
+def write_saved(path: Path, rows: list[str]) -> Path:
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(path)
+    return path
+
+
+def write_loadable(path: Path, rows: list[str]) -> Path:
+    path.mkdir()
+    write_parquet(path / "train.parquet", rows)
+    return path
+
+
+WRITERS: dict[str, Write] = {
+    **dict.fromkeys(("a.jsonl", "a.ndjson", "lines.json"), write_lines),
+    "list.json": write_list,
+    **dict.fromkeys(("a.csv", "a.tsv", "a.csv.gz", "a.tsv.zst"), write_csv),
+    **dict.fromkeys(("file.arrow", "stream.arrow"), write_arrow),
+    "a.feather": write_feather,
+    "a.parquet": write_parquet,
+    "saved": write_saved,
+    "loadable": write_loadable,
+}
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever commands ask of `datasets` is kept here."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_ledger(out: Path, rows: int) -> None:
+    """Each source's records are written, empty or rejected, and there are `rows` in all."""
+    sources = lines_of(out / "sources.jsonl")
+    for source in sources:
+        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
+    ledger = Manifest.read(out).ledger
+    assert ledger.read == sum(source["read"] for source in sources) == rows
+    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
+@pytest.mark.usefixtures("hub_cache")
+def test_the_same_texts_give_the_same_shards_in_every_format(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    splits = []
+    for each in ("a.jsonl", name):
+        path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
+        corpus = f"hub:{path}" if each == "loadable" else path
+        run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
+        check_ledger(out, len(TEXTS))
+        splits.append(Manifest.read(out).splits)
+    assert splits[0] == splits[1]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
+    good, bad = read(WRITERS[name](tmp_path / name, TEXTS))
+    assert (list(good.values()), bad) == ([text.encode() for text in TEXTS], {})
+
+
+VALUE = st.text(st.sampled_from('a é🎉,"\t\n\r'), max_size=30)
+ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
+
+
+@settings(max_examples=300)
+@given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
+@pytest.mark.parametrize("block_bytes", [130, 1 << 24])
+def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory,
+    block_bytes: int,
+    rows: list[str | bytes],
+    eol: bytes,
+    last: bool,
+) -> None:
+    def line(row: str | bytes) -> bytes:
+        return row if isinstance(row, bytes) else b'1,"%s"' % row.replace('"', '""').encode()
+
+    data = eol.join([b"id,text", *map(line, rows)]) + (eol if last or not rows else b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "_CSV_BLOCK_BYTES", block_bytes)
+        good, bad = read_bytes(tmp_path_factory.mktemp("csv") / "a.csv", data)
+    expected = {i: row.encode() for i, row in enumerate(rows) if isinstance(row, str)}
+    assert good == expected
+    assert sorted(bad) == [i for i in range(len(rows)) if i not in expected]
+
+
+def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    assert read_bytes(path, b"id,text\n") == ({}, {})
+    for data, words in {b"": "Empty CSV", b"id,body\n1,a\n": "Column 'text'"}.items():
+        good, bad = read_bytes(path, data)
+        assert (good, list(bad)) == ({}, [0])
+        assert words in bad[0]
+
+
+def test_a_truncated_csv_gives_what_is_before_the_damage(tmp_path: Path) -> None:
+    rows = [os.urandom(300).hex() for _ in range(5000)]
+    data = gzip.compress("\n".join(["text", *rows]).encode())
+    good, bad = read_bytes(tmp_path / "a.csv.gz", data[: len(data) // 2])
+    assert list(good.values()) == [row.encode() for row in rows[: len(good)]]
+    assert list(bad) == [len(good)]
+    assert len(good) > 1000
+
+
+NULL, INVALID = "field `text` is null, expected text", "field `text` has invalid UTF-8 at byte 0"
+
+
+@pytest.mark.parametrize("name", ["file.arrow", "stream.arrow", "a.feather", "a.parquet"])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_bad_values_of_a_table_cost_their_row(tmp_path: Path, name: str, encoded: bool) -> None:
+    column = pa.array([b"a", None, b"\xff", b"b", "é".encode()]).view(pa.string())
+    table = pa.table({"text": column.dictionary_encode() if encoded else column})
+    path = str(tmp_path / name)
+    if name == "a.parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif name == "a.feather":
+        feather.write_feather(table, path, chunksize=2)
+    else:
+        make = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+        with make(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    assert read(Path(path)) == ({0: b"a", 3: b"b", 4: "é".encode()}, {1: NULL, 2: INVALID})
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.string_view()])
+def test_arrow_text_of_every_string_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    table = pa.table({"text": pa.array(["x", "yé"], kind)})
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    assert read(tmp_path / "a.feather") == ({0: b"x", 1: "yé".encode()}, {})
+
+
+def test_a_table_without_the_column_is_one_reject(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"] * 6}), tmp_path / "a.parquet", row_group_size=2)
+    assert read(tmp_path / "a.parquet") == ({}, {0: "no column `text`; it has: body"})
+
+
+def test_a_doubled_column_is_no_crash(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    good, bad = read(tmp_path / "a.feather")
+    assert (good, list(bad)) == ({}, [0])
+
+
+def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for data in (b'{"body": "x"}', b'[{"body": "x"}]', b"[]", b"5", b"{"):
+        assert read_bytes(path, data) == ({0: data}, {})
+    good, bad = read_bytes(path, b'[{"text": "a"}, 5, {"text": null}, {}, {"text": "b"}]')
+    assert (good, list(bad)) == ({0: b"a", 4: b"b"}, [1, 2, 3])
+    for tail in (b"", b', {"text": "\xff"}]', b', {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}]"):
+        good, bad = read_bytes(path, b'[{"text": "a"}' + tail)
+        assert (good, list(bad)) == ({}, [0])
+        assert "cannot be read from here on" in bad[0]
+
+
+def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
+    counts = {"train": 30, "test": 7, "validation": 5}
+    made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
+    splits = Manifest.read(tmp_path / "out").splits
+    assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts
+    check_ledger(tmp_path / "out", sum(counts.values()))
+
+
+def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/state.json").write_text('{"step": 5}')
+    assert read(tmp_path / "corpus") == ({0: b'{"step": 5}'}, {})
+
+
+def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:
+    command = [*COMMAND, "-", str(out), *map(str, options)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=100)
+
+
+def test_standard_input_is_one_text_or_json_lines(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    for name, data, records in (
+        ("text", b"plain\nwords", 1),
+        ("lines", lines + b"{", len(TEXTS) + 1),
+    ):
+        done = feed(data, tmp_path / name, "--tokenizer", tokenizer)
+        assert done.returncode == 0, done.stderr
+        check_ledger(tmp_path / name, records)
+        assert [source["path"] for source in lines_of(tmp_path / name / "sources.jsonl")] == ["-"]
+    (reject,) = lines_of(tmp_path / "lines/rejects.jsonl")
+    assert (reject["file"], reject["line"]) == ("-", len(TEXTS) + 1)
+
+
+def test_a_killed_run_continues_only_with_the_same_standard_input(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    data = write_lines(tmp_path / "a.jsonl", texts(4000)).read_bytes()
+    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
+    out, journal = tmp_path / "out", tmp_path / "out/.journal.jsonl"
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        command = [*COMMAND, "-", str(out), *map(str, options)]
+        process = subprocess.Popen(command, stdin=file, stderr=subprocess.DEVNULL)
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    refused = feed(data[:-2] + b"!}", out, *options)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.decode().splitlines()
+    assert line.startswith("error: ")
+    assert "of another command or input" in line
+    for folder in (out, tmp_path / "undisturbed"):
+        done = feed(data, folder, *options)
+        assert done.returncode == 0, done.stderr
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+BAD_ROWS = {
+    "a.jsonl": b'{"text": "a"}\n\n{"text": 1}\n{"text": "b"}\n{\n[]\n',
+    "a.csv": b'text,id\n"a\na",1\nb,\xff\n\xff,2\nc,3\n\xff,4\nd\n',
+    "list.json": b'[{"text": "a"}, {"text": "b"}, {"text": 1}, {"text": "c"}, {}, 5]',
+}
+RECORDS = {"a.jsonl": (2, 4, 5), "a.csv": (2, 4, 5), "list.json": (2, 4, 5)}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_the_first_reject_too_many_ends_the_run_by_its_name(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(BAD_ROWS[name])
+    run(path, tmp_path / "out", "--tokenizer", tokenizer, "--max-rejects", 3)
+    check_ledger(tmp_path / "out", 5 if name == "a.jsonl" else 6)
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    assert [reject["record"] for reject in rejects] == [*RECORDS[name]]
+    lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
+    assert [reject.get("line") for reject in rejects] == lines
+    for allowed, option in ((0, ("--strict",)), *((n, ("--max-rejects", n)) for n in range(3))):
+        message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
+        reject = rejects[allowed]
+        assert f"{path}, record {reject['record']}: {reject['reason']}" in message
