@@ -62,8 +62,8 @@ def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:
             binaries.append(_binary(segment.values, segment.offsets))
         else:
             lengths += len(segment)
-            binaries.append(pa.scalar(segment.astype(dtype).tobytes(), pa.large_binary()))
-    joined = pc.binary_join_element_wise(*binaries, pa.scalar(b"", pa.large_binary()))
+            binaries.append(_constant(segment.astype(dtype)))
+    joined = pc.binary_join_element_wise(*binaries, _constant(np.empty(0, dtype)))
     return Ragged(np.frombuffer(joined.buffers()[2] or b"", dtype), lengths)
 
 
@@ -71,6 +71,11 @@ def _binary(values: np.ndarray, offsets: np.ndarray) -> pa.LargeBinaryArray:
     byte_offsets = pa.py_buffer(offsets.astype(np.int64) * values.itemsize)
     buffers = [None, byte_offsets, pa.py_buffer(np.ascontiguousarray(values))]
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
+
+
+def _constant(values: np.ndarray) -> pa.LargeBinaryScalar:
+    """Taken from an array: `pa.scalar` would import pandas into the process."""
+    return _binary(values, np.array([0, len(values)]))[0]
 
 
 def _int64_array(values: np.ndarray) -> pa.Array:

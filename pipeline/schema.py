@@ -35,7 +35,7 @@ TASKS: tuple[Task, ...] = ("lm", "classify", "tag", "complete")
 
 INPUT_IDS = "input_ids"
 TOKEN_TYPE_IDS = "token_type_ids"
-"""Which text of a pair each token belongs to, 0 or 1."""
+"""Which text of a pair each token belongs to: 0 or 1, unless the tokenizer has it otherwise."""
 LABEL = "label"
 """The class of the row: a place in the manifest's label names."""
 LABELS = "labels"

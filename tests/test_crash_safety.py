@@ -110,14 +110,16 @@ def test_a_killed_worker_is_an_error_and_no_hang(
     while not (out / "train").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    for child in children:
-        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
-            os.kill(int(child), signal.SIGKILL)
+    for worker in (pid for server in _children(process.pid) for pid in _children(server)):
+        os.kill(worker, signal.SIGKILL)
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: a worker process was killed")
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
 def test_another_command_or_input_on_an_unfinished_folder_is_refused(

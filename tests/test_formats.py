@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from command import COMMAND, error_of, files_of, run, texts
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.manifest import Manifest
@@ -30,17 +30,17 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 Write = Callable[[Path, list[str]], Path]
-Found = tuple[dict[int, bytes], dict[int, str]]
+Found = tuple[dict[int, Any], dict[int, str]]
 TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
 
 
-def read(path: Path) -> Found:
+def read(path: Path, kind: Kind = Kind.TEXT) -> Found:
     """Texts and reasons for rejection, by record."""
-    good: dict[int, bytes] = {}
+    good: dict[int, Any] = {}
     bad: dict[int, str] = {}
     corpus = find_corpus((str(path),), out=path.parent / "out", field="text")
     for part in (part for unit in cut_units(corpus.sources, 10**9) for part in unit.parts):
-        for records in read_records(part, {"text": Kind.TEXT}):
+        for records in read_records(part, {"text": kind}):
             numbers = records.numbers.tolist()
             assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
             good |= zip(numbers, records.fields["text"], strict=True)
@@ -68,8 +68,8 @@ def write_csv(path: Path, rows: list[str]) -> Path:
     dialect = "excel-tab" if path.name.startswith("a.tsv") else "excel"
     csv.writer(file, dialect).writerows([("id", "text"), *enumerate(rows)])
     data = file.getvalue().encode("utf-8-sig")
-    pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(path.suffix, bytes)
-    path.write_bytes(pack(data))
+    packed = {".gz": gzip.compress(data), ".zst": zstandard.compress(data)}
+    path.write_bytes(packed.get(path.suffix, data))
     return path
 
 
@@ -157,12 +157,13 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     assert (list(good.values()), bad) == ([text.encode() for text in TEXTS], {})
 
 
-VALUE = st.text(st.sampled_from('a é🎉,"\t\n\r'), max_size=30)
+VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
 ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
 
 
 @settings(max_examples=300)
 @given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
+@example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)
 @pytest.mark.parametrize("block_bytes", [130, 1 << 24])
 def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
     tmp_path_factory: pytest.TempPathFactory,
@@ -336,3 +337,18 @@ def test_the_first_reject_too_many_ends_the_run_by_its_name(
         message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
         reject = rejects[allowed]
         assert f"{path}, record {reject['record']}: {reject['reason']}" in message
+
+
+def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
+    words = pa.array([b"good", b"\xff"]).view(pa.string())
+    table = pa.table({"text": pa.ListArray.from_arrays([0, 1, 2], words)})
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    assert read(tmp_path / "a.feather", Kind.WORDS) == (
+        {0: [b"good"]},
+        {1: "field `text` has invalid UTF-8"},
+    )
+
+
+def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
+    write_feather(tmp_path / "a.feather", [])
+    assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")

@@ -79,7 +79,7 @@ class Options:
     tags_field: str = "tags"
     """tag: their tags, names or whole numbers."""
     prompt_field: str = "prompt"
-    """complete: what is given."""
+    """complete: what is given; a separator is part of it."""
     completion_field: str = "completion"
     """complete: what is to be learnt."""
     split: Annotated[
@@ -88,7 +88,7 @@ class Options:
     """Put files of such names or paths into the split NAME."""
     validation: Annotated[
         float | None,
-        tyro.conf.arg(metavar="PART", help_behavior_hint="(default: 0.01, or 0 with such a split)"),
+        tyro.conf.arg(metavar="PART", help_behavior_hint="(default: 0.01; 0 with given splits)"),
     ] = None
     """Part of the other records put aside for validation, by a hash of their text."""
     exclude: Annotated[
@@ -173,6 +173,16 @@ class Options:
             )
         return Lm(text_field=self.text_field, add_special_tokens=special)
 
+    def _fields(self) -> tuple[str | None, ...]:
+        """The fields that the task reads."""
+        if self.task == "classify":
+            return self.text_field, self.pair_field, self.label_field
+        if self.task == "tag":
+            return self.tokens_field, self.tags_field
+        if self.task == "complete":
+            return self.prompt_field, self.completion_field
+        return (self.text_field,)
+
     def check(self) -> None:
         """Refuse what cannot work, before anything is read.
 
@@ -192,6 +202,11 @@ class Options:
             )
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
+        fields = [field for field in self._fields() if field]
+        if len(set(fields)) < len(fields):
+            raise ConfigError(
+                f"`--task {self.task}` needs fields of different names, got {', '.join(fields)}."
+            )
         for given in self.split:
             name, _, glob = given.partition("=")
             if not re.fullmatch(r"[\w-]+", name) or not glob:

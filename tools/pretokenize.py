@@ -21,6 +21,7 @@ from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import installed_engines
 from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import Job
@@ -28,7 +29,7 @@ from tokenfeed.tools.job.claim import claim, is_unfinished
 from tokenfeed.tools.job.freeze import freeze
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.plan import Plan
-from tokenfeed.tools.job.runner import Run, run_units
+from tokenfeed.tools.job.runner import Run, run_units, start_server
 from tokenfeed.tools.job.summary import Summary
 from tokenfeed.tools.options import Options, parse_options
 
@@ -61,11 +62,13 @@ def pretokenize(options: Options) -> Summary:
     started = time.perf_counter()
     options.check()
     unfinished = is_unfinished(options.out)
+    start_server()
     plan = Plan.of(options)
     tokenizer_started = time.perf_counter()
     tokenizer = _settle_tokenizer(options, plan, unfinished=unfinished)
     tokenizer_seconds = time.perf_counter() - tokenizer_started
     _advise(options, tokenizer)
+    plan.task.frame(tokenizer)  # an error here is one before anything is written
     with claim(options.out, _describe(options, plan, tokenizer)) as journal:
         resumed = list(journal.results.values())
         manifest = _encode(options, plan, tokenizer, journal)
@@ -151,7 +154,7 @@ def _settle_tokenizer(options: Options, plan: Plan, *, unfinished: bool) -> Text
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     """Say what a user of this tokenizer may not have expected."""
-    ends = options.task in ("lm", "complete")
+    ends = options.task in ENDING_TASKS
     if ends and tokenizer.end_token is None:
         logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
     if not ends and tokenizer.has_template and not options.add_special_tokens:

@@ -32,5 +32,7 @@ def hub_files(name: str) -> Iterator[tuple[str, str]]:
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise CorpusError(f"{name}: cannot be loaded by `datasets`: {reason}") from error
     for split, data in splits.items():
+        if not data.cache_files:
+            raise CorpusError(f"{name}: `datasets` keeps it in memory; save it by `save_to_disk`.")
         for file in data.cache_files:
             yield file["filename"], split

@@ -34,8 +34,12 @@ class JsonLines:
         self._fields = fields
         names = [(f"field{index}", _TYPES[kind]) for index, kind in enumerate(fields.values())]
         renamed = {f"field{index}": name for index, name in enumerate(fields)}
-        line = msgspec.defstruct("Line", names, rename=renamed, gc=False)
-        self._decoder = msgspec.json.Decoder(line)
+        try:
+            line = msgspec.defstruct("Line", names, rename=renamed, gc=False)
+        except ValueError:  # a name that JSON would have to escape
+            self._decoder = None
+        else:
+            self._decoder = msgspec.json.Decoder(line)
 
     def decode(self, block: bytes, first_record: int) -> tuple[Records, int]:
         """Decode whole lines, the first of which is record `first_record`, and count them."""
@@ -47,7 +51,7 @@ class JsonLines:
 
     def _decode_sound(self, block: bytes, first_record: int) -> Records | None:
         """The fast path; None where it cannot be sure."""
-        if not _is_utf8(block):
+        if self._decoder is None or not _is_utf8(block):
             return None
         try:
             lines = self._decoder.decode_lines(block)
@@ -74,7 +78,7 @@ class JsonLines:
 
 
 def is_json_lines(start: bytes, field: str) -> bool:
-    """Whether the first line is an object that has `field`; `start` may end within it."""
+    """Whether the first line is an object that has `field`."""
     line = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)[0]
     try:
         value = json.loads(line)
@@ -148,8 +152,11 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
     meet without a comma; so lines that begin and end so, one for each object, hold one each.
     """
     characters = np.frombuffer(block, np.uint8)[: len(block) - block.endswith(b"\n")]
+    if not len(characters) or characters[-1] == ord("\n"):
+        return False
     newlines = np.flatnonzero(characters == ord("\n"))
     if len(newlines) != num_objects - 1:
         return False
     firsts, lasts = np.append(0, newlines + 1), np.append(newlines - 1, len(characters) - 1)
+    lasts = lasts - (characters[lasts] == ord("\r"))
     return bool((characters[firsts] == ord("{")).all() and (characters[lasts] == ord("}")).all())

@@ -18,7 +18,7 @@ from tokenfeed.tools.corpus.units import Part, table_schema
 
 __all__ = ["read_records", "read_texts"]
 
-_DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError)
+_DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -85,7 +85,8 @@ def _read_table(part: Part, fields: Fields) -> Iterator[Records]:
     """Parquet or Arrow; where a column is missing, the file is one reject."""
     path = part.source.path
     if problem := column_problem(table_schema(part.source), fields):
-        yield _rejected(part.first_record, fields, problem)
+        if not part.start:  # once for the file
+            yield _rejected(part.first_record, fields, problem)
         return
     read = read_parquet if part.source.format == "parquet" else read_arrow
     for records in read(path, fields, part.start, part.stop):

@@ -108,6 +108,8 @@ def _field(row: dict[str, Any], name: str, kind: Kind) -> Any:
     if name not in row:
         raise Unusable(f"no field `{name}`")
     try:
+        if isinstance(row[name], Unusable):
+            raise row[name]
         return checked(row[name], kind)
     except Unusable as reason:
         raise Unusable(f"field `{name}` {reason}") from None

@@ -28,7 +28,8 @@ logger = logging.getLogger(__name__)
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
 
-_SNIFFED_BYTES = 1 << 16
+_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
+"""How much is read to know what a file is; the more where its first record may not have ended."""
 _NUL_BYTES = 8192
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
 _FORMATS: dict[str, Format] = {
@@ -42,7 +43,7 @@ _FORMATS: dict[str, Format] = {
     ".feather": "arrow",
 }
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
-_SAVED_SET, _SAVED_SPLITS = "state.json", "dataset_dict.json"
+_SAVED_SET, _SAVED_INFO, _SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """What `save_to_disk` leaves in the folder of a data set, and in that of several splits."""
 
 
@@ -182,7 +183,7 @@ class _Search:
         if _is_data_set(names):
             logger.info("%s: left out, it is a data set of pretokenize", folder)
             return
-        if {_SAVED_SET, _SAVED_SPLITS} & set(names):
+        if {_SAVED_SET, _SAVED_INFO} <= set(names) or _SAVED_SPLITS in names:
             yield from self._walk_saved(folder, root, split, names)
             return
         for name in names:
@@ -227,10 +228,11 @@ class _Search:
 
     def _add_stdin(self) -> None:
         """Standard input, as JSON Lines if it looks like it, else as one text."""
+        if any(source.name == STANDARD_INPUT for source in self.sources):
+            raise ConfigError("`-`: standard input can be read only once.")
         path, checksum = spool_stdin(Path(self._out))
         source = self._source(STANDARD_INPUT, path)
-        json_lines = is_json_lines(_start(source), self._field)
-        format_: Format = "jsonl" if json_lines else "text"
+        format_: Format = "jsonl" if _json_format(source, self._field) == "jsonl" else "text"
         split = self._split(STANDARD_INPUT, STANDARD_INPUT)
         self.sources.append(replace(source, format=format_, state=checksum, split=split))
 
@@ -272,18 +274,28 @@ def _is_data_set(names: list[str]) -> bool:
     return JOURNAL_FILE in names or {MANIFEST_FILE, TOKENIZER_FILE} <= set(names)
 
 
-def _start(source: Source) -> bytes:
-    """The first bytes, decompressed. What cannot be read is rejected later."""
-    stop = None if source.compression else min(source.bytes, _SNIFFED_BYTES)
+def _start(source: Source, num_bytes: int = _SNIFFED_BYTES) -> bytes:
+    """About the first `num_bytes`, decompressed. What cannot be read is rejected later."""
+    stop = None if source.compression else min(source.bytes, num_bytes)
+    start = b""
     try:
-        return next(iter(Blocks(source.path, source.compression, 0, stop)), b"")
+        for block in Blocks(source.path, source.compression, 0, stop):
+            start += block
+            if len(start) >= num_bytes:
+                break
     except READ_ERRORS:
-        return b""
+        pass
+    return start
 
 
 def _json_format(source: Source, field: str) -> Format:
     """What a .json file holds: records by line, a list of records, or just some text."""
-    start = _start(source)
-    if is_json_lines(start, field):
-        return "jsonl"
-    return "json" if is_json_list(start, field) else "text"
+    for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
+        start = _start(source, num_bytes)
+        if is_json_lines(start, field):
+            return "jsonl"
+        if is_json_list(start, field):
+            return "json"
+        if len(start) < num_bytes:
+            break
+    return "text"

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from tokenfeed.tools.corpus.blocks import Blocks
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, Unusable, records_of
 
 __all__ = [
@@ -72,6 +72,8 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
     for name, kind in fields.items():
         if name not in schema.names:
             return f"no column `{name}`; it has: {', '.join(schema.names)}"
+        if schema.names.count(name) > 1:
+            return f"has {schema.names.count(name)} columns `{name}`"
         if not _fits(schema.field(name).type, kind):
             return f"column `{name}` is {schema.field(name).type}, expected {kind.value}"
     return None
@@ -87,8 +89,9 @@ def read_csv(blocks: Blocks, fields: Fields, delimiter: str) -> Iterator[Records
         rejects[record] = Reject(record, reason)
         return "skip"
 
+    file = _File(blocks)
     reader = csv.open_csv(
-        _File(blocks),
+        file,
         csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
         csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=reject),
         csv.ConvertOptions(
@@ -106,6 +109,8 @@ def read_csv(blocks: Blocks, fields: Fields, delimiter: str) -> Iterator[Records
         records.rejects.extend(rejects.pop(record) for record in [*rejects] if record < first)
         yield records
     yield Records(np.empty(0, np.uint64), {name: [] for name in fields}, [*rejects.values()])
+    if file.damage:
+        raise file.damage
 
 
 def _reader(file: pa.NativeFile) -> Any:
@@ -115,18 +120,34 @@ def _reader(file: pa.NativeFile) -> Any:
 
 
 class _File:
-    """Blocks as the file object that Arrow reads from."""
+    """Blocks as the file object that Arrow reads from.
+
+    No read ends on a carriage return, since Arrow would lose a newline that follows it. Damage is
+    kept for later and looks like the end of the file, so that Arrow gives what came before it.
+    """
 
     def __init__(self, blocks: Blocks) -> None:
+        self.damage: Exception | None = None
+        self.closed = False
         self._blocks = iter(blocks)
         self._rest = b""
-        self.closed = False
 
     def read(self, size: int) -> bytes:
-        while len(self._rest) < size and (block := next(self._blocks, b"")):
+        while len(self._rest) <= size and (block := self._next_block()):
             self._rest += block
-        data, self._rest = self._rest[:size], self._rest[size:]
+        data = self._rest[:size].rstrip(b"\r") if len(self._rest) > size else self._rest
+        data = data or self._rest[: size + 1]
+        self._rest = self._rest[len(data) :]
         return data
+
+    def _next_block(self) -> bytes:
+        try:
+            return next(self._blocks, b"")
+        except READ_ERRORS as error:
+            self.damage = error
+            cut = self._rest.rfind(b"\n") + 1  # a line that was cut short is no line
+            self._rest = self._rest[:cut]
+            return b""
 
     def readable(self) -> bool:
         return True
@@ -172,6 +193,8 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(
         types.is_string(kind)
         or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_binary_view(kind)
         or types.is_binary(kind)
         or types.is_large_binary(kind)
     )
@@ -183,7 +206,7 @@ def _plain(column: pa.Array, kind: Kind) -> pa.Array:
         column = column.dictionary_decode()
     if kind in (Kind.WORDS, Kind.LABELS) and pa.types.is_dictionary(column.type.value_type):
         column = column.cast(pa.large_list(column.type.value_type.value_type))
-    if pa.types.is_string(column.type):
+    if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
     return column.cast(pa.large_binary()) if _is_text(column.type) else column
 

@@ -40,7 +40,7 @@ class Batch:
     def __len__(self) -> int:
         return len(self.records)
 
-    def take(self, kept: list[int]) -> "Batch":
+    def take(self, kept: np.ndarray) -> "Batch":
         """The records at the given places."""
         values = {name: [column[index] for index in kept] for name, column in self.values.items()}
         return Batch(values, self.sources[kept], self.records[kept], self.split, self.weight_bytes)
@@ -77,7 +77,7 @@ def _fitting(batch: Batch, task: Task, ledger: UnitLedger) -> Batch:
         return batch
     for index, reason in unusable.items():
         ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
-    return batch.take([index for index in range(len(batch)) if index not in unusable])
+    return batch.take(np.setdiff1d(np.arange(len(batch)), [*unusable]))
 
 
 def _joined(batches: list[Batch]) -> Batch:

@@ -161,7 +161,8 @@ class _failures:
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
         if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
-            raise EngineFailure(" ".join(str(error).split()) or kind) from error
+            reason = str(error).split("\n")[0].strip() or kind
+            raise EngineFailure(f"gigatoken: {reason}") from error
 
 
 def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:

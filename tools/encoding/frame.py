@@ -24,7 +24,9 @@ class Frame:
     ids: tuple[np.ndarray, ...]
     """One array more than there are texts, shape (S,) each; all may be empty."""
     types: tuple[np.ndarray, ...]
-    """0 for what belongs to the first text and 1 for the second, in the same shapes."""
+    """The text type of each of them, in the same shapes: what `token_type_ids` has there."""
+    text_types: tuple[int, ...]
+    """The type of each text: 0 and 1, unless the template has it otherwise."""
     before_word: bytes = b""
     """Text that a word on its own needs in front of it."""
 
@@ -40,16 +42,19 @@ class Frame:
             special: Whether the tokenizer's template applies.
             end_id: Ends the row, unless the template ends it so already; None for no end.
         """
-        if special:
-            ids, types = _template(tokenizer, num_texts)
-        else:
-            ids, types = [[] for _ in range(num_texts + 1)], [[] for _ in range(num_texts + 1)]
+        if special and not tokenizer.num_special_tokens_to_add(is_pair=num_texts > 1):
+            raise TokenizerError(
+                f"`--add-special-tokens`: the tokenizer has no template for {num_texts} text(s). "
+                "Leave it out."
+            )
+        ids, types, text_types = _template(tokenizer, num_texts, special)
         if end_id is not None and ids[-1][-1:] != [end_id]:
             ids[-1].append(end_id)
-            types[-1].append(num_texts - 1)
+            types[-1].append(text_types[-1])
         return cls(
             tuple(np.array(part, np.uint32) for part in ids),
             tuple(np.array(part, np.uint8) for part in types),
+            tuple(text_types),
         )
 
     def around(self, *texts: Ragged) -> Ragged:
@@ -59,8 +64,8 @@ class Frame:
     def types_around(self, *texts: Ragged) -> Ragged:
         """The type of each token of the same rows, uint8."""
         types = [
-            Ragged(np.full(len(text.values), number, np.uint8), text.lengths)
-            for number, text in enumerate(texts)
+            Ragged(np.full(len(text.values), kind, np.uint8), text.lengths)
+            for kind, text in zip(self.text_types, texts, strict=True)
         ]
         return join(_alternate(self.types, types))
 
@@ -76,11 +81,14 @@ def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ra
     return pieces
 
 
-def _template(tokenizer: Tokenizer, num_texts: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Special ids and their types before, between and after the texts."""
-    encoding = tokenizer.encode("a", "b" if num_texts > 1 else None, add_special_tokens=True)
+def _template(
+    tokenizer: Tokenizer, num_texts: int, special: bool
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """Special ids and their types before, between and after the texts; and the texts' types."""
+    encoding = tokenizer.encode("a", "b" if num_texts > 1 else None, add_special_tokens=special)
     ids: list[list[int]] = [[]]
     types: list[list[int]] = [[]]
+    text_types: list[int] = []
     last = None
     for token, kind, text in zip(
         encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True
@@ -91,10 +99,11 @@ def _template(tokenizer: Tokenizer, num_texts: int) -> tuple[list[list[int]], li
         elif text != last:
             ids.append([])
             types.append([])
+            text_types.append(kind)
             last = text
     if len(ids) != num_texts + 1:
         raise TokenizerError(
             f"the tokenizer's template cannot be read for {num_texts} text(s): leave out "
             "`--add-special-tokens`."
         )
-    return ids, types
+    return ids, types, text_types

@@ -1,10 +1,12 @@
 """Number the labels of a corpus before any is written: units know nothing of each other.
 
 One pass over the label field alone. Whole numbers stay what they are; names are numbered in sorted
-order; a saved data set that names its classes is believed.
+order; what a saved data set calls its numbered classes is believed.
 """
 
 import json
+import re
+from dataclasses import dataclass
 from itertools import chain
 
 import pyarrow as pa
@@ -15,14 +17,31 @@ from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.corpus.units import Unit, table_schema
 
-__all__ = ["find_label_names"]
+__all__ = ["Labels", "find_labels"]
 
+_WHOLE_NUMBER = re.compile("0|[1-9][0-9]*")
 _MOST_LABELS = 1 << 15
 """A tag is stored in 16 bits."""
 
 
-def find_label_names(units: tuple[Unit, ...], field: str, kind: Kind) -> tuple[str, ...]:
-    """Every label of the corpus, in the order of its number.
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """Every label of a corpus."""
+
+    names: tuple[str, ...] = ()
+    """In the order of their numbers."""
+    are_numbers: bool = False
+    """Whether records hold the numbers themselves; else they hold the names."""
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of each label as records have it."""
+        held = map(str, range(len(self.names))) if self.are_numbers else self.names
+        return {label: number for number, label in enumerate(held)}
+
+
+def find_labels(units: tuple[Unit, ...], field: str, kind: Kind) -> Labels:
+    """Find every label of the corpus.
 
     Args:
         units: The corpus.
@@ -44,14 +63,15 @@ def find_label_names(units: tuple[Unit, ...], field: str, kind: Kind) -> tuple[s
             f"no record has a label in field `{field}`. Name the field that holds it with "
             f"`--{'tags' if kind is Kind.LABELS else 'label'}-field`."
         )
-    if not all(label.isascii() and label.isdecimal() for label in found):
-        return tuple(sorted(found))
-    largest = max(map(int, found))
-    if largest >= _MOST_LABELS:
-        raise _too_many(field, f"has label {largest:,}")
-    numbers = tuple(map(str, range(largest + 1)))
+    if not all(map(_WHOLE_NUMBER.fullmatch, found)):
+        return Labels(tuple(sorted(found)))
+    longest = max(found, key=lambda label: (len(label), label))
+    if len(longest) > len(str(_MOST_LABELS)) or int(longest) >= _MOST_LABELS:
+        raise _too_many(field, f"has label {longest[:40]}")
     names = _saved_names([part.source for unit in units for part in unit.parts], field)
-    return names if len(names) > largest else numbers
+    if len(names) <= int(longest):
+        names = tuple(map(str, range(int(longest) + 1)))
+    return Labels(names, are_numbers=True)
 
 
 def _too_many(field: str, what: str) -> CorpusError:

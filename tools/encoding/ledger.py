@@ -132,6 +132,6 @@ def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> Corpu
     """The end of a run that was to bear no more than `allowed` rejects, and has this one too."""
     limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
     return CorpusError(
-        f"{name}, record {record}: {reason}. {limit} ends the run here; mend the "
-        "record, or allow more."
+        f"{name}, record {record}: {reason}. {limit} ends the run here; allow more, "
+        "or mend the record and start with an empty output folder."
     )

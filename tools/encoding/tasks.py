@@ -9,9 +9,10 @@ A record whose texts give no token at all becomes an empty row, which is counted
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -29,18 +30,29 @@ from tokenfeed.pipeline.schema import (
 from tokenfeed.pipeline.schema import Task as TaskName
 from tokenfeed.tools.corpus.records import Fields, Kind
 from tokenfeed.tools.encoding.frame import Frame
+from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Classify", "Complete", "Encode", "Labelled", "Lm", "Samples", "Tag", "Task"]
+__all__ = [
+    "ENDING_TASKS",
+    "Classify",
+    "Complete",
+    "Encode",
+    "Labelled",
+    "Lm",
+    "Samples",
+    "Tag",
+    "Task",
+]
+
+ENDING_TASKS: tuple[TaskName, ...] = ("lm", "complete")
+"""Tasks whose rows end with the end id: the others predict nothing that follows."""
 
 FieldValues = dict[str, list[Any]]
 
 
-class Encode(Protocol):
-    """Turns texts into ids; see `Engine.encode`."""
-
-    def __call__(self, texts: list[bytes]) -> Ragged:
-        """Encode UTF-8 texts."""
+Encode = Callable[[list[bytes]], Ragged]
+"""Turns UTF-8 texts into ids; see `Engine.encode`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +147,13 @@ class Labelled(Task):
     """A task with labels, which are numbered in the data set as a whole."""
 
     label_field: str
-    names: tuple[str, ...] = ()
-    """Every label there is, in the order of their numbers; known when the corpus has been read."""
+    labels: Labels = field(default_factory=Labels)
+    """Every label there is; known when the corpus has been read."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Its labels in the order of their numbers."""
-        return self.names
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The number of each label."""
-        return {name: number for number, name in enumerate(self.names)}
+        return self.labels.names
 
     @property
     def label_kind(self) -> Kind:
@@ -200,7 +207,7 @@ class Classify(Labelled):
         per_token = {INPUT_IDS: frame.around(*texts)}
         if self.pair_field:
             per_token[TOKEN_TYPE_IDS] = frame.types_around(*texts)
-        numbers = map(self.numbers.__getitem__, values[self.label_field])
+        numbers = map(self.labels.numbers.__getitem__, values[self.label_field])
         label = np.fromiter(numbers, np.int32, len(texts[0]))
         has_text = np.add.reduce([text.lengths for text in texts]) > 0
         return Samples(per_token, {LABEL: label}, has_text)
@@ -237,7 +244,7 @@ class Tag(Labelled):
         """Records that have not as many tags as words."""
         pairs = zip(values[self.tokens_field], values[self.label_field], strict=True)
         return {
-            index: f"has {len(words):,} words and {len(tags):,} tags"
+            index: f"{len(words):,} word(s), but {len(tags):,} tag(s)"
             for index, (words, tags) in enumerate(pairs)
             if len(words) != len(tags)
         }
@@ -247,7 +254,7 @@ class Tag(Labelled):
         flat = chain.from_iterable(values[self.tokens_field])
         words = encode([word and frame.before_word + word for word in flat])
         tags = chain.from_iterable(values[self.label_field])
-        numbers = np.fromiter(map(self.numbers.__getitem__, tags), np.int16, len(words))
+        numbers = np.fromiter(map(self.labels.numbers.__getitem__, tags), np.int16, len(words))
         has_tokens = words.lengths > 0
         labels = np.full(len(words.values), IGNORED, np.int16)
         labels[words.offsets[:-1][has_tokens]] = numbers[has_tokens]

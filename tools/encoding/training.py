@@ -70,7 +70,7 @@ def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]
     """Non-empty texts, the last of a part cut where the part's share ends."""
     parts = [part for unit in units for part in unit.parts]
     random.Random(seed).shuffle(parts)
-    share = max(_PART_CHARACTERS, _SAMPLE_CHARACTERS // len(parts))
+    share = max(_PART_CHARACTERS, _SAMPLE_CHARACTERS // max(len(parts), 1))
     wanted = _SAMPLE_CHARACTERS
     for part in parts:
         for text in _beginning(part, fields, min(share, wanted)):

@@ -119,7 +119,8 @@ class UnitEncoder:
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         ledger.count(batch.sources, num_bytes, samples.has_text)
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-        self._audit(texts, hashes, ledger)
+        if self._job.audit:
+            self._audit(batch.take(np.flatnonzero(hashes % _AUDITED_PART == 0)), ledger)
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
             aside = hashes < self._threshold
@@ -132,27 +133,32 @@ class UnitEncoder:
         """The batch without the records that the tokenizer has no ids for, tried one by one."""
         kept = []
         for index in range(len(batch)):
-            one = batch.take([index])
+            one = batch.take(np.array([index]))
             try:
                 self._job.task.encode(one.values, self._engine.encode, self._frame)
                 kept.append(index)
             except Unencodable as error:
                 (reason, *_) = error.reasons.values()
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
-        return batch.take(kept)
+        return batch.take(np.array(kept, np.int64))
 
-    def _audit(self, texts: list[bytes], hashes: np.ndarray, ledger: UnitLedger) -> None:
-        """Have the other engine encode a sample of the documents too."""
-        if not self._job.audit:
-            return
-        sample = [beginning(texts[index]) for index in np.flatnonzero(hashes % _AUDITED_PART == 0)]
-        if not sample:
+    def _audit(self, sample: Batch, ledger: UnitLedger) -> None:
+        """Have the other engine encode the same texts too."""
+        if not len(sample):
             return
         if self._other is None:
-            fast = self._job.engine == ReferenceEngine.name
-            self._other = _load(FastEngine.name if fast else ReferenceEngine.name, self._tokenizer)
-        ledger.audited += len(sample)
-        ledger.differing += differing(self._other, self._engine, sample)
+            is_reference = self._job.engine == ReferenceEngine.name
+            other = FastEngine.name if is_reference else ReferenceEngine.name
+            self._other = _load(other, self._tokenizer)
+        texts: list[bytes] = []
+
+        def noting(given: list[bytes]) -> Ragged:
+            texts.extend(map(beginning, given))
+            return self._engine.encode(given)
+
+        self._job.task.encode(sample.values, noting, self._frame)
+        ledger.audited += len(texts)
+        ledger.differing += differing(self._other, self._engine, texts)
 
 
 def _load(engine: EngineName, tokenizer: TextTokenizer) -> Engine:

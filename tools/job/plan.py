@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
-from tokenfeed.tools.encoding.labels import find_label_names
+from tokenfeed.tools.encoding.labels import find_labels
 from tokenfeed.tools.encoding.tasks import Labelled, Task
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.options import Options
@@ -46,11 +46,11 @@ class Plan:
         units = cut_units(corpus.sources, shard_bytes)
         validation = options.validation
         if validation is None:
-            is_given = any(source.split == VALIDATION for source in corpus.sources)
-            validation = 0.0 if is_given else _DEFAULT_VALIDATION
+            are_given = any(source.split is not None for source in corpus.sources)
+            validation = 0.0 if are_given else _DEFAULT_VALIDATION
         if isinstance(task, Labelled):
-            names = find_label_names(units, task.label_field, task.label_kind)
-            task = dataclasses.replace(task, names=names)
+            labels = find_labels(units, task.label_field, task.label_kind)
+            task = dataclasses.replace(task, labels=labels)
         return cls(
             corpus=corpus, shard_bytes=shard_bytes, units=units, task=task, validation=validation
         )

@@ -27,7 +27,7 @@ class Counters:
     """What all workers have done together, in memory that each of them shares."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
         self._weight_bytes: Any = context.Value("d", 0.0)
         self._tokens: Any = context.Value("q", 0)
 

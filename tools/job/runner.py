@@ -1,10 +1,11 @@
 """Run units in processes of their own, show how far they are, and end cleanly whatever happens.
 
-Processes are spawned, since a tokenizer's threads do not survive a fork, and take units from one
-queue, the big ones first, so that no slow one is left for the end. Ctrl-C is the parent's to
-handle; a worker whose parent is gone ends by itself: a killed run leaves nobody writing. Workers
-begin under the fast engine at once, while this process audits it; where it is found wrong, at the
-start or in a sample later, all units are encoded again by the reference.
+Processes come from a fork server that has imported everything and used nothing, since a
+tokenizer's threads do not survive a fork. They take units from one queue, the big ones first, so
+that no slow one is left for the end. Ctrl-C is the parent's to handle; a worker whose parent is
+gone ends by itself: a killed run leaves nobody writing. Workers begin under the fast engine at
+once, while this process audits it; where it is found wrong, at the start or in a sample later, all
+units are encoded again by the reference.
 """
 
 import concurrent.futures
@@ -14,10 +15,11 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from multiprocessing import forkserver
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.manifest import TOKENIZER_FILE
@@ -30,11 +32,16 @@ from tokenfeed.tools.encoding.unit import Job, UnitEncoder
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.progress import Bar, Counters
 
-__all__ = ["Run", "run_units"]
+__all__ = ["Run", "run_units", "start_server"]
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_PRELOADED = [
+    *("tokenfeed.tools.options", "tokenfeed.tools.job.runner"),
+    *("gigatoken", "awkward"),
+]
+"""What the fork server imports, while this process still looks for the input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +60,16 @@ class Run:
 
 class _Distrusted(Exception):
     """The fast engine is wrong, or broke down."""
+
+
+def start_server() -> None:
+    """Start the fork server; it and the workers inherit that SIGINT is blocked."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run_units(run: Run, journal: Journal) -> Job:
@@ -100,7 +117,7 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
     counters = Counters()
     bar = Bar(missing, counters)
     with _pool(job, min(run.workers, len(missing)), counters) as pool, bar:
-        waiting = _submit(pool, missing)
+        waiting = {pool.submit(_encode_unit, unit) for unit in missing}
         _believe(run.audit() if is_audited else [])
         while waiting:
             done, waiting = concurrent.futures.wait(
@@ -142,7 +159,8 @@ def _kept(units: tuple[Unit, ...], journal: Journal) -> str:
 @contextlib.contextmanager
 def _pool(job: Job, workers: int, counters: Counters) -> Iterator[ProcessPoolExecutor]:
     """A pool whose processes are gone when the block ends, at once if it ends in an error."""
-    context = multiprocessing.get_context("spawn")
+    start_server()
+    context = multiprocessing.get_context("forkserver")
     pool = ProcessPoolExecutor(workers, context, _start_worker, (job, counters))
     try:
         yield pool
@@ -153,15 +171,6 @@ def _pool(job: Job, workers: int, counters: Counters) -> Iterator[ProcessPoolExe
             child.join()
         raise
     pool.shutdown()
-
-
-def _submit(pool: ProcessPoolExecutor, units: Iterable[Unit]) -> set[Future[UnitResult]]:
-    """Queue the units. Processes start here and inherit that SIGINT is blocked."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        return {pool.submit(_encode_unit, unit) for unit in units}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Worker:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.job.freeze import REJECTS_FILE
@@ -143,6 +144,8 @@ class Summary:
         }
         if not self.labels:
             del lines["labels"]
+        if self.task not in ENDING_TASKS:
+            del lines["end token"]
         return list(lines.items())
 
     def _engine(self) -> str:
