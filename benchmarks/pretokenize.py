@@ -88,6 +88,19 @@ print(num_bytes, time.perf_counter() - started)
 """
 
 
+MDS = """
+import sys
+import numpy as np
+from streaming import MDSWriter
+folder = sys.argv[1]
+ids, ends = np.load(folder + "/ids.npy"), np.load(folder + "/ends.npy")
+columns = {"input_ids": f"ndarray:{ids.dtype}"}
+with MDSWriter(out=folder + "/mds", columns=columns, compression="zstd") as writer:
+    for row in np.split(ids, ends[:-1]):
+        writer.write({"input_ids": row})
+"""
+
+
 def tokenizer_file(tokenizer: Path) -> str:
     return str(tokenizer / "tokenizer.json")
 
@@ -134,7 +147,7 @@ def datasets_map(corpus: Path, tokenizer: Path, folder: Path) -> float:
 
 
 def pretokenize(corpus: Path, tokenizer: Path, out: Path) -> tuple[dict[str, Any], float, int]:
-    """One run into a new folder: its summary, wall seconds, and the most memory of all processes."""
+    """One run into a new folder: its summary, wall seconds, and all processes' most memory."""
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "-m", "tokenfeed.tools.pretokenize", str(corpus), str(out)]
     command += ["--tokenizer", str(tokenizer), "--workers", str(WORKERS), "--json"]
@@ -166,7 +179,7 @@ def resident_bytes(pid: int) -> int:
         return 0
 
 
-def bytes_a_token(out: Path, folder: Path) -> dict[str, float]:
+def bytes_a_token(out: Path, folder: Path, mds_python: str | None) -> dict[str, float]:
     """The same ids in other containers."""
     manifest = Manifest.read(out)
     parts = []
@@ -174,34 +187,30 @@ def bytes_a_token(out: Path, folder: Path) -> dict[str, float]:
         reader = ShardReader.open(out, manifest, shard)
         parts += [reader.read(index)[0] for index in range(shard.batches)]
     rows = Rows.concatenate(parts)
+    ends = np.cumsum(rows.lengths)
     np.save(folder / "ids.npy", rows.ids)
-    offsets = np.append(0, np.cumsum(rows.lengths)).astype(np.int64)
-    ids = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(rows.ids))
+    np.save(folder / "ends.npy", ends)
+    ids = pa.LargeListArray.from_arrays(pa.array(np.append(0, ends)), pa.array(rows.ids))
     pq.write_table(pa.table({"input_ids": ids}), folder / "ids.parquet", compression="zstd")
     sizes = {
         "tokenfeed": sum(shard.bytes for shard in manifest.splits["train"].shards),
         "npy": (folder / "ids.npy").stat().st_size,
         "parquet zstd": (folder / "ids.parquet").stat().st_size,
-        "mds zstd": mds_bytes(rows, folder / "mds"),
+        "mds zstd": mds_bytes(mds_python, folder),
     }
     return {name: round(size / len(rows.ids), 3) for name, size in sizes.items() if size}
 
 
-def mds_bytes(rows: Rows, folder: Path) -> int:
-    """The size of the same rows in mosaicml-streaming's format, where it is installed."""
-    try:
-        from streaming import MDSWriter
-    except ImportError:
+def mds_bytes(python: str | None, folder: Path) -> int:
+    """The size of the same rows in mosaicml-streaming's format."""
+    if python is None:
         return 0
-    shutil.rmtree(folder, ignore_errors=True)
-    columns = {"input_ids": f"ndarray:{rows.ids.dtype}"}
-    with MDSWriter(out=str(folder), columns=columns, compression="zstd") as writer:
-        for ids in np.split(rows.ids, np.cumsum(rows.lengths)[:-1]):
-            writer.write({"input_ids": ids})
-    return sum(path.stat().st_size for path in folder.iterdir())
+    shutil.rmtree(folder / "mds", ignore_errors=True)
+    subprocess.run([python, "-c", MDS, str(folder)], check=True, capture_output=True)
+    return sum(path.stat().st_size for path in (folder / "mds").iterdir())
 
 
-def measure(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
+def measure(corpus: Path, tokenizer: Path, folder: Path, mds_python: str | None) -> dict[str, Any]:
     runs, one_call, processes, mapped = [], [], [], []
     for _ in range(REPEATS):
         runs.append(pretokenize(corpus, tokenizer, folder / "out"))
@@ -226,7 +235,7 @@ def measure(corpus: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
         "part_of_one_call": round(middle["tokenfeed"] / middle["engine, one call"], 2),
         "part_of_2_processes": round(middle["tokenfeed"] / middle["engine, 2 processes"], 2),
         "peak_memory_mb": round(max(peak for _, _, peak in runs) / 1e6),
-        "bytes_a_token": bytes_a_token(folder / "out", folder),
+        "bytes_a_token": bytes_a_token(folder / "out", folder, mds_python),
         "engine": made["engine"],
         "audited": made["audited"],
         "audit_differences": made["differences"],
@@ -258,11 +267,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--tokenizers", nargs="+", type=Path, required=True)
     parser.add_argument("--corpora", nargs="+", type=Path, required=True, help="JSON Lines")
+    parser.add_argument(
+        "--mds-python",
+        help="an interpreter with mosaicml-streaming, which does not go with newer `datasets`",
+    )
     arguments = parser.parse_args()
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for corpus, tokenizer in itertools.product(arguments.corpora, arguments.tokenizers):
-            results.append(measure(corpus, tokenizer, Path(folder)))
+            results.append(measure(corpus, tokenizer, Path(folder), arguments.mds_python))
             print(results[-1], flush=True)
     show(results)
     write_result("pretokenize", results)
