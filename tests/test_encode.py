@@ -82,18 +82,22 @@ def encode_files(
         (folder / f"in/{index:03}.txt").write_text(text, encoding="utf-8", newline="")
     corpus = find_corpus((str(folder / "in"),), out=folder / "out", field="text")
     (unit,) = cut_units(corpus.sources, 10**9)
+    task = Lm(text_field="text")
     job = Job(
         folder=folder / "out",
-        task=Lm(text_field="text"),
+        task=task,
         engine="tokenizers",
-        audit=False,
+        vocabulary_size=tokenizer.vocabulary_size,
+        frame=task.frame(tokenizer),
         validation=validation,
         splits=("train", "validation"),
-        end_token=tokenizer.end_token,
         splits_special=False,
         max_rejects=None,
     )
-    return UnitEncoder(job, tokenizer).encode(unit)
+    (folder / "out").mkdir(exist_ok=True)
+    (folder / "out/tokenizer.json").write_bytes(tokenizer.json_bytes)
+    result, _ = UnitEncoder(job).encode(unit)
+    return result
 
 
 def read_rows(folder: Path, result: UnitResult, split: str, size: int) -> dict[int, list[int]]:

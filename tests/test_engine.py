@@ -97,7 +97,7 @@ def test_the_fast_engine_gives_the_reference_ids(
     byte_level: Tokenizer, splits_special: bool
 ) -> None:
     tokenizer = loaded(byte_level, splits_special=splits_special)
-    fast, reference = FastEngine(tokenizer), ReferenceEngine(tokenizer)
+    fast, reference = FastEngine.of(tokenizer), ReferenceEngine(tokenizer)
 
     @given(st.lists(st.text(max_size=60) | st.sampled_from([*SPECIAL, "a<pad>snake_case"])))
     def agree(texts: list[str]) -> None:
@@ -113,7 +113,7 @@ def test_dropping_the_cache_changes_no_id(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_CACHE_BYTES", -(1 << 40))  # after every batch
-    fast = FastEngine(loaded(byte_level))
+    fast = FastEngine.of(loaded(byte_level))
     before = fast._tokenizer
     texts = [text.encode() for text in SENTENCES]
     first, second = fast.encode(texts), fast.encode(texts)
@@ -122,7 +122,7 @@ def test_dropping_the_cache_changes_no_id(
 
 
 def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None:
-    for engine in (FastEngine(loaded(byte_level)), ReferenceEngine(loaded(byte_level))):
+    for engine in (FastEngine.of(loaded(byte_level)), ReferenceEngine(loaded(byte_level))):
         assert len(engine.encode([])) == 0
         ragged = engine.encode([b"", b"", b"a"])
         assert ragged.lengths.tolist() == [0, 0, 1]
@@ -132,7 +132,7 @@ def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None
 def test_a_tokenizer_that_the_fast_engine_does_not_know_is_its_failure() -> None:
     tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(EngineFailure):
-        FastEngine(tokenizer)
+        FastEngine.of(tokenizer)
 
 
 def test_a_text_without_ids_is_named() -> None:

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.tools.train import parse_config
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.loop import Trainer, train
@@ -409,3 +410,13 @@ def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> No
     assert report.stall["window_steps"] == 15
     assert 0 <= report.stall["fraction"] < 1
     assert "CUDA events" in report.stall["method"]
+
+
+def test_labelled_shards_are_not_learnt_as_mere_text(
+    tmp_path: Path, make_shards: MakeShards
+) -> None:
+    folder = make_shards(tmp_path / "shards")
+    manifest = Manifest.read(folder)
+    dataclasses.replace(manifest, task="classify").write(folder)
+    with pytest.raises(ConfigError, match="was made for `--task classify`"):
+        Trainer(make_config(folder, tmp_path / "run"))

@@ -19,7 +19,7 @@ from tokenfeed.pipeline.storage import atomic_write
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import installed_engines
+from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
 from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
@@ -88,17 +88,16 @@ def pretokenize(options: Options) -> Summary:
 def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Journal) -> Manifest:
     """Everything that writes."""
     atomic_write(options.out / TOKENIZER_FILE, tokenizer.json_bytes)
-    audit = Audit.of(
-        options.engine, tokenizer, units=plan.units, fields=plan.task.fields, seed=options.seed
-    )
+    asks_reference = options.engine == ReferenceEngine.name
+    audit = Audit(tokenizer, plan.units, plan.task.fields, options.seed)
     job = Job(
         folder=options.out,
         task=plan.task,
-        engine=audit.engine,
-        audit=audit.has_fast,
+        engine=ReferenceEngine.name if asks_reference else FastEngine.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        frame=plan.task.frame(tokenizer),
         validation=plan.validation,
         splits=plan.splits,
-        end_token=tokenizer.end_token,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
     )
@@ -107,7 +106,7 @@ def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Jou
         units=plan.units,
         sources=plan.corpus.sources,
         workers=options.num_workers,
-        audit=audit.differing,
+        audit=None if asks_reference else audit,
         falls_back=options.engine == "auto",
     )
     job = run_units(run, journal)
@@ -115,7 +114,7 @@ def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Jou
     if not any(result.shards for result in results):
         _withdraw(options.out, journal)
         raise _no_document(plan.corpus, results)
-    manifest = freeze(job, plan.corpus.sources, tokenizer, audit.result, results)
+    manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
     journal.remove()
     return manifest
 

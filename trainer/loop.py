@@ -23,6 +23,7 @@ from torch import Tensor
 from tokenfeed.pipeline.batching import Packed
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.loader import ShardLoader, naming_dead_workers
+from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer
@@ -87,6 +88,7 @@ class Trainer:
         self.device = choose_device(config.device)
         self.precision = Precision(config.precision, self.device)
         self.loader = self._open_split("train", num_workers=self._num_workers(), epochs=None)
+        _check_task(config, self.loader.manifest)
         self.vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
         torch.manual_seed(config.seed)
         self.model = Transformer(SIZES[config.model], self.vocabulary_size).to(self.device)
@@ -291,4 +293,13 @@ def _refuse_difference(name: str, saved: object, ours: object) -> None:
         raise ResumeError(
             f"cannot resume: the checkpoint has {name} {saved}, this run has {ours}. Use the same, "
             "or start a new run in another --run-dir."
+        )
+
+
+def _check_task(config: TrainConfig, manifest: Manifest) -> None:
+    """Without its labels a labelled data set would be learnt as mere text."""
+    if manifest.task != "lm":
+        raise ConfigError(
+            f"{config.shards}: was made for `--task {manifest.task}`, and `train` learns only `lm` "
+            "so far. Run `pretokenize --task lm`."
         )

@@ -5,31 +5,24 @@ the run, one document in about a thousand, chosen by a hash of its text. One tex
 is enough to trust the engine no longer.
 """
 
-import logging
 import random
-from collections.abc import Callable
 from itertools import islice
-from typing import Literal, NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.corpus.reader import read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import (
     Engine,
     EngineFailure,
-    EngineName,
     FastEngine,
     ReferenceEngine,
     Unencodable,
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Audit", "Audited", "adversarial_texts", "beginning", "differing", "sample_texts"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Audit", "adversarial_texts", "beginning", "differing", "sample_texts"]
 
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 20
@@ -38,81 +31,39 @@ _LONGEST_BYTES = 1 << 16
 """Of a longer text the beginning is compared: the reference is slow."""
 
 
-class Audited(NamedTuple):
-    """What an audit has seen."""
-
-    texts: int
-    """Texts that both engines encoded."""
-    differences: int
-    """How many of them got other ids."""
-
-
 class Audit:
-    """The choice of an engine, and the comparison before a run that must confirm it."""
+    """Compares the fast engine with the reference, in the process that runs the workers."""
 
     def __init__(
-        self, fast: FastEngine | None, reference: ReferenceEngine, texts: Callable[[], list[bytes]]
+        self, tokenizer: TextTokenizer, units: tuple[Unit, ...], fields: Fields, seed: int
     ) -> None:
-        """Use `of`."""
-        self._fast, self._reference = fast, reference
-        self._texts = texts
-        self._done: tuple[int, list[bytes]] | None = None
+        """Costs nothing yet: `begin` loads the engines."""
+        self.texts = 0
+        """Texts compared before the run."""
+        self.differing: list[bytes] = []
+        """Those of them whose ids differed."""
+        self._tokenizer = tokenizer
+        self._units, self._fields, self._seed = units, fields, seed
+        self._engines: tuple[FastEngine, ReferenceEngine] | None = None
 
-    @classmethod
-    def of(
-        cls,
-        choice: Literal["auto"] | EngineName,
-        tokenizer: TextTokenizer,
-        *,
-        units: tuple[Unit, ...],
-        fields: Fields,
-        seed: int,
-    ) -> "Audit":
-        """Choose the engine: the fast one if it may be used and knows the tokenizer.
+    def begin(self) -> None:
+        """Load the engines and compare them for the first time; does nothing if that was done.
 
         Raises:
-            TokenizerError: The fast one was asked for by name and cannot be had.
+            EngineFailure: There is no fast engine for this tokenizer.
         """
-        fast = None
-        if choice != ReferenceEngine.name:
-            try:
-                fast = FastEngine(tokenizer)
-            except EngineFailure as failure:
-                if choice == FastEngine.name:
-                    raise TokenizerError(
-                        f"`--engine {choice}`: {failure}. Leave it out to use what works."
-                    ) from None
-                logger.info("the slow engine will do the work: %s", failure)
+        if self._engines is None:
+            fast = FastEngine.of(self._tokenizer)
+            self._engines = fast, ReferenceEngine(self._tokenizer)
+            texts = adversarial_texts(self._tokenizer)
+            texts += sample_texts(self._units, self._fields, self._seed)
+            self.texts, self.differing = len(texts), self.compare(texts)
 
-        def texts() -> list[bytes]:
-            return adversarial_texts(tokenizer) + sample_texts(units, fields, seed)
-
-        return cls(fast, ReferenceEngine(tokenizer), texts)
-
-    @property
-    def engine(self) -> EngineName:
-        """The engine chosen."""
-        return (self._fast or self._reference).name
-
-    @property
-    def has_fast(self) -> bool:
-        """Whether there are two engines to compare."""
-        return self._fast is not None
-
-    def differing(self) -> list[bytes]:
-        """Compare the engines, once; the texts whose ids differ."""
-        if self._fast is None:
-            return []
-        if self._done is None:
-            texts = self._texts()
-            self._done = len(texts), differing(self._fast, self._reference, texts)
-        return self._done[1]
-
-    @property
-    def result(self) -> Audited:
-        """What it has seen; the same for the same input, whatever became of the run."""
-        differences = len(self.differing())
-        return Audited(self._done[0] if self._done else 0, differences)
+    def compare(self, texts: list[bytes]) -> list[bytes]:
+        """Those of `texts` whose ids differ; `begin` must have been called."""
+        assert self._engines is not None
+        fast, reference = self._engines
+        return differing(fast, reference, texts) if texts else []
 
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:

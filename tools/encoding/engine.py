@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import tokenizers
@@ -110,12 +110,30 @@ class FastEngine:
 
     name: EngineName = "gigatoken"
 
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        """Raises: EngineFailure: It is not installed, or does not know this kind of tokenizer."""
-        self._json = _plain_json(tokenizer)
-        self._dtype = token_dtype(tokenizer.vocabulary_size)
+    def __init__(self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> None:
+        """Load it without the reference.
+
+        Args:
+            json_bytes: A tokenizer.json.
+            vocabulary_size: Its largest id + 1.
+            splits_special: What special-token text inside a document becomes.
+
+        Raises:
+            EngineFailure: It is not installed, or does not know this kind of tokenizer.
+        """
+        self._json = _plain_json(json_bytes, splits_special=splits_special)
+        self._dtype = token_dtype(vocabulary_size)
         self._tokenizer: Any = self._load()
         self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+
+    @classmethod
+    def of(cls, tokenizer: TextTokenizer) -> Self:
+        """Load it for a tokenizer that the reference has loaded."""
+        return cls(
+            tokenizer.json_bytes,
+            tokenizer.vocabulary_size,
+            splits_special=tokenizer.splits_special,
+        )
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
@@ -173,16 +191,16 @@ def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
     return itertools.pairwise(cuts) if texts else iter(())
 
 
-def _plain_json(tokenizer: TextTokenizer) -> bytes:
+def _plain_json(json_bytes: bytes, *, splits_special: bool) -> bytes:
     """The tokenizer's file as a fast engine must read it.
 
     Such an engine always splits at special added tokens and knows no way to leave them as text; in
     a copy of the file without them they are text like any other. Truncation, padding and template
     go too.
     """
-    content = json.loads(tokenizer.json_bytes)
+    content = json.loads(json_bytes)
     content |= {"truncation": None, "padding": None, "post_processor": None}
-    if not tokenizer.splits_special:
+    if not splits_special:
         added = content.get("added_tokens") or []
         content["added_tokens"] = [token for token in added if not token.get("special")]
     return json.dumps(content).encode()

@@ -1,7 +1,7 @@
 """The ledger of one unit: what became of each of its records, and what is kept of it in the end."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,9 +38,9 @@ class UnitResult:
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
     """Source, record and reason, in the order of the input."""
-    audited: int
-    """Documents that both engines encoded."""
-    differing: list[str]
+    audited: int = 0
+    """Texts of a sample that both engines encoded."""
+    differing: list[str] = field(default_factory=list)
     """Those whose ids differed."""
 
     @classmethod
@@ -61,10 +61,8 @@ class UnitLedger:
     """Counts by source; the sources of a unit are consecutive, so arrays will do."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
-        self.audited = 0
-        """Documents that both engines encoded."""
-        self.differing: list[bytes] = []
-        """Those whose ids differed."""
+        self.sample: list[bytes] = []
+        """Texts to compare the engines by."""
         self._unit = unit
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
@@ -109,8 +107,6 @@ class UnitLedger:
             },
             sources=self._by_source(),
             rejects=sorted(self._rejects),
-            audited=self.audited,
-            differing=[text.decode() for text in self.differing],
         )
 
     def _by_source(self) -> list[SourceCounts]:

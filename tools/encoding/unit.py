@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from tokenfeed.pipeline.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.ragged import Ragged
 from tokenfeed.pipeline.rows import Rows
 from tokenfeed.pipeline.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import beginning, differing
+from tokenfeed.tools.encoding.audit import beginning
 from tokenfeed.tools.encoding.batches import Batch, read_batches
 from tokenfeed.tools.encoding.engine import (
     Engine,
@@ -28,6 +29,7 @@ from tokenfeed.tools.encoding.engine import (
     ReferenceEngine,
     Unencodable,
 )
+from tokenfeed.tools.encoding.frame import Frame
 from tokenfeed.tools.encoding.ledger import UnitLedger, UnitResult
 from tokenfeed.tools.encoding.tasks import Samples, Task
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -35,8 +37,8 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 __all__ = ["TRAIN", "VALIDATION", "Job", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
-_AUDITED_PART = 1000
-"""About one document in so many is encoded by both engines."""
+_SAMPLED_PART = 1000
+"""About one document in so many is handed out, to be encoded by both engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +50,12 @@ class Job:
     task: Task
     engine: EngineName
     """What makes the ids."""
-    audit: bool
-    """Whether a sample of the documents is encoded by the other engine too."""
+    vocabulary_size: int
+    frame: Frame
+    """What stands around the texts of a row."""
     validation: float
     splits: tuple[str, ...]
     """Every split that can get rows."""
-    end_token: str | None
     splits_special: bool
     """What special-token text inside a document becomes."""
     max_rejects: int | None
@@ -65,20 +67,19 @@ class UnitEncoder:
     def __init__(
         self,
         job: Job,
-        tokenizer: TextTokenizer,
         on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
     ) -> None:
         """Args: `on_progress` is told the weight and tokens of each batch that is done."""
         self._job = job
-        self._tokenizer = tokenizer
-        self._frame = job.task.frame(tokenizer)
         self._threshold = np.uint64(int(job.validation * 2**64))
         self._on_progress = on_progress
-        self._engine: Engine = _load(job.engine, tokenizer)
-        self._other: Engine | None = None
+        self._engine = _load_engine(job)
 
-    def encode(self, unit: Unit) -> UnitResult:
+    def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
         """Write the shards of `unit` and count what became of its records.
+
+        Returns:
+            What is kept of the unit, and a sample of its texts, not compared yet.
 
         Raises:
             EngineFailure: The fast engine broke down.
@@ -96,13 +97,14 @@ class UnitEncoder:
         for split in set(self._job.splits) - writers.keys():  # left by a run of another engine
             stale = self._job.folder / _shard_name(split, unit.number)
             stale.unlink(missing_ok=True)
-        return ledger.result({split: writer.info for split, writer in writers.items()})
+        infos = {split: writer.info for split, writer in writers.items()}
+        return ledger.result(infos), ledger.sample
 
     def _writer(self, split: str, number: int) -> ShardWriter:
         return ShardWriter(
             self._job.folder,
             _shard_name(split, number),
-            self._tokenizer.vocabulary_size,
+            self._job.vocabulary_size,
             self._job.task.columns,
         )
 
@@ -112,15 +114,14 @@ class UnitEncoder:
             self._on_progress(batch.weight_bytes, 0)
             return {}
         try:
-            samples = self._job.task.encode(batch.values, self._engine.encode, self._frame)
+            samples = self._job.task.encode(batch.values, self._engine.encode, self._job.frame)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
         texts = self._job.task.texts(batch.values)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         ledger.count(batch.sources, num_bytes, samples.has_text)
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-        if self._job.audit:
-            self._audit(batch.take(np.flatnonzero(hashes % _AUDITED_PART == 0)), ledger)
+        ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
             aside = hashes < self._threshold
@@ -135,34 +136,34 @@ class UnitEncoder:
         for index in range(len(batch)):
             one = batch.take(np.array([index]))
             try:
-                self._job.task.encode(one.values, self._engine.encode, self._frame)
+                self._job.task.encode(one.values, self._engine.encode, self._job.frame)
                 kept.append(index)
             except Unencodable as error:
                 (reason, *_) = error.reasons.values()
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
         return batch.take(np.array(kept, np.int64))
 
-    def _audit(self, sample: Batch, ledger: UnitLedger) -> None:
-        """Have the other engine encode the same texts too."""
-        if not len(sample):
-            return
-        if self._other is None:
-            is_reference = self._job.engine == ReferenceEngine.name
-            other = FastEngine.name if is_reference else ReferenceEngine.name
-            self._other = _load(other, self._tokenizer)
+    def _sampled(self, sample: Batch) -> list[bytes]:
+        """The texts that the engine is given for the records of a sample, if need be cut short."""
         texts: list[bytes] = []
 
         def noting(given: list[bytes]) -> Ragged:
             texts.extend(map(beginning, given))
             return self._engine.encode(given)
 
-        self._job.task.encode(sample.values, noting, self._frame)
-        ledger.audited += len(texts)
-        ledger.differing += differing(self._other, self._engine, texts)
+        if len(sample):
+            self._job.task.encode(sample.values, noting, self._job.frame)
+        return texts
 
 
-def _load(engine: EngineName, tokenizer: TextTokenizer) -> Engine:
-    return FastEngine(tokenizer) if engine == FastEngine.name else ReferenceEngine(tokenizer)
+def _load_engine(job: Job) -> Engine:
+    """Of the two only the one that is needed: a large vocabulary takes a second to load."""
+    path = job.folder / TOKENIZER_FILE
+    special = job.splits_special
+    if job.engine == FastEngine.name:
+        return FastEngine(path.read_bytes(), job.vocabulary_size, splits_special=special)
+    made = TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
+    return ReferenceEngine(made)
 
 
 def _shard_name(split: str, number: int) -> str:

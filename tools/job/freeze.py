@@ -23,7 +23,7 @@ from tokenfeed.pipeline.manifest import (
 from tokenfeed.pipeline.schema import FORMAT_VERSION
 from tokenfeed.pipeline.storage import atomic_write, file_xxh3
 from tokenfeed.tools.corpus.sources import Source
-from tokenfeed.tools.encoding.audit import Audited
+from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import engine_version
 from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -39,7 +39,7 @@ def freeze(
     job: Job,
     sources: tuple[Source, ...],
     tokenizer: TextTokenizer,
-    audited: Audited,
+    audit: Audit | None,
     results: list[UnitResult],
 ) -> Manifest:
     """Write everything but the shards, the manifest last.
@@ -48,7 +48,7 @@ def freeze(
         job: What was done; all shards are in its folder.
         sources: The input files.
         tokenizer: What made the ids.
-        audited: The texts that both engines encoded before the run.
+        audit: What compared the engines, if anything did.
         results: What became of every unit, in the order of the units.
     """
     ledgers = _source_ledgers(sources, results)
@@ -63,7 +63,7 @@ def freeze(
         task=job.task.name,
         columns=job.task.columns,
         label_names=job.task.label_names,
-        tokenizer=_tokenizer_info(job, tokenizer, audited, results),
+        tokenizer=_tokenizer_info(job, tokenizer, audit, results),
         splits=_splits(results),
         ledger=_ledger(ledgers),
         sources=_write_lines(folder, SOURCES_FILE, ledgers),
@@ -117,7 +117,7 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 
 
 def _tokenizer_info(
-    job: Job, tokenizer: TextTokenizer, audited: Audited, results: list[UnitResult]
+    job: Job, tokenizer: TextTokenizer, audit: Audit | None, results: list[UnitResult]
 ) -> TokenizerInfo:
     return TokenizerInfo(
         file=TOKENIZER_FILE,
@@ -128,8 +128,9 @@ def _tokenizer_info(
         pad_id=tokenizer.pad_id,
         engine=job.engine,
         engine_version=engine_version(job.engine),
-        audited=audited.texts + sum(result.audited for result in results),
-        differences=audited.differences + sum(len(result.differing) for result in results),
+        audited=(audit.texts if audit else 0) + sum(result.audited for result in results),
+        differences=(len(audit.differing) if audit else 0)
+        + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if job.splits_special else "plain",
         special_tokens_added=job.task.add_special_tokens,
     )

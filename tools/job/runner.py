@@ -15,19 +15,18 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing import forkserver
 
-from tokenfeed.pipeline.errors import TokenfeedError
-from tokenfeed.pipeline.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import EngineFailure, ReferenceEngine
 from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Job, UnitEncoder
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.progress import Bar, Counters
@@ -52,14 +51,18 @@ class Run:
     units: tuple[Unit, ...]
     sources: tuple[Source, ...]
     workers: int
-    audit: Callable[[], list[bytes]]
-    """Compares the engines before the run; gives the texts whose ids differ."""
+    audit: Audit | None
+    """Compares the engines; None where only the reference was asked for."""
     falls_back: bool
     """Whether the reference takes over from an engine that was found wrong."""
 
 
+class _Unavailable(Exception):
+    """There is no fast engine for this tokenizer."""
+
+
 class _Distrusted(Exception):
-    """The fast engine is wrong, or broke down."""
+    """The fast engine is wrong."""
 
 
 def start_server() -> None:
@@ -79,22 +82,16 @@ def run_units(run: Run, journal: Journal) -> Job:
         The job as it was in the end: by which engine.
 
     Raises:
+        TokenizerError: The fast engine was asked for by name, and cannot do it.
         TokenfeedError: A worker process was killed.
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: With a line that says what is kept.
     """
     try:
-        if not journal.distrusted:
-            try:
-                _run(run, run.job, journal)
-                return run.job
-            except (_Distrusted, EngineFailure) as reason:
-                if not run.falls_back:
-                    raise TokenfeedError(f"{reason}. Leave out `--engine`.") from None
-                logger.warning("%s: `tokenizers` encodes everything, which takes longer", reason)
-                journal.distrust(str(reason))
-        job = replace(run.job, engine=ReferenceEngine.name)
-        _run(run, job, journal)
+        job = _trusting(run, journal)
+        if job is None:
+            job = replace(run.job, engine=ReferenceEngine.name)
+            _run(run, job, journal)
         return job
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_kept(run.units, journal)) from None
@@ -105,28 +102,72 @@ def run_units(run: Run, journal: Journal) -> Job:
         ) from None
 
 
+def _trusting(run: Run, journal: Journal) -> Job | None:
+    """Run by the engine that was chosen; None where that must not be, or comes to nothing."""
+    if run.job.engine == ReferenceEngine.name or journal.distrusted:
+        return None
+    try:
+        _run(run, run.job, journal)
+        return run.job
+    except _Unavailable as reason:
+        if not run.falls_back:
+            raise TokenizerError(f"`--engine {run.job.engine}`: {reason}. Leave it out.") from None
+        logger.info("the slow engine will do the work: %s", reason)
+    except (_Distrusted, EngineFailure) as reason:
+        if not run.falls_back:
+            raise TokenizerError(f"{reason}. Leave out `--engine`.") from None
+        logger.warning("%s: `tokenizers` encodes everything, which takes longer", reason)
+        journal.distrust(str(reason))
+    return None
+
+
 def _run(run: Run, job: Job, journal: Journal) -> None:
     """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
     _check(run, job, journal)
     missing = [unit for unit in run.units if unit.number not in journal.results]
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
-    is_audited = job.engine != ReferenceEngine.name
     if not missing:
-        _believe(run.audit() if is_audited else [])
+        _begin_audit(run, job)
         return
     counters = Counters()
     bar = Bar(missing, counters)
     with _pool(job, min(run.workers, len(missing)), counters) as pool, bar:
         waiting = {pool.submit(_encode_unit, unit) for unit in missing}
-        _believe(run.audit() if is_audited else [])
+        is_audited = _begin_audit(run, job)
         while waiting:
             done, waiting = concurrent.futures.wait(
                 waiting, _POLL_S, concurrent.futures.FIRST_COMPLETED
             )
             for future in done:
-                journal.append(future.result())
+                result, sample = future.result()
+                journal.append(_audited(run, result, sample) if is_audited else result)
             _check(run, job, journal)
             bar.show(units_done=len(missing) - len(waiting))
+
+
+def _begin_audit(run: Run, job: Job) -> bool:
+    """Compare the engines while the workers start; False where there is only the reference.
+
+    A run that has lost its trust goes on comparing, so that its figures depend on the input alone.
+    """
+    if run.audit is None:
+        return False
+    try:
+        run.audit.begin()
+    except EngineFailure as failure:
+        if job.engine == ReferenceEngine.name:
+            return False
+        raise _Unavailable(failure) from None
+    if job.engine != ReferenceEngine.name:
+        _believe(run.audit.differing)
+    return True
+
+
+def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
+    """The result of a unit with what a comparison of its sample has shown."""
+    assert run.audit is not None
+    differing = [text.decode() for text in run.audit.compare(sample)]
+    return replace(result, audited=len(sample), differing=differing)
 
 
 def _check(run: Run, job: Job, journal: Journal) -> None:
@@ -179,29 +220,19 @@ class _Worker:
     def __init__(self, job: Job, counters: Counters) -> None:
         self._counters = counters
         self._left_bytes = 0.0
-        self._encoder = UnitEncoder(job, _tokenizer(job), self._count)
+        self._encoder = UnitEncoder(job, self._count)
 
-    def encode(self, unit: Unit) -> UnitResult:
+    def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
         self._left_bytes = unit.weight_bytes
-        result = self._encoder.encode(unit)
+        done = self._encoder.encode(unit)
         self._count(self._left_bytes, 0)
-        return result
+        return done
 
     def _count(self, weight_bytes: float, num_tokens: int) -> None:
         """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
         weight_bytes = min(weight_bytes, self._left_bytes)
         self._left_bytes -= weight_bytes
         self._counters.add(weight_bytes, num_tokens)
-
-
-def _tokenizer(job: Job) -> TextTokenizer:
-    path = job.folder / TOKENIZER_FILE
-    return TextTokenizer.load(
-        path.read_bytes(),
-        origin=path,
-        end_token=job.end_token,
-        splits_special=job.splits_special,
-    )
 
 
 _start: tuple[Job, Counters]
@@ -222,7 +253,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_unit(unit: Unit) -> UnitResult:
+def _encode_unit(unit: Unit) -> tuple[UnitResult, list[bytes]]:
     """Runs in a worker. It sets itself up here, where an error reaches the parent as itself."""
     global _worker
     _worker = _worker or _Worker(*_start)
