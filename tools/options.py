@@ -140,9 +140,10 @@ class Options:
         return len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
 
     @property
-    def splits(self) -> dict[str, str]:
-        """Pattern of names or paths, by the split that such files belong to."""
-        return {name: glob for name, _, glob in (given.partition("=") for given in self.split)}
+    def splits(self) -> tuple[tuple[str, str], ...]:
+        """Splits, each with a pattern of names or paths whose files belong to it."""
+        parted = (given.partition("=") for given in self.split)
+        return tuple((name, glob) for name, _, glob in parted)
 
     @property
     def allowed_rejects(self) -> int | None:

@@ -16,7 +16,15 @@ from rich.table import Table
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.manifest import FileInfo, Manifest, SplitInfo
 from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import IGNORED, LABELS, ORIGIN_FILE, ORIGIN_RECORD, shard_schema
+from tokenfeed.pipeline.schema import (
+    IGNORED,
+    LABEL,
+    LABELS,
+    ORIGIN_FILE,
+    ORIGIN_RECORD,
+    PROMPT_LENGTH,
+    shard_schema,
+)
 from tokenfeed.pipeline.shard import ShardReader
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -105,11 +113,11 @@ class Cat:
             if self.json:
                 print_json(row)
             else:
-                print(
-                    f"--- {row['split']} row {row['row']} | {row['file']} record {row['record']} | "
-                    f"{row['tokens']:,} tokens"
-                )
+                print(_heading(row))
                 print(row["text"])
+                if LABELS in row:
+                    tagged = zip(row["pieces"], row[LABELS], strict=True)
+                    print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
         return 0
 
 
@@ -178,6 +186,20 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
         console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
 
 
+def _heading(row: dict[str, Any]) -> str:
+    """Where a row comes from, how long it is, and what it is labelled with."""
+    facts = [
+        f"--- {row['split']} row {row['row']}",
+        f"{row['file']} record {row['record']}",
+        f"{row['tokens']:,} tokens",
+    ]
+    if LABEL in row:
+        facts.append(f"label {row[LABEL]}")
+    if PROMPT_LENGTH in row:
+        facts.append(f"{row[PROMPT_LENGTH]:,} of them prompt")
+    return " | ".join(facts)
+
+
 def _ids(manifest: Manifest) -> str:
     """How the ids were made, and how far that was checked."""
     tokenizer = manifest.tokenizer
@@ -208,13 +230,13 @@ def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dic
             "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
             "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
-            **_labels(rows, manifest),
+            **_labels(rows, manifest, tokenizer),
             "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
         }
 
 
-def _labels(rows: Rows, manifest: Manifest) -> dict[str, Any]:
-    """The task's values of a single row, labels by name."""
+def _labels(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The task's values of a single row, labels by name; beside tags the pieces they belong to."""
     names = manifest.label_names
     values: dict[str, Any] = {}
     for column in manifest.columns:
@@ -224,6 +246,7 @@ def _labels(rows: Rows, manifest: Manifest) -> dict[str, Any]:
         elif column.name == LABELS:
             tags = rows.per_token[LABELS].tolist()
             values[LABELS] = [None if tag == IGNORED else names[tag] for tag in tags]
+            values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
         else:
             values[column.name] = rows.per_token[column.name].tolist()
     return values

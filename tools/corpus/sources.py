@@ -10,7 +10,7 @@ import fnmatch
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -99,7 +99,7 @@ def find_corpus(
     out: Path,
     field: str,
     exclude: tuple[str, ...] = (),
-    splits: Mapping[str, str] | None = None,
+    splits: tuple[tuple[str, str], ...] = (),
 ) -> Corpus:
     """Find every input file below `paths`, in the order of `paths` and then of names.
 
@@ -108,13 +108,13 @@ def find_corpus(
         out: The output folder, never read.
         field: A field that is wanted: a .json file whose records have it is no mere text.
         exclude: Patterns of names or paths to leave out.
-        splits: Patterns of names or paths, and the split that such files belong to.
+        splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
 
     Raises:
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
         ConfigError: A path lies in the output folder.
     """
-    search = _Search(os.path.realpath(out), field, exclude, splits or {})
+    search = _Search(os.path.realpath(out), field, exclude, splits)
     for path in paths:
         search.add(path)
     if not search.sources:
@@ -135,7 +135,11 @@ class _Search:
     """One walk over all given paths; remembers where it has been."""
 
     def __init__(
-        self, out: str, field: str, exclude: tuple[str, ...], splits: Mapping[str, str]
+        self,
+        out: str,
+        field: str,
+        exclude: tuple[str, ...],
+        splits: tuple[tuple[str, str], ...],
     ) -> None:
         self.sources: list[Source] = []
         self.skipped_binary = 0
@@ -237,7 +241,7 @@ class _Search:
         self.sources.append(replace(source, format=format_, state=checksum, split=split))
 
     def _split(self, path: str, root: str) -> str | None:
-        matching = (split for split, glob in self._splits.items() if _matches(path, root, glob))
+        matching = (split for split, glob in self._splits if _matches(path, root, glob))
         return next(matching, None)
 
     def _source(self, name: str, path: str) -> Source:

@@ -175,8 +175,10 @@ def _check(run: Run, job: Job, journal: Journal) -> None:
     if job.engine != ReferenceEngine.name:
         for result in journal.results.values():
             _believe([text.encode() for text in result.differing])
+    if job.max_rejects is None:
+        return
     rejects = [reject for result in journal.results.values() for reject in result.rejects]
-    if job.max_rejects is not None and len(rejects) > job.max_rejects:
+    if len(rejects) > job.max_rejects:
         source, record, reason = sorted(rejects)[job.max_rejects]
         raise too_many_rejects(run.sources[source].name, record, reason, job.max_rejects)
 
