@@ -122,6 +122,27 @@ def _children(pid: int) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+def test_only_the_parent_hears_ctrl_c(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
+    write_long_corpus(corpus)
+    out = tmp_path / "out"
+    process = subprocess.Popen([*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer)])
+    while not (out / "train").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    servers = [pid for pid in _children(process.pid) if _children(pid)]
+    below = [*servers, *(pid for server in servers for pid in _children(server))]
+    blocked = [
+        int(line.split()[1], 16)
+        for pid in below
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("SigBlk")
+    ]
+    process.kill()
+    process.wait()
+    assert len(blocked) >= 2
+    assert all(mask >> (signal.SIGINT - 1) & 1 for mask in blocked)
+
+
 def test_another_command_or_input_on_an_unfinished_folder_is_refused(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:

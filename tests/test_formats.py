@@ -18,7 +18,7 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from command import COMMAND, error_of, files_of, run, texts
+from command import COMMAND, error_of, files_of, run, run_json, texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -352,3 +352,42 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
 def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
     write_feather(tmp_path / "a.feather", [])
     assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
+
+
+def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_dict.json").write_text('{"splits": ["../up"]}')
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up/a.txt").write_text("text")
+    message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
+    assert "'../up' cannot be the name of a split" in message
+
+
+def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.test.txt").write_text("text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.tset.txt")
+    message = error_of(tmp_path / "a.test.txt", tmp_path / "out", *options, expect=2)
+    assert "`--split test=*.tset.txt`: no input file matches it" in message
+
+
+def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:
+    for index in range(40):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / f"in/{index:02}.{'test' if index % 2 else 'train'}.txt").write_text("some text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
+    summary = run_json(tmp_path / "in", tmp_path / "out", *options)
+    assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
+
+
+def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
+    table = pa.table({"text": ["some text"] * 4000})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        for start in range(0, 4000, 2):
+            writer.write_table(table.slice(start, 2))
+    source = find_corpus((str(tmp_path),), out=tmp_path / "out", field="text").sources
+    parts = [part for unit in cut_units(source, source[0].bytes // 10) for part in unit.parts]
+    assert 10 <= len(parts) <= 12
+    records = [r for part in parts for r in read_records(part, {"text": Kind.TEXT})]
+    numbers = [number for records_ in records for number in records_.numbers.tolist()]
+    assert numbers == list(range(4000))

@@ -47,7 +47,8 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
     _set_up()
     try:
         code = body() or 0
-        sys.stdout.flush()
+        if sys.stdout:  # it may have been closed
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush stays quiet
         code = _PIPE_CLOSED

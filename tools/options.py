@@ -20,6 +20,11 @@ from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 
 __all__ = ["Options", "parse_options"]
 
+_LARGEST_VOCABULARY = 10_000_000
+_FIELDS = (
+    *("text_field", "pair_field", "label_field", "tokens_field", "tags_field"),
+    *("prompt_field", "completion_field"),
+)
 _SIZE_UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -196,14 +201,17 @@ class Options:
             )
         if self.validation is not None and not 0 <= self.validation < 1:
             raise ConfigError(f"`--validation` {self.validation}: expected a part from 0 up to 1.")
-        if self.tokenizer is None and self.vocab_size < SMALLEST_VOCABULARY:
+        if not SMALLEST_VOCABULARY <= self.vocab_size <= _LARGEST_VOCABULARY:
             raise ConfigError(
-                f"`--vocab-size` {self.vocab_size}: expected at least {SMALLEST_VOCABULARY}, "
-                "so that every byte has an id."
+                f"`--vocab-size` {self.vocab_size}: expected {SMALLEST_VOCABULARY} (every byte has "
+                f"an id) to {_LARGEST_VOCABULARY:,}."
             )
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
-        fields = [field for field in self._fields() if field]
+        for name in ("tokenizer", "end_token", *_FIELDS):
+            if getattr(self, name) == "":
+                raise ConfigError(f"`--{name.replace('_', '-')}` is empty: expected a name.")
+        fields = [field for field in self._fields() if field is not None]
         if len(set(fields)) < len(fields):
             raise ConfigError(
                 f"`--task {self.task}` needs fields of different names, got {', '.join(fields)}."

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.errors import CorpusError, TokenizerError
 from tokenfeed.pipeline.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.storage import atomic_write
 from tokenfeed.tools.console import print_json, run_command
@@ -109,7 +109,12 @@ def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Jou
         audit=None if asks_reference else audit,
         falls_back=options.engine == "auto",
     )
-    job = run_units(run, journal)
+    try:
+        job = run_units(run, journal)
+    except TokenizerError:  # another command may do better, here too
+        if not journal.results:
+            _withdraw(options.out, journal)
+        raise
     results = [journal.results[unit.number] for unit in plan.units]
     if not any(result.shards for result in results):
         _withdraw(options.out, journal)

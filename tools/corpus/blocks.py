@@ -22,7 +22,7 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdErro
 """What reading a damaged file can raise."""
 
 _BLOCK_BYTES = 1 << 22
-_UNPACKED_BYTES = 1 << 18
+_PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
 """What is unpacked at once: so much may be lost before a damage, however late it comes."""
 
 _OPENERS: dict[Compression, Callable[[IO[bytes]], Any]] = {
@@ -72,11 +72,16 @@ class Blocks:
                 self.consumed_bytes = raw.tell()
                 yield block
 
+    def _slices(self) -> Iterator[bytes]:
+        """Small ones, for nobody knows how much is packed in them."""
+        for block in self._plain():
+            for start in range(0, len(block), _PACKED_BYTES):
+                yield block[start : start + _PACKED_BYTES]
+
     def _zstd(self) -> Iterator[bytes]:
         """Frame after frame by hand: zstandard's stream reader takes a cut-off file for its end."""
         frame: Any = None
-        for compressed in self._plain():
-            rest = compressed
+        for rest in self._slices():
             while rest:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 if block := frame.decompress(rest):

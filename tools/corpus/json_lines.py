@@ -77,24 +77,28 @@ class JsonLines:
         )
 
 
-def is_json_lines(start: bytes, field: str) -> bool:
-    """Whether the first line is an object that has `field`."""
+def is_json_lines(start: bytes, field: str | None) -> bool:
+    """Whether the first line is an object that has `field`, or any, for None."""
     line = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)[0]
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and field in value
+    return _has(value, field)
 
 
-def is_json_list(start: bytes, field: str) -> bool:
-    """Whether a list begins whose first element is an object that has `field`."""
+def is_json_list(start: bytes, field: str | None) -> bool:
+    """Whether a list begins whose first element is an object that has `field`, or any, for None."""
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
     try:
         value, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
     except (ValueError, RecursionError):
         return False
-    return text.startswith("[") and isinstance(value, dict) and field in value
+    return text.startswith("[") and _has(value, field)
+
+
+def _has(value: object, field: str | None) -> bool:
+    return isinstance(value, dict) and (field is None or field in value)
 
 
 def json_list(content: bytes, fields: Fields) -> Records:

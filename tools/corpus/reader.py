@@ -3,6 +3,7 @@
 A damaged file costs what follows the damage, and gives one reject there.
 """
 
+import errno
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tokenfeed.tools.corpus.units import Part, table_schema
 __all__ = ["read_records", "read_texts"]
 
 _DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
+_MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -37,6 +39,8 @@ def read_records(part: Part, fields: Fields) -> Iterator[Records]:
             behind = max(behind, last + 1)
             yield records
     except _DAMAGE as error:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) in _MACHINE_IS_FULL:
+            raise
         part.source.check_unchanged()  # then that is the reason
         yield _rejected(behind, fields, f"cannot be read from here on: {_reason(error)}")
     part.source.check_unchanged()

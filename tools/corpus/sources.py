@@ -10,6 +10,7 @@ import fnmatch
 import json
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +43,7 @@ _FORMATS: dict[str, Format] = {
     ".arrow": "arrow",
     ".feather": "arrow",
 }
+_SPLIT = re.compile(r"\w[\w-]*")
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
 _SAVED_SET, _SAVED_INFO, _SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """What `save_to_disk` leaves in the folder of a data set, and in that of several splits."""
@@ -117,6 +119,7 @@ def find_corpus(
     search = _Search(os.path.realpath(out), field, exclude, splits)
     for path in paths:
         search.add(path)
+    search.check_splits()
     if not search.sources:
         binary = (
             f" ({search.skipped_binary:,} binary files skipped)" if search.skipped_binary else ""
@@ -155,7 +158,8 @@ class _Search:
             return
         if path.startswith(HUB_PREFIX):
             for file, split in hub_files(path):
-                self._add_file(file, os.path.dirname(file), split, explicit=True)
+                name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
+                self._append(self._source(name, file), name, split)
             return
         real = os.path.realpath(path)
         if os.path.commonpath([real, self._out]) == self._out:
@@ -228,7 +232,25 @@ class _Search:
         if not explicit and source.format == "text" and b"\0" in _start(source)[:_NUL_BYTES]:
             self.skipped_binary += 1
             return
-        self.sources.append(replace(source, split=self._split(path, root) or split))
+        if explicit and source.format == "text" and _has_objects(source):
+            logger.warning(
+                "%s: its records have no field `%s`, so it is read as one text", path, self._field
+            )
+        self._append(source, root, split)
+
+    def _append(self, source: Source, root: str, split: str | None) -> None:
+        """Add a source to the split that an option says it is of, or else to `split`."""
+        matching = (name for name, glob in self._splits if _matches(source.name, root, glob))
+        split = next(matching, split)
+        if split is not None and not _SPLIT.fullmatch(split):
+            raise CorpusError(f"{source.name}: {split!r} cannot be the name of a split.")
+        self.sources.append(replace(source, split=split))
+
+    def check_splits(self) -> None:
+        """Refuse a pattern that no file matches: it is a slip of the pen."""
+        for split, glob in self._splits:
+            if all(source.split != split for source in self.sources):
+                raise ConfigError(f"`--split {split}={glob}`: no input file matches it.")
 
     def _add_stdin(self) -> None:
         """Standard input, as JSON Lines if it looks like it, else as one text."""
@@ -237,12 +259,10 @@ class _Search:
         path, checksum = spool_stdin(Path(self._out))
         source = self._source(STANDARD_INPUT, path)
         format_: Format = "jsonl" if _json_format(source, self._field) == "jsonl" else "text"
-        split = self._split(STANDARD_INPUT, STANDARD_INPUT)
-        self.sources.append(replace(source, format=format_, state=checksum, split=split))
-
-    def _split(self, path: str, root: str) -> str | None:
-        matching = (split for split, glob in self._splits if _matches(path, root, glob))
-        return next(matching, None)
+        if format_ == "text" and _has_objects(source):
+            logger.warning("-: its records have no field `%s`: read as one text", self._field)
+        source = replace(source, format=format_, state=checksum)
+        self._append(source, STANDARD_INPUT, None)
 
     def _source(self, name: str, path: str) -> Source:
         try:
@@ -290,6 +310,13 @@ def _start(source: Source, num_bytes: int = _SNIFFED_BYTES) -> bytes:
     except READ_ERRORS:
         pass
     return start
+
+
+def _has_objects(source: Source) -> bool:
+    """Whether a .json file, or standard input, looks like records whose fields have other names."""
+    start = _start(source)
+    is_json = source.name == STANDARD_INPUT or ".json" in Path(source.name).suffixes
+    return is_json and (is_json_lines(start, None) or is_json_list(start, None))
 
 
 def _json_format(source: Source, field: str) -> Format:

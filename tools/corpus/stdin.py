@@ -11,6 +11,8 @@ from pathlib import Path
 
 import xxhash
 
+from tokenfeed.pipeline.errors import CorpusError
+
 __all__ = ["STANDARD_INPUT", "spool_stdin"]
 
 STANDARD_INPUT = "-"
@@ -24,6 +26,8 @@ def spool_stdin(out: Path) -> tuple[str, int]:
         A path under which this user's processes can open it while this process lives, and the
         xxh3-64 of its bytes.
     """
+    if sys.stdin is None:
+        raise CorpusError("`-`: standard input is closed.")
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
     digest = xxhash.xxh3_64()

@@ -59,14 +59,16 @@ def auto_shard_bytes(sources: Iterable[Source]) -> int:
 
 
 def cut_units(sources: Iterable[Source], shard_bytes: int) -> tuple[Unit, ...]:
-    """Cut `sources` into units of at most about `shard_bytes` of text each, in their order.
+    """Cut `sources` into units of at most about `shard_bytes` of text each.
+
+    They keep their order, but those of one given split come together.
 
     Files of different given splits do not share a unit.
     """
     units: list[Unit] = []
     parts: list[Part] = []
     weight_bytes = 0
-    for source in sources:
+    for source in sorted(sources, key=lambda source: source.split or ""):
         for part in _cut(source, shard_bytes):
             is_full = weight_bytes + part.weight_bytes > shard_bytes
             if parts and (is_full or parts[-1].source.split != source.split):
@@ -94,7 +96,7 @@ def table_schema(source: Source) -> pa.Schema:
 
 def _cut(source: Source, shard_bytes: int) -> Iterator[Part]:
     if source.format in ("parquet", "arrow"):
-        return _cut_table(source)
+        return _cut_table(source, shard_bytes)
     if source.format == "jsonl" and not source.compression and source.bytes > shard_bytes:
         return _cut_lines(source, shard_bytes)
     return iter((_whole(source),))
@@ -139,25 +141,31 @@ def _range(source: Source, start: int, stop: int, first_record: int) -> Part:
     )
 
 
-def _cut_table(source: Source) -> Iterator[Part]:
-    """A part for each row group or record batch; a file that cannot be read stays whole, to be
-    rejected as such."""
+def _cut_table(source: Source, shard_bytes: int) -> Iterator[Part]:
+    """Row groups or record batches, neighbours together while they fit into a shard.
+
+    A file that cannot be read stays whole, to be rejected as such.
+    """
     try:
         rows = _rows_of_groups(source)
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException, ValueError):
         yield _whole(source)
         return
     per_row = source.bytes * (_COMPRESSION_RATIO if source.format == "parquet" else 1)
-    first_record = 0
-    for index, num_rows in enumerate(rows):
+    rows_wanted = sum(rows) * shard_bytes / max(per_row, 1)
+    start = first_record = num_rows = 0
+    for stop, of_group in enumerate(rows, 1):
+        num_rows += of_group
+        if stop < len(rows) and num_rows + rows[stop] <= rows_wanted:
+            continue
         yield Part(
             source=source,
-            start=index,
-            stop=index + 1,
+            start=start,
+            stop=stop,
             first_record=first_record,
             weight_bytes=per_row * num_rows // max(sum(rows), 1),
         )
-        first_record += num_rows
+        start, first_record, num_rows = stop, first_record + num_rows, 0
 
 
 def _rows_of_groups(source: Source) -> list[int]:

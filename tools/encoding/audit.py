@@ -105,6 +105,8 @@ def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
 def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
     """The beginnings of some hundred texts from all over the corpus, 1 MB at most."""
     parts = [part for unit in units for part in unit.parts]
+    if not parts:
+        return []
     random.Random(seed).shuffle(parts)
     each = -(-_TEXTS // min(len(parts), _PARTS))
     longest = min(_TEXTS_BYTES // _TEXTS, _LONGEST_BYTES)

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, Self
 import numpy as np
 import tokenizers
 
+from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.ragged import Ragged
 from tokenfeed.pipeline.schema import token_dtype
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -80,17 +81,23 @@ class ReferenceEngine:
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
-        parts = [self._encode(texts[start:stop]) for start, stop in _cuts(texts)]
+        parts = [self._encode(texts[start:stop], start) for start, stop in _cuts(texts)]
         values = [np.empty(0, self._dtype), *(part.values for part in parts)]
         lengths = [np.empty(0, np.int64), *(part.lengths for part in parts)]
         return Ragged(np.concatenate(values), np.concatenate(lengths))
 
-    def _encode(self, texts: list[bytes]) -> Ragged:
+    def _encode(self, texts: list[bytes], first: int) -> Ragged:
+        """Encode some texts of a batch, from place `first` on."""
         decoded = [text.decode() for text in texts]
         try:
             encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        except Exception:  # the library raises what its Rust side gives
-            raise Unencodable(self._reasons(decoded)) from None
+        except Exception as error:  # the library raises what its Rust side gives
+            reasons = self._reasons(decoded)
+            if not reasons:
+                raise TokenizerError(
+                    f"the tokenizer fails over a batch of texts: {error}"
+                ) from None
+            raise Unencodable({first + index: why for index, why in reasons.items()}) from None
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
         return Ragged(np.fromiter(flat, self._dtype, int(lengths.sum())), lengths)
@@ -144,10 +151,12 @@ class FastEngine:
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
             self._tokenizer = self._load()
+            self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 
     def _load(self) -> Any:
         try:
+            import awkward  # noqa: F401 - gigatoken would, at some later moment
             import gigatoken  # an extra, and 0.3 s that only its users should pay
         except ImportError as error:
             raise EngineFailure(
@@ -172,13 +181,16 @@ def engine_version(name: EngineName) -> str:
     return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
+_NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
+
+
 class _failures:
     """Whatever a fast engine raises is its failure, a panic of its Rust side included."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if error is not None and not isinstance(error, KeyboardInterrupt | SystemExit):
+        if error is not None and not isinstance(error, _NOT_FAILURES):
             reason = str(error).split("\n")[0].strip() or kind
             raise EngineFailure(f"gigatoken: {reason}") from error
 

@@ -85,7 +85,13 @@ def _template(
     tokenizer: Tokenizer, num_texts: int, special: bool
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Special ids and their types before, between and after the texts; and the texts' types."""
-    encoding = tokenizer.encode("a", "b" if num_texts > 1 else None, add_special_tokens=special)
+    if not special and num_texts == 1:
+        return [[], []], [[], []], [0]
+    try:
+        letters = ("a", "b" if num_texts > 1 else None)
+        encoding = tokenizer.encode(*letters, add_special_tokens=special)
+    except Exception as error:  # the library raises what its Rust side gives
+        raise TokenizerError(f"the tokenizer cannot encode a letter: {error}") from error
     ids: list[list[int]] = [[]]
     types: list[list[int]] = [[]]
     text_types: list[int] = []

@@ -58,7 +58,7 @@ class UnitResult:
 
 
 class UnitLedger:
-    """Counts by source; the sources of a unit are consecutive, so arrays will do."""
+    """Counts by source; those of a unit are in order and near each other, so arrays will do."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
         self.sample: list[bytes] = []
@@ -110,6 +110,7 @@ class UnitLedger:
         )
 
     def _by_source(self) -> list[SourceCounts]:
+        mine = {part.source.index for part in self._unit.parts}
         rejected = Counter(source for source, _, _ in self._rejects)
         counts = np.stack([self._bytes, self._written, self._empty], axis=1).tolist()
         return [
@@ -121,6 +122,7 @@ class UnitLedger:
                 rejected=rejected[source],
             )
             for source, (num_bytes, written, empty) in enumerate(counts, self._first)
+            if source in mine
         ]
 
 

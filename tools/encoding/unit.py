@@ -97,6 +97,7 @@ class UnitEncoder:
         for split in set(self._job.splits) - writers.keys():  # left by a run of another engine
             stale = self._job.folder / _shard_name(split, unit.number)
             stale.unlink(missing_ok=True)
+            stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
         return ledger.result(infos), ledger.sample
 

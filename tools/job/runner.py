@@ -16,10 +16,10 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.tools.corpus.sources import Source
@@ -57,6 +57,9 @@ class Run:
     """Whether the reference takes over from an engine that was found wrong."""
 
 
+_Pending = Future[tuple[UnitResult, list[bytes]]]
+
+
 class _Unavailable(Exception):
     """There is no fast engine for this tokenizer."""
 
@@ -68,6 +71,7 @@ class _Distrusted(Exception):
 def start_server() -> None:
     """Start the fork server; it and the workers inherit that SIGINT is blocked."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
+    resource_tracker.ensure_running()  # it would unblock SIGINT again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         forkserver.ensure_running()
@@ -123,7 +127,7 @@ def _trusting(run: Run, journal: Journal) -> Job | None:
 
 def _run(run: Run, job: Job, journal: Journal) -> None:
     """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
-    _check(run, job, journal)
+    _check(run, job, journal, list(journal.results.values()))
     missing = [unit for unit in run.units if unit.number not in journal.results]
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     if not missing:
@@ -132,7 +136,7 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
     counters = Counters()
     bar = Bar(missing, counters)
     with _pool(job, min(run.workers, len(missing)), counters) as pool, bar:
-        waiting = {pool.submit(_encode_unit, unit) for unit in missing}
+        waiting = _submit(pool, missing)
         is_audited = _begin_audit(run, job)
         while waiting:
             done, waiting = concurrent.futures.wait(
@@ -140,9 +144,19 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
             )
             for future in done:
                 result, sample = future.result()
-                journal.append(_audited(run, result, sample) if is_audited else result)
-            _check(run, job, journal)
+                result = _audited(run, result, sample) if is_audited else result
+                journal.append(result)
+                _check(run, job, journal, [result])
             bar.show(units_done=len(missing) - len(waiting))
+
+
+def _submit(pool: ProcessPoolExecutor, units: list[Unit]) -> set[_Pending]:
+    """Queue the units. A process whose start is interrupted would be known to nobody: wait."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        return {pool.submit(_encode_unit, unit) for unit in units}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_audit(run: Run, job: Job) -> bool:
@@ -170,10 +184,10 @@ def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
     return replace(result, audited=len(sample), differing=differing)
 
 
-def _check(run: Run, job: Job, journal: Journal) -> None:
-    """Look at all that is finished: are ids to be believed, and rejects few enough?"""
+def _check(run: Run, job: Job, journal: Journal, results: list[UnitResult]) -> None:
+    """Look at what has just been finished: are ids to be believed, and rejects few enough?"""
     if job.engine != ReferenceEngine.name:
-        for result in journal.results.values():
+        for result in results:
             _believe([text.encode() for text in result.differing])
     if job.max_rejects is None:
         return
@@ -244,6 +258,7 @@ _worker: _Worker | None = None
 
 def _start_worker(job: Job, counters: Counters) -> None:
     global _start
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is the parent's to handle
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _start = job, counters
