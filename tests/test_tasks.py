@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.ragged import Ragged, join, take
+from tokenfeed.pipeline.ragged import Ragged
 from tokenfeed.pipeline.shard import ShardReader
 from tokenfeed.tools.corpus.records import Kind, checked
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -210,43 +209,6 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
     expected = {"input_ids": rows, "prompt_length": lengths, "has_text": [True] * len(rows)}
     assert found == expected
     assert not any(encoded(task, kind, p=["the fox"], c=[""])["has_text"])
-
-
-def ragged(rows: list[list[int]], dtype: str) -> Ragged:
-    return Ragged(np.array([*chain(*rows)], dtype), np.array([*map(len, rows)], np.int64))
-
-
-VALUES = st.lists(st.integers(0, 100), max_size=4)
-DTYPE = st.sampled_from(["uint8", "int16", "uint16", "uint32"])
-
-
-@given(data=st.data(), dtype=DTYPE, num_rows=st.integers(0, 5), kinds=st.permutations("rrccc"))
-def test_join_is_addition_of_lists(
-    data: st.DataObject, dtype: str, num_rows: int, kinds: list[str]
-) -> None:
-    kinds = kinds[: max(kinds.index("r") + 1, data.draw(st.integers(1, 5)))]
-    rows = st.lists(VALUES, min_size=num_rows, max_size=num_rows)
-    drawn: list[tuple[str, Any]] = [
-        (kind, data.draw(rows if kind == "r" else VALUES)) for kind in kinds
-    ]
-    joined = join([ragged(one, dtype) if kind == "r" else np.array(one) for kind, one in drawn])
-    assert listed(joined) == [
-        [*chain(*(one[row] if kind == "r" else one for kind, one in drawn))]
-        for row in range(num_rows)
-    ]
-    assert joined.values.dtype == dtype
-    assert listed(join([np.array([-100]), ragged([[], [7]], "int16")])) == [[-100], [-100, 7]]
-
-
-@given(data=st.data(), rows=st.lists(VALUES, max_size=6), dtype=DTYPE)
-def test_take_is_indexing(data: st.DataObject, rows: list[list[int]], dtype: str) -> None:
-    pieces = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8)) if rows else []
-    whole, places = ragged(rows, dtype), np.array(pieces, np.int64)
-    taken = whole.take(places)
-    assert listed(taken) == [rows[piece] for piece in pieces]
-    assert taken.values.dtype == dtype
-    shifted = np.concatenate([np.full(3, 9, dtype), whole.values])
-    assert np.array_equal(take(shifted, whole.offsets + 3, places), taken.values)
 
 
 def label_names(folder: Path, field: str = "label", kind: Kind = Kind.LABEL) -> tuple[str, ...]:
