@@ -18,9 +18,9 @@ from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
+from tokenfeed.tools.corpus.blocks import Compression
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
-from tokenfeed.tools.corpus.json_lines import is_json_lines, is_json_list
+from tokenfeed.tools.corpus.sniff import holds_objects, is_binary, json_format
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
 
 __all__ = ["Corpus", "Format", "Source", "find_corpus"]
@@ -29,9 +29,6 @@ logger = logging.getLogger(__name__)
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
 
-_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
-"""How much is read to know what a file is; the more where its first record may not have ended."""
-_NUL_BYTES = 8192
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
 _FORMATS: dict[str, Format] = {
     ".jsonl": "jsonl",
@@ -229,10 +226,12 @@ class _Search:
             return
         self._seen.add(real)
         source = self._source(path, path)
-        if not explicit and source.format == "text" and b"\0" in _start(source)[:_NUL_BYTES]:
+        is_text = source.format == "text"
+        if not explicit and is_text and is_binary(path, source.compression):
             self.skipped_binary += 1
             return
-        if explicit and source.format == "text" and _has_objects(source):
+        is_json = ".json" in Path(path).suffixes
+        if explicit and is_text and is_json and holds_objects(path, source.compression):
             logger.warning(
                 "%s: its records have no field `%s`, so it is read as one text", path, self._field
             )
@@ -258,8 +257,9 @@ class _Search:
             raise ConfigError("`-`: standard input can be read only once.")
         path, checksum = spool_stdin(Path(self._out))
         source = self._source(STANDARD_INPUT, path)
-        format_: Format = "jsonl" if _json_format(source, self._field) == "jsonl" else "text"
-        if format_ == "text" and _has_objects(source):
+        is_json_lines = json_format(path, None, self._field) == "jsonl"
+        format_: Format = "jsonl" if is_json_lines else "text"
+        if not is_json_lines and holds_objects(path, None):
             logger.warning("-: its records have no field `%s`: read as one text", self._field)
         source = replace(source, format=format_, state=checksum)
         self._append(source, STANDARD_INPUT, None)
@@ -284,7 +284,7 @@ class _Search:
             compression=compression,
         )
         if format_ == "json":
-            return replace(source, format=_json_format(source, self._field))
+            return replace(source, format=json_format(path, compression, self._field))
         return source
 
 
@@ -296,37 +296,3 @@ def _matches(path: str, root: str, glob: str) -> bool:
 def _is_data_set(names: list[str]) -> bool:
     """Whether a folder of these names is an output of ours: its files are no text to learn."""
     return JOURNAL_FILE in names or {MANIFEST_FILE, TOKENIZER_FILE} <= set(names)
-
-
-def _start(source: Source, num_bytes: int = _SNIFFED_BYTES) -> bytes:
-    """About the first `num_bytes`, decompressed. What cannot be read is rejected later."""
-    stop = None if source.compression else min(source.bytes, num_bytes)
-    start = b""
-    try:
-        for block in Blocks(source.path, source.compression, 0, stop):
-            start += block
-            if len(start) >= num_bytes:
-                break
-    except READ_ERRORS:
-        pass
-    return start
-
-
-def _has_objects(source: Source) -> bool:
-    """Whether a .json file, or standard input, looks like records whose fields have other names."""
-    start = _start(source)
-    is_json = source.name == STANDARD_INPUT or ".json" in Path(source.name).suffixes
-    return is_json and (is_json_lines(start, None) or is_json_list(start, None))
-
-
-def _json_format(source: Source, field: str) -> Format:
-    """What a .json file holds: records by line, a list of records, or just some text."""
-    for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
-        start = _start(source, num_bytes)
-        if is_json_lines(start, field):
-            return "jsonl"
-        if is_json_list(start, field):
-            return "json"
-        if len(start) < num_bytes:
-            break
-    return "text"
