@@ -20,6 +20,7 @@ from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.ragged import Ragged
 from tokenfeed.pipeline.schema import token_dtype
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.signals import signals_held
 
 __all__ = [
     "Engine",
@@ -156,8 +157,9 @@ class FastEngine:
 
     def _load(self) -> Any:
         try:
-            import awkward  # noqa: F401 - gigatoken would, at some later moment
-            import gigatoken  # an extra, and 0.3 s that only its users should pay
+            with signals_held():  # their C extensions turn an interruption into an ImportError
+                import awkward  # noqa: F401 - gigatoken would, at some later moment
+                import gigatoken  # an extra, and 0.3 s that only its users should pay
         except ImportError as error:
             raise EngineFailure(
                 f"the fast one is not installed ({error}; pip install 'tokenfeed[fast]')"

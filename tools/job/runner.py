@@ -30,6 +30,7 @@ from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.unit import Job, UnitEncoder
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.progress import Bar, Counters
+from tokenfeed.tools.signals import signals_held
 
 __all__ = ["Run", "run_units", "start_server"]
 
@@ -152,11 +153,8 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
 
 def _submit(pool: ProcessPoolExecutor, units: list[Unit]) -> set[_Pending]:
     """Queue the units. A process whose start is interrupted would be known to nobody: wait."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
+    with signals_held():
         return {pool.submit(_encode_unit, unit) for unit in units}
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _begin_audit(run: Run, job: Job) -> bool:

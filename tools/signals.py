@@ -1,0 +1,36 @@
+"""Hold Ctrl-C and SIGTERM back while something runs that an exception must not break into."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+__all__ = ["signals_held"]
+
+_HELD = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """Deliver a signal that arrives within the block when it ends.
+
+    By handlers, not by a signal mask: another thread of the process may be the one that receives
+    it, and Python then interrupts the main thread all the same.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in _HELD}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if caught:
+            signal.raise_signal(caught[0])
