@@ -1,263 +1,227 @@
-"""How many real tokens per second reach the training loop as int64 CPU batches?
+"""How many real tokens per second reach the training loop as int64 CPU batches, beside the peers?
 
-Cases: short rows (mean 12 tokens) and documents (mean about 1,100), in vocabulary 32,768, each
-padded and packed; beside `datasets` (map-style, the same work: shuffled, padded, int64) and the
-bound: one gather per batch from an uncompressed memory map of pre-cut rows, without workers.
-Every run counts real tokens, not slots. It would be refuted by a peer that shuffles as much and
-delivers more.
-One process per case and repeat; the page cache is warm; the first batch is timed apart.
+Rows: the standard library's own source (vocabulary 32,768), by line (`short`, about 13 tokens), by
+20 lines (`medium`, about 180) and by file (`documents`, about 4,200). tokenfeed reads its
+compressed shards, padded (budget 16,384; also lengths rounded up to 8) and packed into rows of
+2,048. Every peer does what its users do: random batches of 256 short or 32 medium rows, padded to
+the longest; documents cut beforehand into rows of 2,048, 8 a batch, so without any padding.
+Peers that write row by row get an eighth of the short rows. The bound is one gather a batch from
+an uncompressed memory map of rows of one length, without workers.
 
-usage: python benchmarks/loader.py [--repeats 3] [--seconds 4] [--workers 2]
+Measured beside speed: padding; first batch; time from nothing to the first batch after a state
+saved in the middle of an epoch; memory (PSS of all processes, page cache they map included); disk,
+second copies included; and the rows that one epoch loses or repeats, unbroken and resumed.
+One process per measurement, repeats interleaved, page cache warm; ratios are within a repeat.
+Refuted by a peer that shuffles as much and delivers more, or by a row lost or repeated.
+
+Peers live where they are installed: the interpreter at hand, else --peer-python.
+
+    pip install torch datasets mosaicml-streaming litdata webdataset torchdata grain array-record
+    python benchmarks/loader.py --peer-python /tmp/peers/bin/python [--repeats 3] [--data FOLDER]
 """
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import torch
-from protocol import summary, write_result
+from loader_case import OURS, own_folder
+from loader_data import KINDS, make_data
+from loader_peers import PEERS
+from loader_plot import plot
+from loader_process import CaseError, bytes_in, run_case
+from protocol import RESULTS, summary, write_result
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
-from torch.utils.data import DataLoader
 
-from tokenfeed.pipeline import Packed, Padded, ShardLoader, ShardWriter
-from tokenfeed.pipeline.manifest import (
-    FileInfo,
-    Ledger,
-    Manifest,
-    SplitInfo,
-    TokenizerInfo,
-    length_histogram,
-)
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.storage import file_xxh3
+BOUND = "bound: memmap gather"
+MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
+WHERE = str(Path(__file__).with_name("loader_case.py"))
 
-VOCABULARY = 32_768
-SEQUENCE = 2048
-ROWS = {"short": 12, "documents": 1_100}
-TOKENS = {"short": 40_000_000, "documents": 80_000_000}
-SHARDS = 4
-
-Counts = tuple[int, int]
-"""Real tokens and token slots of one batch."""
+Entry = dict[str, Any]
 
 
-def lengths_of(kind: str) -> np.ndarray:
-    """Log-normal row lengths with the mean of `ROWS`."""
-    rng = np.random.default_rng(0)
-    mean, sigma = ROWS[kind], 0.8
-    drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, TOKENS[kind] // mean)
-    return np.clip(drawn, 1, 100 * mean).astype(np.int64)
+def find_peers(pythons: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The interpreter of every loader, and the versions of the peers' packages."""
+    homes = dict.fromkeys(OURS, sys.executable)
+    versions: dict[str, str] = {}
+    for python in pythons:
+        done = subprocess.run(
+            [python, WHERE, "versions"], check=True, stdout=subprocess.PIPE, text=True
+        )
+        for name, packages in json.loads(done.stdout).items():
+            if name not in homes:
+                homes[name] = python
+                versions |= packages
+    return homes, versions
 
 
-def make_data(folder: Path, kind: str) -> None:
-    """Write the same rows as shards, as a `datasets` folder and as a memory map of cut rows.
-
-    Ids follow a Zipf law, like text, so that zstd has as much to do as on text.
-    """
-    rng = np.random.default_rng(1)
-    lengths = lengths_of(kind)
-    ids = (rng.zipf(1.2, lengths.sum()) % VOCABULARY).astype(np.uint16)
-    write_shards(folder / kind, ids, lengths)
-    whole = len(ids) // SEQUENCE * SEQUENCE
-    ids[:whole].tofile(folder / f"{kind}.bin")
-    ends = np.cumsum(lengths)
-    keep = int(np.searchsorted(ends, TOKENS[kind] // 8))  # it is slow: an eighth is plenty
-    column = pa.ListArray.from_arrays(
-        pa.array(np.append(0, ends[:keep]).astype(np.int32)), pa.array(ids[: ends[keep - 1]])
-    )
-    from datasets import Dataset
-
-    Dataset(pa.table({"input_ids": column})).save_to_disk(folder / f"{kind}.datasets")
+def prepare(python: str, loader: str, kind: str, data: Path) -> None:
+    """Have the loader write its own copy of the rows, if it has not."""
+    own = own_folder(data, kind, loader)
+    if not (own / "written").exists():
+        run_case(python, "write", loader, kind, data)
+        (own / "written").touch()
 
 
-def write_shards(folder: Path, ids: np.ndarray, lengths: np.ndarray) -> None:
-    """Write a data set with the library's own writer."""
-    origin = {
-        "origin_file": np.zeros(len(lengths), np.uint32),
-        "origin_record": np.arange(len(lengths), dtype=np.uint64),
-    }
-    rows = Rows(lengths, {"input_ids": ids}, origin)
-    shards = []
-    for number, part in enumerate(np.array_split(np.arange(len(lengths)), SHARDS)):
-        with ShardWriter(folder, f"train/{number:05d}.arrow", VOCABULARY) as writer:
-            writer.append(rows.slice(int(part[0]), int(part[-1]) + 1))
-        assert writer.info is not None
-        shards.append(writer.info)
-    (folder / "none").touch()
-    empty = {"file": "none", "bytes": 0, "xxh3": file_xxh3(folder / "none")}
-    histogram = tuple(length_histogram(lengths).tolist())
-    count = len(lengths)
-    Manifest(
-        format_version=1,
-        task="lm",
-        columns=(),
-        label_names=(),
-        tokenizer=TokenizerInfo(
-            **empty,
-            vocabulary_size=VOCABULARY,
-            end_id=None,
-            pad_id=0,
-            engine="none",
-            engine_version="0",
-            audited=0,
-            differences=0,
-            special_tokens_in_text="plain",
-            special_tokens_added=False,
-        ),
-        splits={"train": SplitInfo(shards=tuple(shards), length_histogram=histogram)},
-        ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),
-        sources=FileInfo(**empty),
-        rejects=FileInfo(**empty),
-    ).write(folder)
-
-
-def tokenfeed(folder: Path, kind: str, workers: int, batching: Padded | Packed) -> Iterator[Counts]:
-    """Epoch after epoch of our loader."""
-    with ShardLoader(folder / kind, batching=batching, num_workers=workers, epochs=None) as loader:
-        for batch in loader:
-            yield batch.num_tokens, batch.num_slots
-
-
-def pad(rows: list[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The usual collate function: pad to the longest of the batch."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    ids = np.zeros((len(rows), longest), np.int64)
-    mask = np.zeros((len(rows), longest), np.bool_)
-    for number, row in enumerate(rows):
-        ids[number, : len(row["input_ids"])] = row["input_ids"]
-        mask[number, : len(row["input_ids"])] = True
-    return torch.from_numpy(ids), torch.from_numpy(mask)
-
-
-def hf_datasets(folder: Path, kind: str, workers: int) -> Iterator[Counts]:
-    """`datasets`, map-style and shuffled, under a DataLoader; the rows of about 16k tokens."""
-    from datasets import load_from_disk
-
-    data = load_from_disk(folder / f"{kind}.datasets").with_format("numpy")
-    rows = max(1, 16_384 // (3 * ROWS[kind]))
-    while True:
-        loader = DataLoader(data, rows, shuffle=True, num_workers=workers, collate_fn=pad)
-        for ids, mask in loader:
-            yield int(mask.sum()), ids.numel()
-
-
-def memmap_gather(folder: Path, kind: str, workers: int) -> Iterator[Counts]:
-    """The bound: rows of one length, uncompressed, shuffled, gathered in the training process."""
-    rows = np.memmap(folder / f"{kind}.bin", np.uint16, "r").reshape(-1, SEQUENCE)
-    rng = np.random.default_rng(0)
-    while True:
-        for chosen in np.array_split(rng.permutation(len(rows)), len(rows) // 8):
-            ids = torch.from_numpy(rows[chosen].astype(np.int64))
-            yield ids.numel(), ids.numel()
-
-
-CASES: dict[str, Callable[[Path, str, int], Iterable[Counts]]] = {
-    "tokenfeed padded": lambda f, k, w: tokenfeed(f, k, w, Padded(max_tokens=16_384)),
-    "tokenfeed packed": lambda f, k, w: tokenfeed(f, k, w, Packed(SEQUENCE, 8)),
-    "datasets map-style": hf_datasets,
-    "bound: memmap gather": memmap_gather,
-}
-
-
-def measure(counts: Iterable[Counts], seconds: float) -> dict[str, float]:
-    """Drain for some seconds after the first batch, which stands apart."""
-    started = time.perf_counter()
-    iterator = iter(counts)
-    next(iterator)
-    first = time.perf_counter()
-    tokens = slots = 0
-    for real, padded in iterator:
-        tokens += real
-        slots += padded
-        if (now := time.perf_counter()) - first > seconds:
-            break
-    return {
-        "mtok_s": tokens / (now - first) / 1e6,
-        "padding": 1 - tokens / slots,
-        "first_batch_s": first - started,
-    }
-
-
-def run_case(folder: Path, case: str, kind: str, options: argparse.Namespace) -> dict[str, float]:
-    """One case in a process of its own."""
-    arguments = ["--case", case, "--kind", kind, "--data", str(folder)]
-    arguments += ["--seconds", str(options.seconds), "--workers", str(options.workers)]
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments], check=True, capture_output=True, text=True
-    )
-    result: dict[str, float] = json.loads(done.stdout)
+def measure(python: str, loader: str, kind: str, options: argparse.Namespace) -> Entry:
+    """One repeat: speed, then resuming where the loader can."""
+    settings = ("--workers", options.workers, "--seconds", options.seconds)
+    own = own_folder(options.data, kind, loader)
+    (own / "state.pickle").unlink(missing_ok=True)
+    result = run_case(python, "speed", loader, kind, options.data, *settings)
+    if (own / "state.pickle").exists():
+        resumed = run_case(python, "resume", loader, kind, options.data, *settings)
+        result["resume_s"] = resumed["resume_s"]
     return result
 
 
-def compare(options: argparse.Namespace) -> list[dict[str, Any]]:
+def count_rows(python: str, loader: str, options: argparse.Namespace) -> Entry:
+    """Rows lost and repeated in one epoch of the small set, unbroken and resumed halfway."""
+
+    def check(part: str) -> Entry:
+        settings = ("--workers", options.workers, "--part", part)
+        result = run_case(python, "check", loader, "check", options.data, *settings)
+        return {name: result[name] for name in ("rows", "lost", "repeated")}
+
+    prepare(python, loader, "check", options.data)
+    counts = {"unbroken": check("whole")}
+    if (own_folder(options.data, "short", loader) / "state.pickle").exists():
+        check("first")
+        counts["resumed"] = check("rest")
+    return counts
+
+
+def disk_bytes(loader: str, kind: str, data: Path) -> int:
+    """What the loader reads, and what it wrote meanwhile."""
+    folder = data / kind
+    if loader in OURS:
+        return bytes_in(folder / "shards")
+    own = bytes_in(own_folder(data, kind, loader))
+    reads_the_arrays = PEERS[loader].write.__name__ == "write_nothing"
+    return own + ((folder / "ids.npy").stat().st_size if reads_the_arrays else 0)
+
+
+def ratios(runs: dict[str, list[Entry]], loader: str) -> Entry:
+    """Times the best peer, and part of the bound: medians of the ratios within a repeat."""
+    peers = [name for name in runs if name in PEERS and name not in (BOUND, loader)]
+    found: Entry = {}
+    speeds = {name: [run["mtok_s"] for run in results] for name, results in runs.items()}
+    if peers:
+        best = map(max, zip(*(speeds[name] for name in peers), strict=False))
+        pairs = zip(speeds[loader], best, strict=False)
+        found["times_best_other_peer"] = round(statistics.median(a / b for a, b in pairs), 3)
+    if BOUND in runs:
+        pairs = zip(speeds[loader], speeds[BOUND], strict=False)
+        found["part_of_bound"] = round(statistics.median(a / b for a, b in pairs), 4)
+    return found
+
+
+def compare(homes: dict[str, str], options: argparse.Namespace) -> list[Entry]:
     """All cases, repeats interleaved so that a slow minute of the machine hits them all."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in ROWS:
-            make_data(folder, kind)
-        runs: dict[tuple[str, str], list[dict[str, float]]] = {}
-        for _ in range(options.repeats):
-            for kind in ROWS:
-                for case in CASES:
-                    result = run_case(folder, case, kind, options)
-                    runs.setdefault((kind, case), []).append(result)
-    return [
-        {
-            "rows": kind,
-            "case": case,
-            "workers": options.workers,
-            **{
-                field: summary([run[field] for run in results], digits=4)
-                for field in ("mtok_s", "padding", "first_batch_s")
-            },
-        }
-        for (kind, case), results in runs.items()
-    ]
+    cases = [(kind, loader) for kind in options.kinds for loader in options.loaders]
+    runs: dict[str, dict[str, list[Entry]]] = {kind: {} for kind in options.kinds}
+    failed = {case: "not installed" for case in cases if case[1] not in homes}
+    for repeat in range(options.repeats):
+        for kind, loader in cases:
+            if (kind, loader) in failed:
+                continue
+            print(f"repeat {repeat + 1}: {kind}, {loader}", file=sys.stderr, flush=True)
+            try:
+                prepare(homes[loader], loader, kind, options.data)
+                result = measure(homes[loader], loader, kind, options)
+                runs[kind].setdefault(loader, []).append(result)
+            except CaseError as error:
+                failed[kind, loader] = f"failed: {error}"
+                runs[kind].pop(loader, None)
+    counted = {}
+    for loader in options.loaders:
+        if loader in homes and loader != BOUND:
+            print(f"counting rows: {loader}", file=sys.stderr, flush=True)
+            try:
+                counted[loader] = count_rows(homes[loader], loader, options)
+            except CaseError as error:
+                counted[loader] = {"failed": str(error)}
+    results = []
+    for kind, loader in cases:
+        entry: Entry = {"rows": kind, "case": loader, "workers": options.workers}
+        entry["order"] = PEERS[loader].order if loader in PEERS else "rows of a random window"
+        if (kind, loader) in failed:
+            entry["failed"] = failed[kind, loader]
+        else:
+            entry |= describe(runs[kind], loader)
+            size = disk_bytes(loader, kind, options.data) / runs[kind][loader][0]["tokens"]
+            entry["disk_bytes_per_token"] = round(size, 3)
+            entry["row_counts"] = counted.get(loader, {})
+        results.append(entry)
+    return results
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def describe(runs: dict[str, list[Entry]], loader: str) -> Entry:
+    """Medians of the repeats."""
+    results = runs[loader]
+    medians = {
+        field: summary([run[field] for run in results], digits=4)
+        for field in MEASURED
+        if all(field in run for run in results)
+    }
+    return {"tokens": results[0]["tokens"], **medians, **ratios(runs, loader)}
+
+
+def show(results: list[Entry]) -> None:
     """The table a person reads."""
-    table = Table("rows", "case", "M tokens/s", "[least, most]", "padding", "first batch")
-    for result in results:
-        speed = result["mtok_s"]
+    columns = ("M tokens/s", "least, most", "x best", "padding", "first", "resume", "MB", "B/tok")
+    table = Table("rows", "loader", *columns, "lost+repeated")
+    for entry in results:
+        if "failed" in entry:
+            table.add_row(entry["rows"], entry["case"], escape(entry["failed"][:60]))
+            continue
+        speed, resumed = entry["mtok_s"], entry.get("resume_s")
+        counts = entry["row_counts"].values()
         table.add_row(
-            result["rows"],
-            result["case"],
-            f"{speed['median']:.1f}",
-            f"[{speed['min']:.1f}, {speed['max']:.1f}]".replace("[", r"\["),
-            f"{result['padding']['median']:.2%}",
-            f"{result['first_batch_s']['median']:.2f} s",
+            entry["rows"],
+            entry["case"],
+            f"{speed['median']:.2f}",
+            f"{speed['min']:.2f}, {speed['max']:.2f}",
+            f"{entry.get('times_best_other_peer', 0):.2f}",
+            f"{entry['padding']['median']:.2%}",
+            f"{entry['first_batch_s']['median']:.2f} s",
+            f"{resumed['median']:.2f} s" if resumed else "none",
+            f"{entry['peak_memory_mb']['median']:.0f}",
+            f"{entry['disk_bytes_per_token']:.2f}",
+            ", ".join(str(each["lost"] + each["repeated"]) for each in counts)
+            if "failed" not in entry["row_counts"]
+            else "failed",
         )
-    Console(width=100).print(table)
+    Console(width=150).print(table)
 
 
 def main() -> None:
-    """Run one case when asked by `run_case`, else all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    every = [*OURS, *PEERS]
+    parser.add_argument("--peer-python", help="an interpreter that has the peers")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
-    parser.add_argument("--kind", choices=ROWS, help=argparse.SUPPRESS)
-    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the data; for a quick try")
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--loaders", nargs="+", default=every, choices=every, metavar="NAME")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.case:
-        counts = CASES[options.case](options.data, options.kind, options.workers)
-        print(json.dumps(measure(counts, options.seconds)))
-        return
-    results = compare(options)
+    homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
+    with tempfile.TemporaryDirectory() as name:
+        options.data = options.data or Path(name)
+        make_data(options.data, options.scale)
+        results = compare(homes, options)
     show(results)
-    print(f"written to {write_result('loader', results)}")
+    path = write_result("loader", results, options.results, peers=versions, scale=options.scale)
+    print(f"written to {path} and {plot(path)}")
 
 
 if __name__ == "__main__":

@@ -47,11 +47,16 @@ def summary(values: list[float], digits: int = 1) -> dict[str, float]:
     }
 
 
-def write_result(question: str, results: list[dict[str, Any]]) -> Path:
-    """Write `results/<question>.json`: the environment, then one entry per case."""
-    path = RESULTS / f"{question}.json"
-    RESULTS.mkdir(exist_ok=True)
-    content = {"environment": environment(), "results": results}
+def write_result(
+    question: str,
+    results: list[dict[str, Any]],
+    folder: Path = RESULTS,
+    **more_environment: object,
+) -> Path:
+    """Write `<question>.json`: the environment, then one entry per case."""
+    path = folder / f"{question}.json"
+    folder.mkdir(exist_ok=True)
+    content = {"environment": environment() | more_environment, "results": results}
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
 

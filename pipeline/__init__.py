@@ -11,21 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.batch import Batch as Batch
-    from tokenfeed.pipeline.batching import Fixed as Fixed
-    from tokenfeed.pipeline.batching import Packed as Packed
-    from tokenfeed.pipeline.batching import Padded as Padded
     from tokenfeed.pipeline.dataset import ShardDataset as ShardDataset
     from tokenfeed.pipeline.loader import ShardLoader as ShardLoader
     from tokenfeed.pipeline.manifest import Manifest as Manifest
+    from tokenfeed.pipeline.mixture import Mixture as Mixture
+    from tokenfeed.pipeline.policy import Fixed as Fixed
+    from tokenfeed.pipeline.policy import Packed as Packed
+    from tokenfeed.pipeline.policy import Padded as Padded
     from tokenfeed.pipeline.shard import ShardReader as ShardReader
     from tokenfeed.pipeline.shard import ShardWriter as ShardWriter
 
 _HOME = {
     "Batch": "batch",
-    "Fixed": "batching",
+    "Fixed": "policy",
     "Manifest": "manifest",
-    "Packed": "batching",
-    "Padded": "batching",
+    "Mixture": "mixture",
+    "Packed": "policy",
+    "Padded": "policy",
     "ShardDataset": "dataset",
     "ShardLoader": "loader",
     "ShardReader": "shard",

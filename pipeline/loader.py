@@ -1,39 +1,39 @@
 """ShardLoader: batches on a device, ready before they are asked for, resumable at any of them.
 
-    shards ─A─► workers ─B─► share of a window ─C─► pinned ─D─► device ─E─► Batch
+    shards ─A─► workers ─B─► share of a window ─C─► device ─D─► Batch
     A decode, plan, gather: once per window, in worker processes
-    B shared memory, two buffers per window
-    C page-locked once per window (CUDA only)
-    D ragged ids, 2 bytes a token, on a copy stream, ahead of use
-    E widened, padded and labelled on that same stream; on the CPU by numpy instead
+    B anonymous shared memory, page-locked once for a CUDA device, used in turn
+    C ragged tokens, 2 bytes each, on a copy stream, ahead of use
+    D widened, padded and labelled on that same stream; on the CPU by numpy instead
 
-Nothing in the path synchronises with the device. The position counts what the user was given, not
-what was prefetched, so a state saved at any batch continues with exactly the next one.
+Nothing in the path synchronises with the device, and nothing stops at the end of a window or an
+epoch. The state counts what the user was given, not what was prefetched, so a state saved at any
+batch continues with exactly the next one.
 """
 
-import contextlib
-import gc
-import os
-import signal
-import threading
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader, IterableDataset
 
-from tokenfeed.pipeline.batch import Batch, build_on_host
-from tokenfeed.pipeline.batching import Batching
-from tokenfeed.pipeline.dataset import ShardDataset, WindowShare
-from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError, TokenfeedError
+from tokenfeed.pipeline.batch import Batch
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feed import Feed
 from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.transfer import Placed, copy_ahead
+from tokenfeed.pipeline.mixture import Mixture, open_sources
+from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
+from tokenfeed.pipeline.policy import Batching
+from tokenfeed.pipeline.source import Job
+from tokenfeed.pipeline.state import Delivered
+from tokenfeed.pipeline.stats import Counters, Stats
+from tokenfeed.pipeline.tuner import Tuner, num_cores
+from tokenfeed.pipeline.window import WindowReader
 
-__all__ = ["ShardLoader", "naming_dead_workers"]
+__all__ = ["ShardLoader"]
 
 _WORKERS_PER_CORE = 16
 """More could only be a slip of the finger, and would bring the machine down."""
@@ -53,100 +53,160 @@ class ShardLoader:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Mixture,
         *,
         batching: Batching,
         split: str = "train",
         device: str | torch.device = "cpu",
-        num_workers: int = 2,
+        num_workers: int | Literal["auto"] = "auto",
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = 1,
+        gang_size: int | None = None,
+        window_tokens: int | None = None,
+        timeout: float = 300.0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
         """Read the manifest and make the plan; workers start with the first iteration.
 
         Args:
-            path: Output folder of `pretokenize`.
+            path: Output folder of `pretokenize`, or a Mixture of several.
             batching: `Padded`, `Packed` or `Fixed`.
             split: Which split of the data set.
             device: Where batches are delivered.
-            num_workers: Reader processes; 0 reads in this process. The order never depends on it.
+            num_workers: Reader processes; 0 reads in this process, "auto" starts one and measures
+                how many keep up. The order never depends on it.
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
+            gang_size: Micro-batches of one training step, over all ranks together. Their rows are
+                of nearly equal length and the same on any number of ranks. None: that of a loaded
+                state, else `world_size`.
+            window_tokens: Tokens that are shuffled and sorted together; None chooses.
+            timeout: Seconds after which a worker that does not answer counts as hung.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
             world_size: Ranks that share each gang; by default torch.distributed's, or 1.
 
         Raises:
             ManifestError: The folder holds no such data set or split.
-            ConfigError: A setting is out of range.
+            ConfigError: A setting is out of range, or does not fit the data.
         """
-        rank, world_size = _resolve_ranks(rank, world_size)
-        most_workers = _WORKERS_PER_CORE * (os.cpu_count() or 1)
-        if not 0 <= num_workers <= most_workers:
-            raise ConfigError(f"`num_workers`={num_workers}: expected 0 to {most_workers} here.")
+        self.rank, self.world_size = _resolve_ranks(rank, world_size)
         if epochs is not None and epochs < 1:
             raise ConfigError(f"`epochs`={epochs} must be at least 1, or None for no end.")
+        self.epochs = epochs
         self.device = _resolve_device(device)
-        self.num_workers = num_workers
-        self._dataset = ShardDataset(
-            path,
+        self._timeout = timeout
+        self._tuner = Tuner(num_cores()) if num_workers == "auto" else None
+        self._num_workers = 1 if num_workers == "auto" else _check_workers(num_workers)
+        self._mixture = path if isinstance(path, Mixture) else None
+        self._sources = open_sources(path, split)
+        self._gang_size_is_given = gang_size is not None
+        self._plan = Plan.of(
+            self._sources,
+            self._mixture,
             batching,
             split=split,
+            gang_size=self.world_size if gang_size is None else gang_size,
+            window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
-            epochs=epochs,
-            rank=rank,
-            world_size=world_size,
         )
-        self._plan = self._dataset.plan
-        self._position = Position(0, 0, 0)
+        self._delivered = Delivered(self._plan)
+        self._counters = Counters()
         self._pass_is_over = False
         """Whether a loaded state stands at the end of its pass: there is no rest to deliver."""
-        self._running: Generator[Batch, None, None] | None = None
+        self._feed: Feed | None = None
 
     @property
     def manifest(self) -> Manifest:
-        """What the data set holds."""
-        return self._dataset.manifest
+        """What the data set holds; of a mixture, its first one."""
+        return self._sources[0].manifest
+
+    @property
+    def position(self) -> Position:
+        """What comes next, counted over all ranks."""
+        return self._delivered.position
+
+    @property
+    def num_workers(self) -> int:
+        """Reader processes now; may be set at any time, which ends "auto"."""
+        return self._feed.num_workers if self._feed else self._num_workers
+
+    @num_workers.setter
+    def num_workers(self, number: int) -> None:
+        self._num_workers, self._tuner = _check_workers(number), None
+        if self._feed and not self._feed.resize(number):
+            self.close()
 
     def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        self._running = self._iterate()
-        return self._running
+        if self._pass_is_over:
+            self._pass_is_over = False
+            return
+        while True:
+            started = time.perf_counter()
+            batch, ragged = next(self._started())
+            self._counters.add_batch(batch, time.perf_counter() - started)
+            self._delivered.add(ragged)
+            ends_pass = self._stands_at_end_of_pass()
+            yield batch
+            if ends_pass:
+                return
+
+    def __len__(self) -> int:
+        """Batches of a pass, where that is known: if an epoch is one window, which is then planned.
+
+        Raises:
+            TypeError: There are more windows, and only reading all of them would tell; see
+                `estimated_batches`.
+        """
+        if self.epochs is None or self._plan.order.num_windows > 1:
+            raise TypeError(
+                "the number of batches is not known beforehand: see `estimated_batches`, or train "
+                "for a number of steps"
+            )
+        return self._job.read(Position(0, 0, 0)).num_batches * self.epochs
+
+    @property
+    def estimated_batches(self) -> int:
+        """About how many batches each rank gets in a pass; from the manifest alone."""
+        if self.epochs is None:
+            raise ConfigError("`epochs`=None has no end, so there is no number of batches.")
+        return self._plan.estimate_rounds(self.world_size) * self.epochs
+
+    def stats(self) -> Stats:
+        """What was delivered to this rank, and what it waited for."""
+        names = [str(source.folder) for source in self._sources]
+        epoch_tokens = dict(zip(names, self._delivered.tokens, strict=True))
+        return self._counters.read(self.num_workers, epoch_tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch given out: a few integers, and the plan's settings.
-
-        It does not depend on workers, prefetching or device.
-        """
-        return self._plan.state(self._position)
+        """What was delivered up to the last batch given out: a few integers, the plan's settings
+        and a digest. It does not depend on ranks, workers, prefetching or device."""
+        return self._delivered.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position, at once; only its window is read again.
+        """Go on from a saved state, at once; only its window is read again.
 
         The next iteration delivers the rest of the pass: nothing, if the state is its end.
 
         Raises:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
-        position = self._plan.position(state)
+        plan = self._plan
+        if not self._gang_size_is_given:
+            plan = plan.with_gang_size_of(state)
+        delivered = Delivered.of(plan, state)
         self.close()
-        self._position = position
-        epochs = self._dataset.epochs
-        self._pass_is_over = (
-            epochs is not None
-            and position.epoch > 0
-            and position == Position(position.epoch // epochs * epochs, 0, 0)
-        )
+        self._plan, self._delivered = plan, delivered
+        self._pass_is_over = delivered.position.epoch > 0 and self._stands_at_end_of_pass()
 
     def close(self) -> None:
-        """End the running iteration and its workers; the position stays."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
+        """End the workers; the position stays, and iterating again starts new ones."""
+        if self._feed:
+            self._feed.close()
+            self._feed = None
 
     def __enter__(self) -> Self:
         return self
@@ -159,101 +219,35 @@ class ShardLoader:
     ) -> None:
         self.close()
 
-    def _iterate(self) -> Generator[Batch, None, None]:
-        if self._pass_is_over:
-            self._pass_is_over = False
-            return
-        pad_id = self.manifest.tokenizer.pad_id
-        if self.device.type == "cuda":
-            batches = copy_ahead(self._ragged_batches(), self.device, pad_id)
-        else:
-            batches = (
-                (build_on_host(ragged, pad_id), after) for ragged, after in self._ragged_batches()
+    def _stands_at_end_of_pass(self) -> bool:
+        epoch, window, micro_batch = self.position
+        return not (self.epochs is None or epoch % self.epochs or window or micro_batch)
+
+    @property
+    def _job(self) -> Job:
+        return Job(self._plan, WindowReader(self._sources, COLUMNS), self.rank, self.world_size)
+
+    def _started(self) -> Feed:
+        """The feed that goes on from the present position."""
+        if self._feed is None:
+            self._feed = Feed(
+                self._job,
+                self.position,
+                self.device,
+                self.manifest.tokenizer.pad_id,
+                num_workers=self._num_workers,
+                timeout=self._timeout,
+                tuner=self._tuner,
+                counters=self._counters,
             )
-        with naming_dead_workers():
-            for batch, after in batches:
-                self._position = after
-                yield batch
-
-    def _ragged_batches(self) -> Iterator[Placed]:
-        """All micro-batches from the present position on, each with the position after it."""
-        position = self._dataset.start = self._position
-        for share in self._shares():
-            if position.gang >= share.num_batches:
-                raise ResumeError(f"cannot resume: this window has no gang {position.gang}.")
-            for ragged in share.ragged_batches(first=position.gang):
-                position = self._plan.advance(position, share.num_batches)
-                yield ragged, position
-
-    def _shares(self) -> Iterator[WindowShare]:
-        shares: DataLoader[WindowShare | TokenfeedError] = DataLoader(
-            _Courier(self._dataset),
-            batch_size=None,
-            num_workers=self.num_workers,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_obey_the_parent_alone,
-        )
-        try:
-            for share in shares:
-                if isinstance(share, TokenfeedError):
-                    raise share
-                yield share
-        except (ConnectionError, EOFError) as error:
-            raise _worker_died("it was cut off while sending.") from error
+        return self._feed
 
 
-class _Courier(IterableDataset[WindowShare | TokenfeedError]):
-    """Carries errors out of a worker as items: the DataLoader would wrap them in a traceback."""
-
-    def __init__(self, dataset: ShardDataset) -> None:
-        self._dataset = dataset
-
-    def __iter__(self) -> Iterator[WindowShare | TokenfeedError]:
-        try:
-            yield from self._dataset
-        except TokenfeedError as error:
-            yield error
-
-
-@contextlib.contextmanager
-def naming_dead_workers() -> Iterator[None]:
-    """Turn torch's report of a dead loader worker into a LoaderError.
-
-    torch raises it from a signal handler, so it can surface in any line of the training loop, not
-    only inside the loader: put the loop into this, too, to see one error in both cases.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else ""
-        if not reason.startswith("DataLoader worker"):
-            raise
-        raise _worker_died(reason) from error
-
-
-def _worker_died(reason: str) -> LoaderError:
-    return LoaderError(
-        f"a loader worker died: {reason} Often the machine ran out of memory; use fewer workers "
-        "(`num_workers`)."
-    )
-
-
-def _obey_the_parent_alone(worker_id: int) -> None:
-    """Terminals and schedulers signal workers as well, but the loop wants to end its step first.
-
-    So a worker ignores Ctrl-C, and SIGTERM from anyone but its parent. What it inherited by a fork,
-    other loaders' iterators among it, is not its own to clean up: the collector shall not see it.
-    """
-    gc.freeze()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    threading.Thread(target=_end_when_the_parent_says, daemon=True).start()
-
-
-def _end_when_the_parent_says() -> None:
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
-        pass
-    os._exit(os.EX_OK)  # torch takes any other code for a crash
+def _check_workers(num_workers: int) -> int:
+    most = _WORKERS_PER_CORE * num_cores()
+    if not 0 <= num_workers <= most:
+        raise ConfigError(f"`num_workers`={num_workers}: expected 0 to {most} here, or 'auto'.")
+    return num_workers
 
 
 def _resolve_device(device: str | torch.device) -> torch.device:

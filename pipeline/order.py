@@ -9,10 +9,11 @@ Torch-free and free of I/O.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
-__all__ = ["EpochOrder", "mix64", "permute", "stream_key"]
+__all__ = ["EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
 
 _ROUNDS = 6
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -68,28 +69,70 @@ def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochOrder:
-    """The windows of every epoch over a number of record batches."""
+class Stretch:
+    """A part of an epoch in which the sources keep one proportion."""
 
-    num_batches: int
-    """Record batches of the split."""
+    begins: tuple[int, ...]
+    """Record batches of each source that came before it in the epoch."""
+    batches: tuple[int, ...]
+    """Record batches of each source in it; more than the source has where it is repeated."""
     num_windows: int
-    """Windows of an epoch, at most `num_batches`."""
+    """At most the largest of `batches`, so that no window is empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpochOrder:
+    """The windows of every epoch over the record batches of one or several sources."""
+
+    sizes: tuple[int, ...]
+    """Record batches of each source."""
+    stretches: tuple[Stretch, ...]
+    """An epoch, one after the other; a single source has one."""
     seed: int
     shuffle: bool
     """False: record batches in the order of the files, every epoch the same."""
 
-    def window(self, epoch: int, window: int) -> np.ndarray:
-        """Record batches (counted over the whole split) of one window, shape (K,), int64.
+    @classmethod
+    def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
+        """The order of a single source."""
+        return cls((num_batches,), (Stretch((0,), (num_batches,), num_windows),), seed, shuffle)
 
-        Windows are as even as can be: K differs by at most one among them.
+    @property
+    def num_windows(self) -> int:
+        """Windows of an epoch."""
+        return sum(stretch.num_windows for stretch in self.stretches)
+
+    def window(self, epoch: int, window: int) -> np.ndarray:
+        """Record batches of one window, counted over all sources one after the other, (K,), int64.
+
+        Windows are as even as can be: in a stretch K differs by at most one for each source.
         """
-        start, stop = (self.num_batches * edge // self.num_windows for edge in (window, window + 1))
-        positions = np.arange(start, stop)
-        if not self.shuffle:
-            return positions
-        return permute(positions, self.num_batches, stream_key(self.seed, epoch))
+        for stretch in self.stretches:
+            if window < stretch.num_windows:
+                break
+            window -= stretch.num_windows
+        parts, first = [], 0
+        for source, size in enumerate(self.sizes):
+            start, stop = (
+                stretch.begins[source] + stretch.batches[source] * edge // stretch.num_windows
+                for edge in (window, window + 1)
+            )
+            parts.append(first + self._batches(source, epoch, start, stop))
+            first += size
+        return np.concatenate(parts)
 
     def window_key(self, epoch: int, window: int) -> int:
         """The key of all randomness inside one window."""
         return stream_key(self.seed, epoch, window) if self.shuffle else 0
+
+    def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Places `start` up to `stop` of a source's epoch; beyond its size it begins again."""
+        size = self.sizes[source]
+        turn, place = np.divmod(np.arange(start, stop), size)
+        if not self.shuffle:
+            return place
+        for number in np.unique(turn).tolist():
+            turned = turn == number
+            key = stream_key(self.seed, epoch, source, number)
+            place[turned] = permute(place[turned], size, key)
+        return place

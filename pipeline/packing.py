@@ -1,16 +1,17 @@
-"""Best-fit-decreasing packing over length counts.
+"""Packing: documents into sequences of one length, by best fit or by plain concatenation.
 
-Pieces of equal length are interchangeable, so bins and pieces are handled in groups: the Python
-loop runs once per (length, group of like bins), not once per piece, and the pieces are dealt out
-with a few vector operations. Nothing is dropped; on real text bins come out over 99.9 % full.
-Source: best-fit packing for language models, arXiv 2404.10830. Pure: numpy in, numpy out.
+Best-fit-decreasing works on length counts: pieces of equal length are interchangeable, so bins and
+pieces are handled in groups. The Python loop runs once per (length, group of like bins), not once
+per piece, and the pieces are dealt out with a few vector operations. Nothing is dropped; on real
+text bins come out over 99.9 % full. Source: best-fit packing for language models, arXiv 2404.10830.
+Pure: numpy in, numpy out.
 """
 
 from bisect import bisect_left, insort
 
 import numpy as np
 
-__all__ = ["pack"]
+__all__ = ["concatenate", "pack"]
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
@@ -30,6 +31,32 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         bins.place(length, count)
     return bins.deal()
+
+
+def concatenate(
+    lengths: np.ndarray, order: np.ndarray, capacity: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Lay rows one after the other and split them wherever a bin is full.
+
+    Args:
+        lengths: Tokens of each row, shape (R,).
+        order: In which order the rows are laid, a permutation of range(R).
+        capacity: Tokens a bin holds; only the last bin may hold fewer.
+
+    Returns:
+        Row of each piece (P,) and the pieces' offsets (P + 1,), both in the order of the rows; the
+        pieces in bin order (P,), and the bins' offsets into them (S + 1,); all int64.
+    """
+    ends = np.cumsum(lengths[order])
+    edges = np.union1d(np.append(0, ends), np.arange(0, ends[-1], capacity))
+    laid = np.searchsorted(ends, edges[:-1], side="right")  # place of each piece's row in `order`
+    row_starts = np.cumsum(lengths) - lengths
+    starts = row_starts[order[laid]] + edges[:-1] - (ends - lengths[order])[laid]
+    by_row = np.argsort(starts)
+    pieces = np.empty(len(by_row), np.int64)
+    pieces[by_row] = np.arange(len(by_row))
+    bins = np.searchsorted(edges, np.append(np.arange(0, ends[-1], capacity), ends[-1]))
+    return order[laid][by_row], np.append(starts[by_row], ends[-1]), pieces, bins
 
 
 class _OpenBins:

@@ -1,130 +1,223 @@
-"""The plan: everything about which rows come when, from the manifest and a few settings.
+"""The plan: everything about which rows come when, from the manifests and a few settings.
 
 Nothing is remembered: a position of three integers says where a run stands, and the plan computes
-the rest. Two loaders with equal plans deliver the same micro-batches, whatever their workers and
-prefetching are. Torch-free.
+the rest. Two loaders with equal plans deliver the same micro-batches in the same order, whatever
+their ranks, workers, prefetching and devices are. Torch-free.
 """
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
-from tokenfeed.pipeline.batching import Batching, plan_window
+import numpy as np
+
+from tokenfeed.pipeline.batching import plan_window
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.layout import lay_out
+from tokenfeed.pipeline.ledger import digests, tokens_by_source
+from tokenfeed.pipeline.mixture import Mixture, Source, mix
 from tokenfeed.pipeline.order import EpochOrder
-from tokenfeed.pipeline.window import ShareArrays, SplitReader, gather
+from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.rounds import deal_rounds
+from tokenfeed.pipeline.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.share import Share
+from tokenfeed.pipeline.window import WindowReader, gather
 
-__all__ = ["WINDOW_TOKENS", "Plan", "Position"]
+__all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
 
-WINDOW_TOKENS = 4_000_000
-"""Tokens of a window: enough to sort and to shuffle well (a thousand documents), little enough that
-a worker holds a few in memory and the first one is ready in some 50 ms."""
+COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
+"""Columns beside the ids that a batch is made of; the others are not even read."""
 
-_STATE_VERSION = 1
+_LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 4_000_000, 32_000_000
+_WINDOW_GANGS = 256
 
 
 class Position(NamedTuple):
-    """Where a run stands: the next gang to deliver."""
+    """Where a run stands: what is to be delivered next, counted over all ranks."""
 
     epoch: int
     window: int
-    gang: int
+    micro_batch: int
+    """Micro-batches of the window that were delivered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which rows come when, for every rank."""
+    """Which rows come when."""
 
-    data: str
-    """Fingerprint of the manifest."""
+    data: tuple[str, ...]
+    """Fingerprint of each source's manifest."""
+    weights: tuple[float, ...]
+    """Weight of each source; they sum to 1."""
+    row_ends: tuple[int, ...]
+    """Where each source's rows end among all rows."""
+    epoch_tokens: tuple[int | None, ...]
+    """Tokens of each source in an epoch; None where the last reading of it is a part."""
+    about: tuple[int, int]
+    """Rows and tokens of an epoch; where a source is read in part, by its averages."""
     split: str
     batching: Batching
+    gang_size: int
     order: EpochOrder
-    world_size: int
 
     @classmethod
     def of(
         cls,
-        manifest: Manifest,
-        split: str,
+        sources: tuple[Source, ...],
+        mixture: Mixture | None,
         batching: Batching,
         *,
+        split: str,
+        gang_size: int,
+        window_tokens: int | None,
         seed: int,
         shuffle: bool,
-        world_size: int,
-    ) -> "Plan":
-        """The plan over one split of a data set.
+    ) -> Self:
+        """The plan over some sources.
 
         Raises:
-            ManifestError: There is no such split.
-            ConfigError: It has no rows.
+            ConfigError: The settings do not fit each other or the data.
         """
-        info = manifest.split(split)
-        if not info.rows:
-            raise ConfigError(f"the split `{split}` holds no rows. Run `pretokenize` on more text.")
-        num_windows = min(info.batches, max(1, round(info.tokens / WINDOW_TOKENS)))
-        order = EpochOrder(info.batches, num_windows, seed, shuffle)
-        return cls(manifest.fingerprint, split, batching, order, world_size)
+        if gang_size < 1:
+            raise ConfigError(f"`gang_size`={gang_size} must be at least 1.")
+        _check_fit(sources, batching)
+        if window_tokens is None:
+            window_tokens = default_window_tokens(sources, batching, gang_size)
+        given = mixture.weights.values() if mixture else [1.0]
+        weights = tuple(weight / sum(given) for weight in given)
+        exhausted = mixture.exhausted if mixture else "continue"
+        stretches = mix(sources, weights, exhausted, max(1, window_tokens))
+        sizes = tuple(source.batches for source in sources)
+        read = [sum(stretch.batches[n] for stretch in stretches) for n in range(len(sources))]
+        whole = [divmod(batches, size) for batches, size in zip(read, sizes, strict=True)]
+        return cls(
+            tuple(source.manifest.fingerprint for source in sources),
+            weights,
+            tuple(np.cumsum([source.rows for source in sources]).tolist()),
+            tuple(
+                None if rest else source.tokens * times
+                for source, (times, rest) in zip(sources, whole, strict=True)
+            ),
+            _about(sources, read),
+            split,
+            batching,
+            gang_size,
+            EpochOrder(sizes, stretches, seed, shuffle),
+        )
 
-    def read_share(self, reader: SplitReader, epoch: int, window: int, rank: int) -> ShareArrays:
-        """Decode one window and gather one rank's micro-batches of it."""
-        rows, row_numbers = reader.read(self.order.window(epoch, window))
-        window_plan = plan_window(
-            rows.lengths,
+    def read_share(
+        self, reader: WindowReader, position: Position, rank: int, world_size: int
+    ) -> Share:
+        """Decode one window and gather one rank's micro-batches of it, from a position on.
+
+        Raises:
+            ShardFormatError: The data are damaged.
+            ResumeError: The window has no such micro-batch.
+        """
+        epoch, number, first = position
+        window = reader.read(self.order.window(epoch, number))
+        plan = plan_window(
+            window.rows.lengths,
             self.batching,
-            world_size=self.world_size,
-            key=self.order.window_key(epoch, window),
+            gang_size=self.gang_size,
+            key=self.order.window_key(epoch, number),
             shuffle=self.order.shuffle,
         )
-        share = window_plan.share(rank, self.world_size)
-        return gather(rows, row_numbers, window_plan, share)
+        rounds = deal_rounds(
+            plan.gang_offsets, self.gang_size, first=first, rank=rank, world_size=world_size
+        )
+        if not len(rounds.starts):
+            raise ResumeError(f"cannot resume: window {number} has no micro-batch {first}.")
+        per_token, index = gather(window, plan, rounds)
+        index |= lay_out(per_token, index, self.batching)
+        index |= {
+            "filler": rounds.filler,
+            "position": rounds.ends,
+            "ends_gang": rounds.ends_gang,
+            "digests": digests(plan, window.numbers, rounds, epoch, number),
+            "tokens": tokens_by_source(plan, window.numbers, rounds, np.array(self.row_ends)),
+        }
+        return Share(epoch, number, per_token, index, index)
 
-    def advance(self, position: Position, gangs_in_window: int) -> Position:
-        """The position after one more gang."""
-        epoch, window, gang = position
-        if gang + 1 < gangs_in_window:
-            return Position(epoch, window, gang + 1)
-        if window + 1 < self.order.num_windows:
-            return Position(epoch, window + 1, 0)
-        return Position(epoch + 1, 0, 0)
+    def next_window(self, position: Position) -> Position:
+        """The beginning of the window after."""
+        if position.window + 1 < self.order.num_windows:
+            return Position(position.epoch, position.window + 1, 0)
+        return Position(position.epoch + 1, 0, 0)
 
-    def state(self, position: Position) -> dict[str, Any]:
-        """A position as a JSON-serialisable dict that knows which plan it belongs to."""
-        return {"version": _STATE_VERSION, "plan": self._settings(), **position._asdict()}
+    def estimate_rounds(self, world_size: int) -> int:
+        """About how many rounds an epoch has: micro-batches that each rank gets."""
+        rows, tokens = self.about
+        match self.batching:
+            case Padded(max_tokens=budget):
+                batches = tokens / budget
+            case Packed(sequence_length=length, rows=sequences):
+                batches = tokens / (length * sequences)
+            case Fixed(rows=sequences):
+                batches = rows / sequences
+        gangs = batches / self.gang_size
+        together = max(1, world_size // self.gang_size)
+        return max(1, round(gangs * -(-self.gang_size // world_size) / together))
 
-    def position(self, state: dict[str, Any]) -> Position:
-        """The position in a state of this same plan.
-
-        Raises:
-            ResumeError: The state is damaged or belongs to another plan; says what differs.
-        """
+    def with_gang_size_of(self, state: dict[str, Any]) -> "Plan":
+        """This plan with the gang size of a saved state, if it has one."""
         try:
-            version, theirs = state["version"], dict(state["plan"])
-            position = Position(*(int(state[name]) for name in Position._fields))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ResumeError(f"cannot resume: this is no loader state ({error!r}).") from error
-        if version != _STATE_VERSION:
-            raise ResumeError(
-                f"cannot resume: expected loader state version {_STATE_VERSION}, got {version!r}."
-            )
-        ours = self._settings()
-        for name in [*ours, *(theirs.keys() - ours.keys())]:
-            if ours.get(name) != theirs.get(name):
-                raise ResumeError(
-                    f"cannot resume: the state was saved with {name}={theirs.get(name)!r}, this "
-                    f"loader has {name}={ours.get(name)!r}. Use the same, or start a new run."
-                )
-        if min(position) < 0 or position.window >= self.order.num_windows:
-            raise ResumeError(f"cannot resume: no such {position}.")
-        return position
+            gang_size = int(state["plan"]["gang_size"])
+        except (KeyError, TypeError, ValueError):
+            return self  # no state: whoever reads it next says so
+        return self if gang_size < 1 else replace(self, gang_size=gang_size)
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """What has to be equal for two plans to be: JSON-serialisable, part of a saved state."""
         return {
-            "data": self.data,
+            "data": list(self.data),
             "split": self.split,
+            "weights": list(self.weights),
+            "stretches": [list(stretch.batches) for stretch in self.order.stretches],
+            "windows": self.order.num_windows,
             "batching": repr(self.batching),
+            "gang_size": self.gang_size,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
-            "windows": self.order.num_windows,
-            "world_size": self.world_size,
         }
+
+
+def default_window_tokens(sources: tuple[Source, ...], batching: Batching, gang_size: int) -> int:
+    """Tokens of a window: some hundred gangs, so that few of them hold rows of unlike length, and
+    few enough that a worker holds several windows and the first is ready in some 50 ms."""
+    match batching:
+        case Padded():
+            tokens = batching.max_tokens
+        case Packed():
+            tokens = batching.sequence_length * batching.rows
+        case Fixed():
+            rows = sum(source.rows for source in sources)
+            tokens = batching.rows * sum(source.tokens for source in sources) // rows
+    wanted = _WINDOW_GANGS * gang_size * tokens
+    return max(_LEAST_WINDOW_TOKENS, min(wanted, _MOST_WINDOW_TOKENS))
+
+
+def _about(sources: tuple[Source, ...], read: list[int]) -> tuple[int, int]:
+    """Rows and tokens of so many record batches of each source."""
+    pairs = list(zip(sources, read, strict=True))
+    return (
+        sum(source.rows * batches // source.batches for source, batches in pairs),
+        sum(source.tokens * batches // source.batches for source, batches in pairs),
+    )
+
+
+def _check_fit(sources: tuple[Source, ...], batching: Batching) -> None:
+    longest = max(source.split.longest_row for source in sources)
+    if batching.long_rows == "refuse" and longest > batching.longest_piece:
+        raise ConfigError(
+            f"the longest row has {longest:,} tokens, but {batching} takes "
+            f"{batching.longest_piece:,}. Raise that, or let rows be cut (`long_rows`='cut')."
+        )
+    if sources[0].manifest.task != "classify":
+        return
+    if isinstance(batching, Packed):
+        raise ConfigError("a label a row cannot be packed: use Padded or Fixed for `classify`.")
+    if longest > batching.longest_piece:
+        raise ConfigError(
+            f"the longest row has {longest:,} tokens, but {batching} takes "
+            f"{batching.longest_piece:,}, and a row with one label cannot be cut. Raise that."
+        )

@@ -1,12 +1,14 @@
 """A shard: one Arrow IPC file whose record batches carry their own checksum.
 
 The record batch (about 128k tokens) is the unit of reading, decompression and checking: whenever
-one is decoded, its content is hashed and compared, so wrong bytes never become tokens. Reading is
-by `pread`, not by memory map: a file cut short under a map kills the process with SIGBUS.
+one is decoded, its content is hashed and compared, so wrong bytes never become tokens. Each column
+has its own checksum, so the columns that nobody asked for are neither read nor decompressed.
+Reading is by `pread`, not by memory map: a file cut short under a map kills the process (SIGBUS).
 docs/format.md is the specification. Torch-free; used by the loader and by `pretokenize`.
 """
 
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,7 +38,7 @@ _VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
     b"tokenfeed.shard",
     b"tokenfeed.vocabulary_size",
 )
-_CHECKSUM_KEY, _FIRST_ROW_KEY = b"xxh3", b"first_row"
+_CHECKSUM_KEY, _FIRST_ROW_KEY = "xxh3.", b"first_row"
 
 
 class ShardWriter:
@@ -134,9 +136,9 @@ class ShardWriter:
 
     def _write_batch(self, rows: Rows) -> None:
         batch = record_batch(rows, self._schema)
-        checksum = _checksum(self._name, self._batches, self._rows, batch_buffers(batch))
+        checksums = _checksums(self._name, self._batches, self._rows, batch_buffers(batch))
         self._writer.write_batch(
-            batch, custom_metadata={_CHECKSUM_KEY: checksum, _FIRST_ROW_KEY: str(self._rows)}
+            batch, custom_metadata={_FIRST_ROW_KEY: str(self._rows)} | checksums
         )
         self._batches += 1
         self._rows += len(rows)
@@ -151,15 +153,30 @@ class ShardReader:
     """
 
     def __init__(
-        self, folder: Path, info: ShardInfo, vocabulary_size: int, columns: tuple[Column, ...] = ()
+        self,
+        folder: Path,
+        info: ShardInfo,
+        vocabulary_size: int,
+        columns: tuple[Column, ...] = (),
+        *,
+        only: Collection[str] | None = None,
     ) -> None:
         """Open the shard and compare it with what the manifest says of it.
+
+        Args:
+            folder: The data set's folder.
+            info: What the manifest says of the shard.
+            vocabulary_size: As in the manifest.
+            columns: As in the manifest.
+            only: Names of the columns to read; None for all.
 
         Raises:
             ShardFormatError: It is missing, cut short, no Arrow file, or another shard.
         """
         self.path = folder / info.file
         self._info = info
+        expected = shard_schema(vocabulary_size, columns)
+        kept = [n for n, name in enumerate(expected.names) if only is None or name in only]
         try:
             size = self.path.stat().st_size
             if size != info.bytes:
@@ -169,7 +186,7 @@ class ShardReader:
                 )
             self._reader = ipc.open_file(
                 pa.OSFile(str(self.path)),
-                options=ipc.IpcReadOptions(use_threads=False),
+                options=ipc.IpcReadOptions(use_threads=False, included_fields=kept),
             )
         except FileNotFoundError as error:
             raise ShardFormatError(
@@ -177,8 +194,8 @@ class ShardReader:
             ) from error
         except (OSError, pa.ArrowException) as error:
             raise self._damaged("its header or footer cannot be read", error) from error
-        metadata = _metadata(info.file, vocabulary_size)
-        expected = shard_schema(vocabulary_size, columns).with_metadata(metadata)
+        expected = pa.schema([expected.field(n) for n in kept])
+        expected = expected.with_metadata(_metadata(info.file, vocabulary_size))
         if not self._reader.schema.equals(expected, check_metadata=True):
             raise self._damaged("its schema is not the one the manifest implies")
         if self._reader.num_record_batches != info.batches:
@@ -187,9 +204,17 @@ class ShardReader:
             )
 
     @classmethod
-    def open(cls, folder: Path, manifest: Manifest, info: ShardInfo) -> Self:
-        """Open a shard of the data set that `manifest` freezes in `folder`."""
-        return cls(folder, info, manifest.tokenizer.vocabulary_size, manifest.columns)
+    def open(
+        cls,
+        folder: Path,
+        manifest: Manifest,
+        info: ShardInfo,
+        *,
+        only: Collection[str] | None = None,
+    ) -> Self:
+        """Open a shard of the data set that `manifest` freezes in `folder`; see the constructor."""
+        vocabulary_size = manifest.tokenizer.vocabulary_size
+        return cls(folder, info, vocabulary_size, manifest.columns, only=only)
 
     def read(self, batch_index: int) -> tuple[Rows, int]:
         """Decode and check one record batch.
@@ -204,12 +229,13 @@ class ShardReader:
         try:
             batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
             buffers = batch_buffers(batch)
-            first_row, stored = int(metadata[_FIRST_ROW_KEY]), metadata[_CHECKSUM_KEY]
+            first_row, stored = int(metadata[_FIRST_ROW_KEY]), dict(metadata.items())
         except (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             raise self._damaged(f"record batch {batch_index} cannot be decoded", error) from error
-        if _checksum(self._info.file, batch_index, first_row, buffers) != stored:
+        actual = _checksums(self._info.file, batch_index, first_row, buffers)
+        if not actual.items() <= stored.items():
             raise self._damaged(f"record batch {batch_index} fails its checksum")
-        return rows_of_buffers(buffers, self._reader.schema), first_row
+        return rows_of_buffers(buffers, batch.schema), first_row
 
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""
@@ -230,15 +256,21 @@ def _metadata(name: str, vocabulary_size: int) -> dict[bytes, str]:
     }
 
 
-def _checksum(
+def _checksums(
     shard: str, batch_index: int, first_row: int, buffers: dict[str, np.ndarray]
-) -> bytes:
-    """xxh3-64 over a batch's place (shard, index, first row, rows) and its decoded columns.
+) -> dict[bytes, bytes]:
+    """Metadata key and xxh3-64 of each column of a batch, over the decoded buffers and their place.
 
-    The place is part of it, so a footer that points at another good batch is caught as well.
+    The place is shard, column, index, first row and number of rows: a footer that points at another
+    good batch is caught as well. Every column is hashed with the row offsets.
     """
-    digest = xxhash.xxh3_64(shard.encode())
-    digest.update(struct.pack("<3Q", batch_index, first_row, len(buffers[""]) - 1))
-    for buffer in buffers.values():
-        digest.update(buffer.data)
-    return digest.hexdigest().encode()
+    offsets = buffers[""]
+    place = struct.pack("<3Q", batch_index, first_row, len(offsets) - 1)
+    checksums = {}
+    for name, values in buffers.items():
+        if name:
+            digest = xxhash.xxh3_64(f"{shard}/{name}".encode() + place)
+            digest.update(offsets.data)
+            digest.update(values.data)
+            checksums[f"{_CHECKSUM_KEY}{name}".encode()] = digest.hexdigest().encode()
+    return checksums

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tokenfeed.pipeline.batching import Packed
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.loader import ShardLoader, naming_dead_workers
+from tokenfeed.pipeline.loader import ShardLoader
 from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.policy import Packed
 from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer
@@ -49,7 +49,7 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
         TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
     """
     try:
-        with contextlib.closing(Trainer(config)) as trainer, naming_dead_workers():
+        with contextlib.closing(Trainer(config)) as trainer:
             trainer.train(should_stop)
             return trainer.finish()
     except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too

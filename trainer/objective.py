@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.batch import IGNORED, Batch
+from tokenfeed.pipeline.batch import Batch
+from tokenfeed.pipeline.schema import IGNORED
 from tokenfeed.trainer.precision import Precision
 
 __all__ = ["evaluate", "loss_sum"]

@@ -1,0 +1,102 @@
+"""Writes the figures of README.md that stand between two marker lines, from the results.
+
+    <!-- benchmark:loader -->
+    | rows | loader | ... |
+    <!-- end -->
+
+usage: python benchmarks/readme.py            # after a benchmark
+       python benchmarks/readme.py --check    # exit 1 if README.md says something else
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from protocol import RESULTS
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCK = re.compile(r"(<!-- benchmark:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Entry = dict[str, Any]
+
+
+def loader_table(results: list[Entry]) -> list[list[str]]:
+    """Every loader on every kind of rows; what could not be measured says why."""
+    header = ["rows", "loader", "M tokens/s", "times the best peer", "padding", "first batch"]
+    header += ["resume", "GB of memory", "bytes a token on disk", "rows lost + repeated"]
+    return [header, *(loader_row(entry) for entry in results)]
+
+
+def loader_row(entry: Entry) -> list[str]:
+    if "failed" in entry:
+        return [entry["rows"], entry["case"], entry["failed"], *["–"] * 7]
+    return [
+        entry["rows"],
+        entry["case"],
+        spread(entry["mtok_s"]),
+        significant(entry.get("times_best_other_peer")),
+        f"{entry['padding']['median']:.2%}",
+        f"{entry['first_batch_s']['median']:.2f} s",
+        f"{entry['resume_s']['median']:.2f} s" if "resume_s" in entry else "none",
+        f"{entry['peak_memory_mb']['median'] / 1e3:.2f}",
+        f"{entry['disk_bytes_per_token']:.2f}",
+        row_counts(entry["row_counts"]),
+    ]
+
+
+def row_counts(counts: Entry) -> str:
+    """Of one epoch, unbroken; and where it is another number, of one resumed halfway."""
+    if "failed" in counts or not counts:
+        return "failed" if counts else "–"
+    each = {name: f"{count['lost']} + {count['repeated']}" for name, count in counts.items()}
+    resumed = each.get("resumed", each["unbroken"])
+    return each["unbroken"] + (f"; resumed {resumed}" if resumed != each["unbroken"] else "")
+
+
+def spread(numbers: dict[str, float]) -> str:
+    middle, least, most = (significant(numbers[name]) for name in ("median", "min", "max"))
+    return f"{middle} [{least}, {most}]"
+
+
+def significant(number: float | None) -> str:
+    """Three digits, or two decimals of small numbers."""
+    if number is None:
+        return "–"
+    return (
+        f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
+    )
+
+
+TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {"loader": loader_table}
+
+
+def markdown(rows: list[list[str]]) -> str:
+    header, *body = rows
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, ["---"] * len(header), *body))
+
+
+def written(block: re.Match[str]) -> str:
+    """A block of README.md as the results have it."""
+    begin, question, end = block.groups()
+    results = json.loads((RESULTS / f"{question}.json").read_text())["results"]
+    return begin + markdown(TABLES[question](results)) + end
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
+    options = parser.parse_args()
+    before = README.read_text(encoding="utf-8")
+    after = BLOCK.sub(written, before)
+    if options.check and after != before:
+        sys.exit("error: README.md is not what the results say. Run `python benchmarks/readme.py`.")
+    if not options.check:
+        README.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Mixture: several data sets read as one, in proportion to weights by tokens.
+
+A window takes record batches from every source in proportion, so sorting, packing and gangs mix the
+sources inside a micro-batch, and a mixture is planned, resumed and resized like a single data set:
+how many record batches a source has given before window k is computed, never remembered.
+Torch-free.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Literal
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.order import Stretch
+
+__all__ = ["Exhausted", "Mixture", "Source", "mix", "open_sources"]
+
+Exhausted = Literal["repeat", "stop", "continue"]
+"""What happens when a source runs out while others do not.
+
+    repeat    it begins again, newly shuffled; the epoch ends when every source was read whole
+    stop      the epoch ends; of the other sources a rest stays unread
+    continue  the others go on without it; the epoch is every row of every source once
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`."""
+
+    weights: Mapping[str | Path, float]
+    """Folder -> share of the tokens; only proportions matter."""
+    exhausted: Exhausted = "repeat"
+
+    def __post_init__(self) -> None:
+        if not self.weights:
+            raise ConfigError("a Mixture needs at least one data set.")
+        for folder, weight in self.weights.items():
+            if not 0 < weight < float("inf"):
+                raise ConfigError(f"the weight of {folder} is {weight}: it must be above 0.")
+        if self.exhausted not in ("repeat", "stop", "continue"):
+            raise ConfigError(f"`exhausted`={self.exhausted!r}: expected repeat, stop or continue.")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One split of one data set, opened."""
+
+    folder: Path
+    manifest: Manifest
+    split: SplitInfo
+    rows: int
+    tokens: int
+    batches: int
+    """Record batches; like the two above, of the whole split."""
+
+
+def open_sources(path: str | Path | Mixture, split: str) -> tuple[Source, ...]:
+    """Read the manifest of a data set, or of each one of a mixture.
+
+    Raises:
+        ManifestError: A folder holds no such data set or split.
+        ConfigError: A split has no rows, or the data sets do not fit each other.
+    """
+    folders = path.weights if isinstance(path, Mixture) else [path]
+    sources = tuple(_open(Path(folder), split) for folder in folders)
+    for source in sources[1:]:
+        _refuse_difference(sources[0], source)
+    return sources
+
+
+def mix(
+    sources: tuple[Source, ...],
+    weights: tuple[float, ...],
+    exhausted: Exhausted,
+    window_tokens: int,
+) -> tuple[Stretch, ...]:
+    """Plan an epoch: how many record batches each source gives, and in how many windows.
+
+    Tokens are those of the manifest, so proportions are exact up to one record batch, and where a
+    source is read whole, to the last row.
+    """
+    tokens = [Fraction(source.tokens) for source in sources]
+    shares = [Fraction(weight) for weight in weights]
+    durations = [size / share for size, share in zip(tokens, shares, strict=True)]
+    if exhausted == "continue":
+        ends = sorted(set(durations))
+    else:
+        ends = [max(durations) if exhausted == "repeat" else min(durations)]
+    stretches = []
+    given = [0] * len(sources)
+    done = [Fraction(0)] * len(sources)
+    start = Fraction(0)
+    for end in ends:
+        running = [exhausted != "continue" or duration >= end for duration in durations]
+        for number in range(len(sources)):
+            if running[number]:
+                done[number] += (end - start) * shares[number]
+        reached = [
+            int(source.batches * fraction / size)
+            for source, fraction, size in zip(sources, done, tokens, strict=True)
+        ]
+        batches = tuple(after - before for after, before in zip(reached, given, strict=True))
+        if any(batches):
+            stretch_tokens = sum(
+                batches[n] * sources[n].tokens / sources[n].batches for n in range(len(sources))
+            )
+            windows = min(max(batches), max(1, round(stretch_tokens / window_tokens)))
+            stretches.append(Stretch(tuple(given), batches, windows))
+        given, start = reached, end
+    return tuple(stretches)
+
+
+def _open(folder: Path, split: str) -> Source:
+    manifest = Manifest.read(folder)
+    info = manifest.split(split)
+    if not info.rows:
+        raise ConfigError(
+            f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."
+        )
+    return Source(folder, manifest, info, info.rows, info.tokens, info.batches)
+
+
+def _refuse_difference(first: Source, other: Source) -> None:
+    """Ids and labels of a mixture must mean the same in every source."""
+    ours, theirs = first.manifest, other.manifest
+    for name, left, right in (
+        ("tokenizer", ours.tokenizer.xxh3, theirs.tokenizer.xxh3),
+        ("vocabulary size", ours.tokenizer.vocabulary_size, theirs.tokenizer.vocabulary_size),
+        ("task", ours.task, theirs.task),
+        ("columns", [c.name for c in ours.columns], [c.name for c in theirs.columns]),
+        ("label names", ours.label_names, theirs.label_names),
+    ):
+        if left != right:
+            raise ConfigError(
+                f"a mixture needs one {name}: {first.folder} has {left}, {other.folder} has "
+                f"{right}. Run `pretokenize` with the same settings."
+            )

@@ -1,0 +1,115 @@
+"""How micro-batches are made: the policies a user chooses among.
+
+They say what a micro-batch may be; `batching` and `packing` make it. Frozen, hashable, and part of
+a saved state. Torch-free.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from tokenfeed.pipeline.errors import ConfigError
+
+__all__ = ["Batching", "Fixed", "LongRows", "Packed", "Padded", "round_up"]
+
+LongRows = Literal["cut", "refuse"]
+"""What happens to a row that is longer than a micro-batch may be: it is cut into pieces, which
+continue where the one before ends, or the data set is refused at the start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """Rows of like length side by side, as many as a token budget allows."""
+
+    max_tokens: int
+    """Rows x padded length of a micro-batch never exceed this."""
+    multiple_of: int = 1
+    """Padded lengths are rounded up to this; 8 suits tensor cores, at some padding."""
+    long_rows: LongRows = "cut"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "multiple_of")
+        if self.max_tokens < self.multiple_of:
+            raise ConfigError(
+                f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
+                "Raise it."
+            )
+
+    @property
+    def longest_piece(self) -> int:
+        """Rows are cut into pieces of this many tokens."""
+        return self.max_tokens // self.multiple_of * self.multiple_of
+
+    def rows_of(self, longest: int) -> int:
+        """Rows of a micro-batch whose longest row is `longest`."""
+        return self.max_tokens // round_up(longest, self.multiple_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A fixed number of rows of like length; rows are never cut, so memory follows the longest."""
+
+    rows: int
+    multiple_of: int = 1
+    """Padded lengths are rounded up to this."""
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "rows", "multiple_of")
+
+    @property
+    def long_rows(self) -> LongRows:
+        """No row is too long."""
+        return "cut"
+
+    @property
+    def longest_piece(self) -> int:
+        """Rows are not cut."""
+        return np.iinfo(np.int32).max
+
+    def rows_of(self, longest: int) -> int:
+        """Rows of a micro-batch, whatever their length."""
+        return self.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Documents packed into sequences of one length, by best fit or by plain concatenation."""
+
+    sequence_length: int
+    rows: int
+    """Sequences of a micro-batch; fewer at a window's tail."""
+    split: bool = False
+    """False: best fit, and only documents longer than a sequence are cut. True: documents one after
+    the other, split wherever a sequence is full, as most pre-training does."""
+    long_rows: LongRows = "cut"
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "sequence_length", "rows")
+        if self.split and self.long_rows == "refuse":
+            raise ConfigError("`split`=True cuts documents, `long_rows`='refuse' forbids it.")
+
+    @property
+    def longest_piece(self) -> int:
+        """Documents are cut into pieces of at most this many tokens."""
+        return self.sequence_length
+
+    @property
+    def multiple_of(self) -> int:
+        """Every sequence is padded to the one length."""
+        return self.sequence_length
+
+
+Batching = Padded | Packed | Fixed
+"""How micro-batches are made."""
+
+
+def round_up(length: int, multiple_of: int) -> int:
+    """The smallest multiple of `multiple_of` that is at least `length`."""
+    return -(-length // multiple_of) * multiple_of
+
+
+def _require_positive(policy: Padded | Packed | Fixed, *names: str) -> None:
+    for name in names:
+        if (value := getattr(policy, name)) < 1:
+            raise ConfigError(f"`{name}`={value} must be at least 1.")

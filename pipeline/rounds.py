@@ -1,0 +1,66 @@
+"""Rounds: which micro-batches the ranks take at the same time.
+
+The micro-batches of a window stand in one order, whoever delivers them. A round takes the next few,
+one for each rank; it never reaches beyond a gang, unless there are ranks for several whole gangs.
+So the ranks of a round have equal work, and a gang is the same rows on any number of ranks. Where a
+gang is not a multiple of the ranks, some get a filler: a copy of one sequence that no loss counts.
+
+What is next depends only on how many micro-batches were delivered, not on who delivered them: that
+one number is the position within a window. Torch-free.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Rounds", "deal_rounds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of a window from some position on, for one rank."""
+
+    starts: np.ndarray
+    """First micro-batch of each round, shape (rounds,), int64."""
+    ends: np.ndarray
+    """The micro-batch after it: the position when the round was delivered."""
+    mine: np.ndarray
+    """The micro-batch that this rank takes, shape (rounds,), int64."""
+    filler: np.ndarray
+    """Whether it is only a filler, shape (rounds,), bool."""
+    ends_gang: np.ndarray
+    """Whether the round is the last of its gang, shape (rounds,), bool."""
+    takes_all: bool
+    """Whether this rank takes every micro-batch of the window."""
+
+
+def deal_rounds(
+    gang_offsets: np.ndarray, gang_size: int, *, first: int, rank: int, world_size: int
+) -> Rounds:
+    """Deal the micro-batches of a window, from number `first` on, to ranks.
+
+    Args:
+        gang_offsets: Where each gang begins among the micro-batches, shape (gangs + 1,).
+        gang_size: Micro-batches of a gang that is not a tail.
+        first: Micro-batches of this window that were delivered before.
+        rank: Whose rounds.
+        world_size: Ranks that take part.
+    """
+    num_batches = int(gang_offsets[-1])
+    batches = np.arange(first, num_batches)
+    gang = np.searchsorted(gang_offsets, batches, side="right") - 1
+    together = max(1, world_size // gang_size)
+    group = (gang - gang[:1]) // together * together + gang[:1]  # gangs that share a round
+    group_start = np.maximum(gang_offsets[group], first)
+    starts = batches[(batches - group_start) % world_size == 0]
+    ends = np.append(starts[1:], num_batches)[: len(starts)]
+    mine = starts + rank
+    filler = mine >= ends
+    return Rounds(
+        starts,
+        ends,
+        np.where(filler, starts, mine),
+        filler,
+        np.isin(ends, gang_offsets),
+        takes_all=world_size == 1 and first == 0,
+    )

@@ -1,0 +1,111 @@
+"""What a run has delivered, and the state that is saved of it.
+
+A state is a few integers, the settings of the plan they belong to, and a digest of everything that
+was delivered. It does not know ranks, workers, prefetching or devices, so it continues on any.
+Torch-free.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.plan import Plan, Position
+from tokenfeed.pipeline.share import RaggedBatch
+
+__all__ = ["Delivered"]
+
+_VERSION = 2
+_WORD = (1 << 64) - 1
+_START = Position(0, 0, 0)
+
+
+@dataclass(slots=True)
+class Delivered:
+    """Everything that all ranks together have delivered, up to some round."""
+
+    plan: Plan
+    position: Position = _START
+    digest: int = 0
+    """Sum over all micro-batches; see `ledger`."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens of each source in the present epoch."""
+    trail: list[tuple[int, int]] = field(default_factory=list)
+    """(windows, digest after them) at distances that double: where two runs still agreed."""
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or [0] * len(self.plan.data)
+
+    def add(self, batch: RaggedBatch) -> None:
+        """Count one more round."""
+        self.digest = (self.digest + int(batch.of_round("digests"))) & _WORD
+        for source, tokens in enumerate(batch.of_round("tokens").tolist()):
+            self.tokens[source] += tokens
+        if not batch.is_last:
+            epoch, window, _ = self.position
+            self.position = Position(epoch, window, int(batch.of_round("position")))
+            return
+        self.position = self.plan.next_window(self.position)
+        self._leave_trail()
+        if self.position.window == 0:
+            self._close_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """As a JSON-serialisable dict."""
+        return {
+            "version": _VERSION,
+            "plan": self.plan.settings(),
+            **self.position._asdict(),
+            "digest": f"{self.digest:016x}",
+            "tokens": list(self.tokens),
+            "trail": [[windows, f"{digest:016x}"] for windows, digest in self.trail],
+        }
+
+    @classmethod
+    def of(cls, plan: Plan, state: dict[str, Any]) -> "Delivered":
+        """What a saved state of this same plan says.
+
+        Raises:
+            ResumeError: The state is damaged or belongs to another plan; says what differs.
+        """
+        try:
+            version, theirs = state["version"], dict(state["plan"])
+            if version == _VERSION:
+                made = cls(
+                    plan,
+                    Position(*(int(state[name]) for name in Position._fields)),
+                    int(state["digest"], 16),
+                    [int(tokens) for tokens in state["tokens"]],
+                    [(int(windows), int(digest, 16)) for windows, digest in state["trail"]],
+                )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ResumeError(f"cannot resume: this is no loader state ({error!r}).") from error
+        if version != _VERSION:
+            raise ResumeError(
+                f"cannot resume: expected loader state version {_VERSION}, got {version!r}."
+            )
+        ours = plan.settings()
+        for name in [*ours, *(theirs.keys() - ours.keys())]:
+            if ours.get(name) != theirs.get(name):
+                raise ResumeError(
+                    f"cannot resume: the state was saved with {name}={theirs.get(name)!r}, this "
+                    f"loader has {name}={ours.get(name)!r}. Use the same, or start a new run."
+                )
+        if min(made.position) < 0 or made.position.window >= plan.order.num_windows:
+            raise ResumeError(f"cannot resume: no such {made.position}.")
+        return made
+
+    def _leave_trail(self) -> None:
+        """Keep the entries whose number is that of the windows with low bits cleared."""
+        windows = self.position.epoch * self.plan.order.num_windows + self.position.window
+        kept = {windows & ~((1 << bit) - 1) for bit in range(windows.bit_length() + 1)}
+        self.trail = [entry for entry in self.trail if entry[0] in kept]
+        self.trail.append((windows, self.digest))
+
+    def _close_epoch(self) -> None:
+        for source, (had, due) in enumerate(zip(self.tokens, self.plan.epoch_tokens, strict=True)):
+            if due is not None and had != due:
+                raise LoaderError(
+                    f"epoch {self.position.epoch - 1} delivered {had:,} tokens of source {source}, "
+                    f"its manifest has {due:,}. This is a bug of tokenfeed: please report it."
+                )
+        self.tokens = [0] * len(self.tokens)

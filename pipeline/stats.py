@@ -1,0 +1,117 @@
+"""What a loader did: tokens, padding, waits, queue. Kept in a few fixed arrays, cheap per batch."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from tokenfeed.pipeline.batch import Batch
+
+__all__ = ["Counters", "Spread", "Stats"]
+
+_KEPT = 4096  # most recent values that quantiles are taken of
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Quantiles of the most recent values."""
+
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Since the loader was made, for this rank."""
+
+    batches: int
+    fillers: int
+    """Batches that only kept this rank in step with the others."""
+    tokens: int
+    """Tokens delivered."""
+    slots: int
+    """Token slots delivered: tokens and padding."""
+    padding: float
+    """Share of the slots that hold no token."""
+    cut_pieces: int
+    """Pieces that continue a row which was too long."""
+    windows: int
+    epoch_tokens: dict[str, int]
+    """Tokens of the present epoch by source, over all ranks, since its beginning."""
+    num_workers: int
+    wait_total_s: float
+    """Seconds that the training loop waited inside `next`."""
+    wait_s: Spread
+    """Seconds of each `next`."""
+    decode_s: Spread
+    """Seconds that making a window took a worker: reading, decoding, planning, gathering."""
+    queue_depth: Spread
+    """Windows that were ready when one was taken."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-serialisable."""
+        return asdict(self)
+
+
+class Counters:
+    """Counts batches and windows as they pass."""
+
+    def __init__(self) -> None:
+        self.batches = self.fillers = self.tokens = self.slots = self.cut_pieces = self.windows = 0
+        self.wait_total_s = 0.0
+        self.wait_s, self.decode_s, self.queue_depth = _Recent(), _Recent(), _Recent()
+
+    def add_batch(self, batch: Batch, waited_s: float) -> None:
+        """Count a batch that was given out."""
+        self.batches += 1
+        self.fillers += batch.is_filler
+        self.tokens += batch.num_tokens
+        self.slots += batch.num_slots
+        self.cut_pieces += batch.num_cut_pieces
+        self.wait_total_s += waited_s
+        self.wait_s.add(waited_s)
+
+    def add_window(self, seconds: float, ready: int) -> None:
+        """Count a window that was taken from the queue."""
+        self.windows += 1
+        self.decode_s.add(seconds)
+        self.queue_depth.add(ready)
+
+    def read(self, num_workers: int, epoch_tokens: dict[str, int]) -> Stats:
+        """The figures now."""
+        return Stats(
+            batches=self.batches,
+            fillers=self.fillers,
+            tokens=self.tokens,
+            slots=self.slots,
+            padding=1 - self.tokens / self.slots if self.slots else 0.0,
+            cut_pieces=self.cut_pieces,
+            windows=self.windows,
+            epoch_tokens=epoch_tokens,
+            num_workers=num_workers,
+            wait_total_s=self.wait_total_s,
+            wait_s=self.wait_s.spread(),
+            decode_s=self.decode_s.spread(),
+            queue_depth=self.queue_depth.spread(),
+        )
+
+
+class _Recent:
+    """The most recent values, in a ring."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros(_KEPT)
+        self._count = 0
+
+    def add(self, value: float) -> None:
+        self._values[self._count % _KEPT] = value
+        self._count += 1
+
+    def spread(self) -> Spread:
+        values = self._values[: min(self._count, _KEPT)]
+        if not len(values):
+            return Spread(0.0, 0.0, 0.0, 0.0)
+        p50, p95, p99 = (float(q) for q in np.percentile(values, [50, 95, 99]))
+        return Spread(p50, p95, p99, float(values.max()))

@@ -1,0 +1,49 @@
+"""num_workers="auto": as many readers as keep up with the loop, found by measuring.
+
+A worker makes a window in d seconds, the loop uses one in c seconds of its own (waiting not
+counted), so d / c workers keep up. Order does not depend on their number, so it may change at any
+time. Pure: measurements in, a number out.
+"""
+
+import os
+import statistics
+from collections import deque
+
+__all__ = ["Tuner", "num_cores"]
+
+_HEADROOM = 1.25  # a worker more than needed costs memory; one too few costs the GPU
+_EVERY = 4  # windows between changes: the ones in the queue were made by the former number
+_KEPT = 8
+
+
+class Tuner:
+    """Suggests a number of workers after each window."""
+
+    def __init__(self, most: int) -> None:
+        """`most` workers at the most, the cores this process may use."""
+        self._most = most
+        self._made_s: deque[float] = deque(maxlen=_KEPT)
+        self._used_s: deque[float] = deque(maxlen=_KEPT)
+        self._until_change = _EVERY
+
+    def add(self, made_s: float, used_s: float) -> None:
+        """Count one window: seconds it took a worker, seconds it lasted the loop without waits."""
+        self._made_s.append(made_s)
+        self._used_s.append(used_s)
+        self._until_change -= 1
+
+    def suggest(self, num_workers: int) -> int:
+        """How many workers there should be, where there are `num_workers`."""
+        if self._until_change > 0:
+            return num_workers
+        self._until_change = _EVERY
+        made, used = statistics.median(self._made_s), statistics.median(self._used_s)
+        needed = -(-made * _HEADROOM // max(used, 1e-9))
+        if needed == num_workers - 1 and made * _HEADROOM > 0.8 * used * needed:
+            return num_workers  # close to the edge: no coming and going
+        return int(max(1, min(needed, self._most)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))

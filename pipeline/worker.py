@@ -1,0 +1,108 @@
+"""A loader worker: a process that makes windows for a training process, in memory both can see.
+
+It is a program of its own, not a fork: it inherits no CUDA handle, no lock and no copy of the
+model, and imports no torch. It ends when its socket closes, so nothing outlives a killed parent;
+the memory is anonymous (memfd), so nothing is left behind either. Terminals and schedulers signal
+workers as well, but whether the run ends is the parent's decision: they ignore it. Torch-free.
+"""
+
+import mmap
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import NamedTuple
+
+from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.plan import Position
+from tokenfeed.pipeline.share import Header
+from tokenfeed.pipeline.source import Job
+
+__all__ = ["Failure", "Made", "Task", "command", "map_slot"]
+
+_GROWTH = 1.25  # a slot that was too small gets this much more than it needs
+_PAGE = 1 << 21
+
+
+class Task(NamedTuple):
+    """Make the share of a window in one of the worker's slots."""
+
+    position: Position
+    slot: int
+
+
+class Made(NamedTuple):
+    """It is made."""
+
+    header: Header
+    size: int
+    """Bytes of the slot."""
+    seconds: float
+
+
+class Failure(NamedTuple):
+    """It could not be made."""
+
+    error: TokenfeedError | None
+    """What the user should know, or None for a bug of ours."""
+    traceback: str
+
+
+def command(socket_fd: int) -> list[str]:
+    """The command line of a worker that finds the same modules as this process."""
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        f"from tokenfeed.pipeline.worker import main; main({socket_fd})"
+    )
+    return [sys.executable, "-c", code]
+
+
+def map_slot(fd: int, size: int) -> mmap.mmap:
+    """The memory of a slot."""
+    return mmap.mmap(fd, size)
+
+
+def main(socket_fd: int) -> None:
+    """Serve tasks until the parent closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    connection = Connection(socket_fd)
+    try:
+        job, slot_fds = connection.recv()
+        slots = [_Slot(fd) for fd in slot_fds]
+        while True:
+            task: Task = connection.recv()
+            connection.send(_serve(job, task, slots[task.slot]))
+    except (EOFError, ConnectionError):
+        os._exit(os.EX_OK)  # the parent is gone, or wants no more
+
+
+def _serve(job: Job, task: Task, slot: "_Slot") -> Made | Failure:
+    started = time.perf_counter()
+    try:
+        share = job.read(task.position)
+        header = share.write(slot.at_least(share.num_bytes))
+        return Made(header, slot.size, time.perf_counter() - started)
+    except TokenfeedError as error:
+        return Failure(error, "")
+    except Exception:  # a bug: the parent raises it with this worker's traceback
+        return Failure(None, traceback.format_exc())
+
+
+class _Slot:
+    """Anonymous shared memory that grows to the largest share it held."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._memory: mmap.mmap | None = None
+        self.size = 0
+
+    def at_least(self, size: int) -> memoryview:
+        """The memory, at least `size` bytes of it."""
+        if self._memory is None or self.size < size:
+            self.size = -(-int(size * _GROWTH) // _PAGE) * _PAGE
+            os.ftruncate(self._fd, self.size)
+            self._memory = map_slot(self._fd, self.size)
+        return memoryview(self._memory)
