@@ -91,7 +91,8 @@ def count_rows(python: str, loader: str, options: argparse.Namespace) -> Entry:
 
     prepare(python, loader, "check", options.data)
     counts = {"unbroken": check("whole")}
-    if (own_folder(options.data, "short", loader) / "state.pickle").exists():
+    own = own_folder(options.data, "*", loader).relative_to(options.data)
+    if list(options.data.glob(f"{own}/state.pickle")):
         check("first")
         counts["resumed"] = check("rest")
     return counts

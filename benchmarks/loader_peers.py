@@ -33,6 +33,11 @@ def collate_first(rows: Rows, samples: Sequence[tuple[Any, ...]]) -> Batch:
     return rows.collate([sample[0] for sample in samples])
 
 
+def collate_tensors(rows: Rows, samples: Sequence[torch.Tensor]) -> Batch:
+    """The batch of tensors."""
+    return rows.collate([sample.numpy() for sample in samples])
+
+
 def write_nothing(rows: Rows, folder: Path) -> None:
     """The memory map is there already."""
 
@@ -108,7 +113,7 @@ def read_mosaic(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream
 def litdata_part(rows: Rows, part: range) -> Iterator[torch.Tensor]:
     """What one call of `litdata.optimize` writes."""
     for index in part:
-        yield torch.from_numpy(rows[index].astype(np.int32))
+        yield torch.from_numpy(rows[index].copy())
 
 
 def write_litdata(rows: Rows, folder: Path) -> None:
@@ -140,7 +145,7 @@ def read_litdata(rows: Rows, folder: Path, workers: int, endless: bool) -> Strea
         batch_size=rows.batch_rows,
         num_workers=workers,
         persistent_workers=workers > 0,
-        collate_fn=rows.collate,
+        collate_fn=partial(collate_tensors, rows),
     )
     return Stream(loader, loader.state_dict, loader.load_state_dict)
 

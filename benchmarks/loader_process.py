@@ -1,5 +1,6 @@
 """Runs loader_case.py in a process of its own, and watches the memory of all its processes."""
 
+import contextlib
 import json
 import os
 import signal
@@ -59,10 +60,8 @@ def watch(process: subprocess.Popen[bytes]) -> int:
     while process.poll() is None and time.monotonic() < deadline:
         peak = max(peak, family_pss(process.pid))
         time.sleep(SAMPLE_SECONDS)
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # a hung loader, and workers it left
-    except ProcessLookupError:
-        pass
     process.wait()
     return peak
 

@@ -21,6 +21,8 @@ from protocol import RESULTS
 README = Path(__file__).parents[1] / "README.md"
 BLOCK = re.compile(r"(<!-- benchmark:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
+NONE = "–"  # noqa: RUF001
+
 Entry = dict[str, Any]
 
 
@@ -33,7 +35,7 @@ def loader_table(results: list[Entry]) -> list[list[str]]:
 
 def loader_row(entry: Entry) -> list[str]:
     if "failed" in entry:
-        return [entry["rows"], entry["case"], entry["failed"], *["–"] * 7]
+        return [entry["rows"], entry["case"], entry["failed"], *[NONE] * 7]
     return [
         entry["rows"],
         entry["case"],
@@ -51,7 +53,7 @@ def loader_row(entry: Entry) -> list[str]:
 def row_counts(counts: Entry) -> str:
     """Of one epoch, unbroken; and where it is another number, of one resumed halfway."""
     if "failed" in counts or not counts:
-        return "failed" if counts else "–"
+        return "failed" if counts else NONE
     each = {name: f"{count['lost']} + {count['repeated']}" for name, count in counts.items()}
     resumed = each.get("resumed", each["unbroken"])
     return each["unbroken"] + (f"; resumed {resumed}" if resumed != each["unbroken"] else "")
@@ -65,7 +67,7 @@ def spread(numbers: dict[str, float]) -> str:
 def significant(number: float | None) -> str:
     """Three digits, or two decimals of small numbers."""
     if number is None:
-        return "–"
+        return NONE
     return (
         f"{number:.0f}" if number >= 100 else f"{number:.1f}" if number >= 10 else f"{number:.2f}"
     )

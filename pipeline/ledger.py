@@ -10,6 +10,7 @@ import numpy as np
 from tokenfeed.pipeline.batching import WindowPlan, offsets_of
 from tokenfeed.pipeline.order import mix64, stream_key
 from tokenfeed.pipeline.rounds import Rounds
+from tokenfeed.pipeline.window import Spans
 
 __all__ = ["digests", "tokens_by_source"]
 
@@ -20,61 +21,51 @@ _ROW, _START, _LENGTH = (
 )
 
 
-def digests(
-    plan: WindowPlan, numbers: np.ndarray, rounds: Rounds, epoch: int, window: int
-) -> np.ndarray:
+def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: int) -> np.ndarray:
     """What each round adds to the digest, over the micro-batches of all ranks, (rounds,), uint64.
 
     Args:
+        spans: What every piece of the window is.
         plan: The window's plan.
-        numbers: Number of each of its rows within all sources, shape (R,).
         rounds: The rounds, of any rank.
         epoch: Which epoch.
         window: Which window of it.
     """
-    if not len(rounds.starts):
-        return np.zeros(0, np.uint64)
-    pieces = plan.pieces[plan.batch_piece_offsets[rounds.starts[0]] :]
-    offsets = plan.batch_piece_offsets[rounds.starts[0] :] - (len(plan.pieces) - len(pieces))
-    lengths = np.diff(plan.piece_offsets)[pieces].view(np.uint64)
-    hashes = numbers[plan.piece_rows[pieces] if plan.is_cut else pieces].view(np.uint64) * _ROW
-    if plan.is_cut:
-        hashes += plan.piece_offsets[:-1][pieces].view(np.uint64) * _START
-    hashes += lengths * _LENGTH
+    first = int(rounds.starts[0])
+    offsets = plan.batch_piece_offsets[first:]
+    delivered = slice(int(offsets[0]), None)
+    hashes = spans.numbers[delivered].view(np.uint64) * _ROW
+    if spans.starts is not None:
+        hashes += spans.starts[delivered].view(np.uint64) * _START
+    hashes += spans.lengths[delivered].astype(np.uint64) * _LENGTH
     hashes ^= hashes >> np.uint64(29)
     hashes *= _START
     hashes ^= hashes >> np.uint64(32)
-    of_batch = np.add.reduceat(hashes, offsets[:-1])
-    place = np.arange(rounds.starts[0], rounds.ends[-1]).astype(np.uint64)
+    of_batch = np.add.reduceat(hashes, offsets[:-1] - offsets[0])
+    place = np.arange(first, first + len(of_batch)).astype(np.uint64)
     place += np.uint64(stream_key(epoch, window))
     terms = mix64(of_batch ^ mix64(place))
-    return np.add.reduceat(terms, rounds.starts - rounds.starts[0])
+    return np.add.reduceat(terms, rounds.starts - first)
 
 
 def tokens_by_source(
-    plan: WindowPlan, numbers: np.ndarray, rounds: Rounds, row_ends: np.ndarray
+    spans: Spans, plan: WindowPlan, rounds: Rounds, row_ends: np.ndarray
 ) -> np.ndarray:
     """Tokens of each source in each round, over the micro-batches of all ranks.
 
     Args:
+        spans: What every piece of the window is.
         plan: The window's plan.
-        numbers: Number of each of its rows within all sources, shape (R,).
         rounds: The rounds, of any rank.
         row_ends: Where each source's rows end among all, shape (sources,).
 
     Returns:
         Shape (rounds, sources), int64.
     """
-    tokens = np.zeros((len(rounds.starts), len(row_ends)), np.int64)
-    if not len(rounds.starts):
-        return tokens
-    lengths = np.diff(plan.piece_offsets)[plan.pieces]
     edges = plan.batch_piece_offsets[np.append(rounds.starts, rounds.ends[-1])]
-    if len(row_ends) == 1:
-        tokens[:, 0] = np.diff(offsets_of(lengths)[edges])
-        return tokens
-    source = np.searchsorted(row_ends, numbers[plan.piece_rows[plan.pieces]], side="right")
+    tokens = np.empty((len(rounds.starts), len(row_ends)), np.int64)
+    source = np.searchsorted(row_ends, spans.numbers, side="right") if len(row_ends) > 1 else 0
     for number in range(len(row_ends)):
-        mine = np.where(source == number, lengths, 0)
-        tokens[:, number] = np.diff(offsets_of(mine)[edges])
+        own = np.where(source == number, spans.lengths, 0) if len(row_ends) > 1 else spans.lengths
+        tokens[:, number] = np.diff(offsets_of(own)[edges])
     return tokens

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.rounds import deal_rounds
 from tokenfeed.pipeline.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
 from tokenfeed.pipeline.share import Share
-from tokenfeed.pipeline.window import WindowReader, gather
+from tokenfeed.pipeline.window import Spans, WindowReader, gather
 
 __all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
 
@@ -127,14 +127,15 @@ class Plan:
         )
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {number} has no micro-batch {first}.")
-        per_token, index = gather(window, plan, rounds)
+        spans = Spans.of(window, plan)
+        per_token, index = gather(window, plan, rounds, spans)
         index |= lay_out(per_token, index, self.batching)
         index |= {
             "filler": rounds.filler,
             "position": rounds.ends,
             "ends_gang": rounds.ends_gang,
-            "digests": digests(plan, window.numbers, rounds, epoch, number),
-            "tokens": tokens_by_source(plan, window.numbers, rounds, np.array(self.row_ends)),
+            "digests": digests(spans, plan, rounds, epoch, number),
+            "tokens": tokens_by_source(spans, plan, rounds, np.array(self.row_ends)),
         }
         return Share(epoch, number, per_token, index, index)
 

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.plan import Position
 from tokenfeed.pipeline.share import Share
 from tokenfeed.pipeline.source import Job, Lease
-from tokenfeed.pipeline.worker import Failure, Made, Task, command, map_slot
+from tokenfeed.pipeline.worker import ENVIRONMENT, Failure, Made, Task, command, map_slot
 
 __all__ = ["WorkerPool"]
 
@@ -193,7 +193,9 @@ class _Worker:
         ours, theirs = socket.socketpair()
         with theirs:
             handed = (theirs.fileno(), *self._fds)
-            self.process = subprocess.Popen(command(theirs.fileno()), pass_fds=handed)
+            self.process = subprocess.Popen(
+                command(theirs.fileno()), pass_fds=handed, env=os.environ | ENVIRONMENT
+            )
         self.connection = Connection(ours.detach())
         self.connection.send((job, self._fds))
 

@@ -17,7 +17,7 @@ from tokenfeed.pipeline.rows import Rows
 from tokenfeed.pipeline.schema import INPUT_IDS
 from tokenfeed.pipeline.shard import ShardReader
 
-__all__ = ["Window", "WindowReader", "gather"]
+__all__ = ["Spans", "Window", "WindowReader", "gather"]
 
 _OPEN_SHARDS = 64
 
@@ -56,10 +56,10 @@ class WindowReader:
             rows, first_row = self._reader(shard).read(index)
             parts.append(rows)
             firsts.append(first_row + int(self._row_ends[shard]) - info.rows)
-        sizes = [len(part) for part in parts]
-        shift = np.array(firsts) - offsets_of(np.array(sizes))[:-1]
-        numbers = np.arange(sum(sizes)) + np.repeat(shift, sizes)
-        return Window(Rows.concatenate(parts), numbers)
+        numbers = [
+            np.arange(first, first + len(part)) for first, part in zip(firsts, parts, strict=True)
+        ]
+        return Window(Rows.concatenate(parts), np.concatenate(numbers))
 
     def _reader(self, shard: int) -> ShardReader:
         if shard not in self._open:
@@ -73,39 +73,68 @@ class WindowReader:
         return self._open[shard]
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What each piece of a window is, in the order of delivery, for all ranks; shape (P,) each."""
+
+    numbers: np.ndarray
+    """The row within all sources, int64."""
+    starts: np.ndarray | None
+    """The first token within the row, int64; None: no row was cut."""
+    lengths: np.ndarray
+    """Tokens, int32."""
+
+    @classmethod
+    def of(cls, window: Window, plan: WindowPlan) -> "Spans":
+        """The spans of a planned window."""
+        cut, pieces = plan.cut, plan.pieces
+        lengths = cut.lengths.astype(np.int32)[pieces]
+        if cut.cut_from is None:
+            return cls(window.numbers[pieces], None, lengths)
+        source = cut.cut_from[pieces]
+        starts = cut.offsets[pieces] - offsets_of(window.rows.lengths)[source]
+        return cls(window.numbers[source], starts, lengths)
+
+
 def gather(
-    window: Window, plan: WindowPlan, rounds: Rounds
+    window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Copy one rank's micro-batches out of a decoded window, in the order of delivery.
 
     Returns:
         Values a token, and what stands beside them: both as `Share` documents them.
     """
-    pieces, sequence_offsets, batch_offsets = _pick(plan, rounds)
-    source = plan.piece_rows[pieces] if plan.is_cut else pieces
+    batches, sequences, chosen = _pick(plan, rounds)
+    pieces = plan.pieces[chosen]
     rows = window.rows
     per_token = {
-        name: take(values, plan.piece_offsets, pieces) for name, values in rows.per_token.items()
+        name: take(values, plan.cut.offsets, pieces) for name, values in rows.per_token.items()
     }
-    index = {name: values[source] for name, values in rows.per_row.items()}
-    index["numbers"] = window.numbers[source]
-    index["lengths"] = np.diff(plan.piece_offsets).astype(np.int32)[pieces]
-    if plan.is_cut:
-        index["starts"] = plan.piece_offsets[:-1][pieces] - offsets_of(rows.lengths)[source]
-    if sequence_offsets is not None:
-        index["sequences"] = sequence_offsets
-    return per_token, index | {"batches": batch_offsets}
+    index = {"numbers": spans.numbers[chosen], "lengths": spans.lengths[chosen], "batches": batches}
+    if spans.starts is not None:
+        index["starts"] = spans.starts[chosen]
+    if sequences is not None:
+        index["sequences"] = sequences
+    if rows.per_row:
+        source = pieces if plan.cut.cut_from is None else plan.cut.cut_from[pieces]
+        index |= {name: values[source] for name, values in rows.per_row.items()}
+    return per_token, index
 
 
-def _pick(plan: WindowPlan, rounds: Rounds) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """The pieces, sequences and micro-batches of this rank; a filler has one sequence."""
+def _pick(
+    plan: WindowPlan, rounds: Rounds
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | slice]:
+    """This rank's micro-batches and sequences, as offsets, and which of the plan's pieces they are.
+
+    A filler has one sequence.
+    """
     if rounds.takes_all:
-        return plan.pieces, plan.sequence_offsets, plan.batch_offsets
+        return plan.batch_offsets, plan.sequence_offsets, slice(None)
     starts = plan.batch_offsets[:-1][rounds.mine]
     sizes = np.where(rounds.filler, 1, np.diff(plan.batch_offsets)[rounds.mine])
-    batch_offsets = offsets_of(sizes)
-    sequences = np.arange(batch_offsets[-1]) + np.repeat(starts - batch_offsets[:-1], sizes)
+    batches = offsets_of(sizes)
+    sequences = np.arange(batches[-1]) + np.repeat(starts - batches[:-1], sizes)
     if plan.sequence_offsets is None:
-        return plan.pieces[sequences], None, batch_offsets
-    pieces, sequence_offsets = regroup(plan.pieces, plan.sequence_offsets, sequences)
-    return pieces, sequence_offsets, batch_offsets
+        return batches, None, sequences
+    pieces, offsets = regroup(np.arange(len(plan.pieces)), plan.sequence_offsets, sequences)
+    return batches, offsets, pieces
