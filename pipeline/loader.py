@@ -20,6 +20,7 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed
 
+from tokenfeed.pipeline.audit import audit
 from tokenfeed.pipeline.batch import Batch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feed import Feed
@@ -166,7 +167,7 @@ class ShardLoader:
                 "the number of batches is not known beforehand: see `estimated_batches`, or train "
                 "for a number of steps"
             )
-        return self._job.read(Position(0, 0, 0)).num_batches * self.epochs
+        return self._job().read(Position(0, 0, 0)).num_batches * self.epochs
 
     @property
     def estimated_batches(self) -> int:
@@ -202,6 +203,14 @@ class ShardLoader:
         self._plan, self._delivered = plan, delivered
         self._pass_is_over = delivered.position.epoch > 0 and self._stands_at_end_of_pass()
 
+    def audit(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
+        """The first difference between what two runs delivered, from their states; None if none.
+
+        Raises:
+            ResumeError: One of them is no state, or neither belongs to this loader's plan.
+        """
+        return audit(self._job_of(self._plan.with_gang_size_of(first)), first, second)
+
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
         if self._feed:
@@ -223,15 +232,17 @@ class ShardLoader:
         epoch, window, micro_batch = self.position
         return not (self.epochs is None or epoch % self.epochs or window or micro_batch)
 
-    @property
     def _job(self) -> Job:
-        return Job(self._plan, WindowReader(self._sources, COLUMNS), self.rank, self.world_size)
+        return self._job_of(self._plan)
+
+    def _job_of(self, plan: Plan) -> Job:
+        return Job(plan, WindowReader(self._sources, COLUMNS), self.rank, self.world_size)
 
     def _started(self) -> Feed:
         """The feed that goes on from the present position."""
         if self._feed is None:
             self._feed = Feed(
-                self._job,
+                self._job(),
                 self.position,
                 self.device,
                 self.manifest.tokenizer.pad_id,

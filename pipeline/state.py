@@ -12,7 +12,7 @@ from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.plan import Plan, Position
 from tokenfeed.pipeline.share import RaggedBatch
 
-__all__ = ["Delivered"]
+__all__ = ["Delivered", "first_difference"]
 
 _VERSION = 2
 _WORD = (1 << 64) - 1
@@ -29,6 +29,8 @@ class Delivered:
     """Sum over all micro-batches; see `ledger`."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of each source in the present epoch."""
+    last_epoch_tokens: list[int] | None = None
+    """The same for the epoch before, if this process saw its end."""
     trail: list[tuple[int, int]] = field(default_factory=list)
     """(windows, digest after them) at distances that double: where two runs still agreed."""
 
@@ -73,9 +75,9 @@ class Delivered:
                 made = cls(
                     plan,
                     Position(*(int(state[name]) for name in Position._fields)),
-                    int(state["digest"], 16),
-                    [int(tokens) for tokens in state["tokens"]],
-                    [(int(windows), int(digest, 16)) for windows, digest in state["trail"]],
+                    digest=int(state["digest"], 16),
+                    tokens=[int(tokens) for tokens in state["tokens"]],
+                    trail=[(int(windows), int(digest, 16)) for windows, digest in state["trail"]],
                 )
         except (KeyError, TypeError, ValueError) as error:
             raise ResumeError(f"cannot resume: this is no loader state ({error!r}).") from error
@@ -83,16 +85,19 @@ class Delivered:
             raise ResumeError(
                 f"cannot resume: expected loader state version {_VERSION}, got {version!r}."
             )
-        ours = plan.settings()
-        for name in [*ours, *(theirs.keys() - ours.keys())]:
-            if ours.get(name) != theirs.get(name):
-                raise ResumeError(
-                    f"cannot resume: the state was saved with {name}={theirs.get(name)!r}, this "
-                    f"loader has {name}={ours.get(name)!r}. Use the same, or start a new run."
-                )
+        if difference := first_difference(plan.settings(), theirs):
+            name, ours, saved = difference
+            raise ResumeError(
+                f"cannot resume: the state was saved with {name}={saved!r}, this loader has "
+                f"{name}={ours!r}. Use the same, or start a new run."
+            )
         if min(made.position) < 0 or made.position.window >= plan.order.num_windows:
             raise ResumeError(f"cannot resume: no such {made.position}.")
         return made
+
+    def checkpoints(self) -> dict[int, int]:
+        """Digests by the number of windows they cover, as far as they are remembered."""
+        return dict(self.trail)
 
     def _leave_trail(self) -> None:
         """Keep the entries whose number is that of the windows with low bits cleared."""
@@ -108,4 +113,15 @@ class Delivered:
                     f"epoch {self.position.epoch - 1} delivered {had:,} tokens of source {source}, "
                     f"its manifest has {due:,}. This is a bug of tokenfeed: please report it."
                 )
+        self.last_epoch_tokens = self.tokens
         self.tokens = [0] * len(self.tokens)
+
+
+def first_difference(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> tuple[str, object, object] | None:
+    """Name and both values of the first setting in which two plans differ."""
+    for name in [*ours, *(theirs.keys() - ours.keys())]:
+        if ours.get(name) != theirs.get(name):
+            return name, ours.get(name), theirs.get(name)
+    return None

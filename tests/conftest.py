@@ -1,8 +1,10 @@
 """What several test files share: small data sets made by the real writer."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from command import WORDS, texts
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from tokenfeed.pipeline.batching import WindowPlan
 from tokenfeed.pipeline.manifest import (
     FileInfo,
     Ledger,
@@ -18,10 +21,14 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.order import EpochOrder
+from tokenfeed.pipeline.plan import Plan
+from tokenfeed.pipeline.policy import Batching
 from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import token_dtype
+from tokenfeed.pipeline.schema import Column, Task, task_columns, token_dtype
 from tokenfeed.pipeline.shard import ShardWriter
 from tokenfeed.pipeline.storage import file_xxh3
+from tokenfeed.pipeline.window import Window, WindowReader
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
@@ -32,10 +39,33 @@ WriteDataset = Callable[..., Path]
 MakeDataset = Callable[..., Path]
 
 
-def random_rows(lengths: np.ndarray) -> Rows:
-    """Random rows of given lengths; row k says so in its origin_record."""
-    ids = np.random.default_rng(0).integers(1, VOCABULARY_SIZE, int(lengths.sum()))
-    return rows_of_ids(ids, lengths, VOCABULARY_SIZE)
+Span = tuple[int, int, int]
+"""A piece: its row, its first token within the row, and the token after its last."""
+
+
+def random_rows(
+    lengths: np.ndarray,
+    task: Task = "lm",
+    *,
+    pairs: bool = False,
+    vocabulary_size: int = VOCABULARY_SIZE,
+) -> Rows:
+    """Random rows of given lengths, labelled as the task has it; row k says so in its
+    origin_record."""
+    rng = np.random.default_rng(0)
+    rows = rows_of_ids(
+        rng.integers(1, vocabulary_size, int(lengths.sum())), lengths, vocabulary_size
+    )
+    for column in task_columns(task, pairs=pairs):
+        columns = rows.per_token if column.per == "token" else rows.per_row
+        size = len(rows.ids) if column.per == "token" else len(rows)
+        least, most = {
+            "labels": (-100, 5),
+            "prompt_length": (0, int(lengths.max()) + 2),
+        }.get(column.name, (0, 2))
+        values = rng.integers(least, most, size)
+        columns[column.name] = np.where(values < 0, -100, values).astype(column.dtype)
+    return rows
 
 
 def rows_of_ids(ids: np.ndarray, lengths: np.ndarray, vocabulary_size: int) -> Rows:
@@ -52,13 +82,19 @@ def rows_of_ids(ids: np.ndarray, lengths: np.ndarray, vocabulary_size: int) -> R
 
 
 def write_split(
-    folder: Path, split: str, rows: Rows, vocabulary_size: int, num_shards: int
+    folder: Path,
+    split: str,
+    rows: Rows,
+    vocabulary_size: int,
+    num_shards: int,
+    columns: tuple[Column, ...] = (),
 ) -> SplitInfo:
     """Write rows as shards of about equal numbers of rows."""
     shards = []
     for number, part in enumerate(np.array_split(np.arange(len(rows)), num_shards)):
         if len(part):
-            with ShardWriter(folder, f"{split}/{number:05d}.arrow", vocabulary_size) as writer:
+            name = f"{split}/{number:05d}.arrow"
+            with ShardWriter(folder, name, vocabulary_size, columns) as writer:
                 writer.append(rows.slice(int(part[0]), int(part[-1]) + 1))
             assert writer.info is not None
             shards.append(writer.info)
@@ -67,26 +103,39 @@ def write_split(
 
 
 def write_rows(
-    folder: Path, splits: dict[str, Rows], vocabulary_size: int, num_shards: int = 1
+    folder: Path,
+    splits: dict[str, Rows],
+    vocabulary_size: int,
+    num_shards: int = 1,
+    *,
+    task: Task = "lm",
+    columns: tuple[Column, ...] | None = None,
+    label_names: tuple[str, ...] = (),
+    tokenizer: bytes = b"",
 ) -> Path:
-    """Write a whole data set: shards, side files, manifest."""
+    """Write a whole data set: shards, side files, manifest; `columns` are the task's by default."""
+    columns = task_columns(task) if columns is None else columns
     infos = {
-        split: write_split(folder, split, rows, vocabulary_size, num_shards)
+        split: write_split(folder, split, rows, vocabulary_size, num_shards, columns)
         for split, rows in splits.items()
     }
     folder.mkdir(exist_ok=True)
-    (folder / "empty").touch()
-    empty = FileInfo(file="empty", bytes=0, xxh3=file_xxh3(folder / "empty"))
+    for name, content in (("empty", b""), ("tokenizer", tokenizer)):
+        (folder / name).write_bytes(content)
+    empty, made_by = (
+        FileInfo(file=name, bytes=(folder / name).stat().st_size, xxh3=file_xxh3(folder / name))
+        for name in ("empty", "tokenizer")
+    )
     count = sum(len(rows) for rows in splits.values())
     Manifest(
         format_version=1,
-        task="lm",
-        columns=(),
-        label_names=(),
+        task=task,
+        columns=columns,
+        label_names=label_names,
         tokenizer=TokenizerInfo(
-            file=empty.file,
-            bytes=empty.bytes,
-            xxh3=empty.xxh3,
+            file=made_by.file,
+            bytes=made_by.bytes,
+            xxh3=made_by.xxh3,
             vocabulary_size=vocabulary_size,
             end_id=None,
             pad_id=0,
@@ -103,6 +152,61 @@ def write_rows(
         rejects=empty,
     ).write(folder)
     return folder
+
+
+class MemoryReader(WindowReader):
+    """Stands in for a WindowReader: record batches from memory."""
+
+    def __init__(self, batches: Sequence[Rows]) -> None:
+        self._batches = batches
+        self._ends = np.cumsum([len(rows) for rows in batches])
+
+    def read(self, batches: np.ndarray) -> Window:
+        """The rows of some record batches, counted over all sources."""
+        chosen = batches.tolist()
+        numbers = [
+            np.arange(end - len(self._batches[n]), end)
+            for n, end in zip(chosen, self._ends[chosen])
+        ]
+        return Window(Rows.concatenate([self._batches[n] for n in chosen]), np.concatenate(numbers))
+
+
+def plan_in_memory(
+    batches: Sequence[Rows],
+    batching: Batching,
+    *,
+    gang_size: int = 1,
+    num_windows: int = 1,
+    seed: int = 0,
+    shuffle: bool = True,
+) -> tuple[Plan, MemoryReader]:
+    """The plan over record batches in memory, all of one source, and what reads them."""
+    rows, tokens = (sum(map(len, part)) for part in (batches, [b.ids for b in batches]))
+    order = EpochOrder.of_one(len(batches), num_windows, seed=seed, shuffle=shuffle)
+    plan = Plan(
+        ("memory",), (1.0,), (rows,), (tokens,), (rows, tokens), "train", batching, gang_size, order
+    )
+    return plan, MemoryReader(batches)
+
+
+def spans_of(plan: WindowPlan) -> list[list[list[list[Span]]]]:
+    """What a plan delivers, by gang, micro-batch, sequence and piece."""
+    ends = np.flatnonzero(np.diff(plan.cut.rows, append=-1)) + 1
+    row_starts = plan.cut.offsets[np.append(0, ends)]
+    rows, offsets = plan.cut.rows.tolist(), plan.cut.offsets
+    pieces = [
+        (row, *(offsets[piece : piece + 2] - row_starts[row]).tolist())
+        for piece, row in enumerate(rows)
+    ]
+    spans: list[Any] = [pieces[piece] for piece in plan.pieces.tolist()]
+    sequences = plan.sequence_offsets
+    for level in (
+        np.arange(len(spans) + 1) if sequences is None else sequences,
+        plan.batch_offsets,
+        plan.gang_offsets,
+    ):
+        spans = [spans[start:stop] for start, stop in pairwise(level.tolist())]
+    return spans
 
 
 @pytest.fixture(scope="session")
@@ -123,11 +227,25 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
     """Makes random rows of given lengths, each time in a new folder: (lengths, num_shards=2)."""
     made = 0
 
-    def make(lengths: np.ndarray | list[int], num_shards: int = 2) -> Path:
+    def make(
+        lengths: np.ndarray | list[int],
+        num_shards: int = 2,
+        *,
+        task: Task = "lm",
+        pairs: bool = False,
+        label_names: tuple[str, ...] = (),
+    ) -> Path:
         nonlocal made
         made += 1
-        rows = random_rows(np.asarray(lengths))
-        return write_rows(tmp_path / f"set{made}", {"train": rows}, VOCABULARY_SIZE, num_shards)
+        return write_rows(
+            tmp_path / f"set{made}",
+            {"train": random_rows(np.asarray(lengths), task, pairs=pairs)},
+            VOCABULARY_SIZE,
+            num_shards,
+            task=task,
+            columns=task_columns(task, pairs=pairs),
+            label_names=label_names,
+        )
 
     return make
 
