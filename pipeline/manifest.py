@@ -7,12 +7,11 @@ an edit by hand is refused instead of shifting the plan. Torch-free; read by loa
 
 import dataclasses
 import json
-import types
-import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -36,6 +35,8 @@ __all__ = [
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 JOURNAL_FILE = ".journal.jsonl"
 """A folder that has one holds an unfinished run."""
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
 _CHECKSUM = "manifest_xxh3"
 _HISTOGRAM_BINS = 32
 
@@ -46,7 +47,7 @@ class FileInfo:
 
     file: str
     """Path below the data set's folder, with forward slashes."""
-    bytes: int
+    bytes: Count
     xxh3: str
     """xxh3-64 of the whole file, 16 hex digits."""
 
@@ -55,10 +56,10 @@ class FileInfo:
 class ShardInfo(FileInfo):
     """One shard: its file and its size in every unit the plan needs."""
 
-    rows: int
-    tokens: int
-    batches: int
-    longest_row: int
+    rows: Count
+    tokens: Count
+    batches: Count
+    longest_row: Count
     """Tokens of the longest row."""
 
 
@@ -67,7 +68,7 @@ class SplitInfo:
     """The shards of one split, in row order."""
 
     shards: tuple[ShardInfo, ...]
-    length_histogram: tuple[int, ...]
+    length_histogram: tuple[Count, ...]
     """Rows by length: entry k counts those of 2**k up to 2**(k+1) - 1 tokens."""
 
     @property
@@ -95,18 +96,18 @@ class SplitInfo:
 class TokenizerInfo(FileInfo):
     """The tokenizer that made the ids, stored beside the shards."""
 
-    vocabulary_size: int
+    vocabulary_size: Count
     """Ids are below this number; it decides how wide a token is on disk."""
-    end_id: int | None
+    end_id: Count | None
     """Stands at the end of every document, or null where the tokenizer has no such token."""
-    pad_id: int
+    pad_id: Count
     """Fills the padding of a batch; its value is never seen by a loss or by attention."""
     engine: str
     """What made the ids: `tokenizers`, the reference, or a faster one whose ids were compared."""
     engine_version: str
-    audited: int
+    audited: Count
     """Texts whose ids a fast engine and the reference both made, to compare."""
-    differences: int
+    differences: Count
     """Of those, how many differed. With any, the reference made all ids of the data set."""
     special_tokens_in_text: str
     """What special-token text inside a document became: `plain` text, or `split` into its id."""
@@ -118,20 +119,20 @@ class TokenizerInfo(FileInfo):
 class Ledger:
     """What became of the input: read = written + empty + rejected, always."""
 
-    files: int
-    bytes: int
+    files: Count
+    bytes: Count
     """Bytes of text encoded, as UTF-8."""
-    read: int
-    written: int
-    empty: int
-    rejected: int
+    read: Count
+    written: Count
+    empty: Count
+    rejected: Count
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """A frozen data set: what it holds, what made it, and the checksum of every file."""
 
-    format_version: int
+    format_version: Count
     task: str
     columns: tuple[Column, ...]
     """What the task adds to ids and origin."""
@@ -184,7 +185,10 @@ class Manifest:
                 f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
                 "damaged or was edited. Restore it, or run `pretokenize` again."
             )
-        manifest: Manifest = _decode(cls, content, path.name)
+        try:
+            manifest = msgspec.convert(content, cls)
+        except msgspec.ValidationError as error:
+            raise ManifestError(f"{path}: {error}. Run `pretokenize` again.") from error
         manifest._check(path)
         return manifest
 
@@ -235,25 +239,3 @@ def _load_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ManifestError(f"{path}: expected a JSON object, got {type(content).__name__}.")
     return content
-
-
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Build `kind` (dataclass, tuple, dict, optional or plain type) from JSON, strictly."""
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind) and isinstance(value, dict):
-        hints = typing.get_type_hints(kind)
-        if hints.keys() != value.keys():
-            odd = ", ".join(sorted(hints.keys() ^ value.keys()))
-            raise ManifestError(f"{where}: missing or unknown keys: {odd}.")
-        return kind(**{key: _decode(hints[key], value[key], f"{where}/{key}") for key in hints})
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_decode(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is dict and isinstance(value, dict):
-        return {key: _decode(arguments[1], v, f"{where}/{key}") for key, v in value.items()}
-    if origin is types.UnionType:
-        return None if value is None else _decode(arguments[0], value, where)
-    if type(value) is kind and not (isinstance(value, int) and value < 0):
-        return value
-    raise ManifestError(f"{where}: expected {kind}, got {value!r}.")

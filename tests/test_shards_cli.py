@@ -102,7 +102,7 @@ def test_verify_refuses_a_damaged_manifest_in_one_line(out: Path) -> None:
 def test_verify_names_every_problem_with_file_and_batch(out: Path) -> None:
     shard = out / "train/00000.arrow"
     data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 0xFF
+    data[len(data) // 3] ^= 0xFF  # among the tokens
     shard.write_bytes(data)
     (out / "rejects.jsonl").unlink()
     cut = out / "validation/00000.arrow"
