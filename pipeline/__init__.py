@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.policy import Padded as Padded
     from tokenfeed.pipeline.shard import ShardReader as ShardReader
     from tokenfeed.pipeline.shard import ShardWriter as ShardWriter
+    from tokenfeed.pipeline.state import merge_states as merge_states
 
 _HOME = {
     "Batch": "batch",
@@ -32,6 +33,7 @@ _HOME = {
     "ShardLoader": "loader",
     "ShardReader": "shard",
     "ShardWriter": "shard",
+    "merge_states": "state",
 }
 
 __all__ = sorted(_HOME)

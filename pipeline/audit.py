@@ -73,12 +73,12 @@ def _replay(job: Job, start: int, stop: int) -> int:
     """What the windows from `start` up to `stop`, counted over epochs, add to a digest."""
     total = 0
     for number in range(start, stop):
-        epoch, window = divmod(number, job.plan.order.num_windows)
+        epoch, window = divmod(number, job.plan.num_windows)
         share = job.read(Position(epoch, window, 0))
         total += int(share.index["digests"].sum())
     return total & _WORD
 
 
 def _name(job: Job, windows: int) -> str:
-    epoch, window = divmod(windows, job.plan.order.num_windows)
+    epoch, window = divmod(windows, job.plan.num_windows)
     return f"window {window} of epoch {epoch}"

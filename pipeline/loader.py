@@ -29,7 +29,7 @@ from tokenfeed.pipeline.mixture import Mixture, open_sources
 from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.policy import Batching
 from tokenfeed.pipeline.source import Job
-from tokenfeed.pipeline.state import Delivered
+from tokenfeed.pipeline.state import Delivered, own_stream
 from tokenfeed.pipeline.stats import Counters, Stats
 from tokenfeed.pipeline.tuner import Tuner, num_cores
 from tokenfeed.pipeline.window import WindowReader
@@ -68,6 +68,7 @@ class ShardLoader:
         timeout: float = 300.0,
         rank: int | None = None,
         world_size: int | None = None,
+        num_streams: int = 1,
     ) -> None:
         """Read the manifest and make the plan; workers start with the first iteration.
 
@@ -81,19 +82,25 @@ class ShardLoader:
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
-            gang_size: Micro-batches of one training step, over all ranks together. Their rows are
+            gang_size: Micro-batches of one training step, over all ranks (of a stream). Their rows are
                 of nearly equal length and the same on any number of ranks. None: that of a loaded
                 state, else `world_size`.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
             timeout: Seconds after which a worker that does not answer counts as hung.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
             world_size: Ranks that share each gang; by default torch.distributed's, or 1.
+            num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
+                ranks, and a rank reads only those of its group. See `merge_states`.
 
         Raises:
             ManifestError: The folder holds no such data set or split.
             ConfigError: A setting is out of range, or does not fit the data.
         """
-        self.rank, self.world_size = _resolve_ranks(rank, world_size)
+        self.rank, self.world_size, stream = _resolve_ranks(rank, world_size, num_streams)
+        if epochs is not None and num_streams > 1:
+            raise ConfigError(
+                f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
+            )
         if epochs is not None and epochs < 1:
             raise ConfigError(f"`epochs`={epochs} must be at least 1, or None for no end.")
         self.epochs = epochs
@@ -113,6 +120,8 @@ class ShardLoader:
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
+            stream=stream,
+            num_streams=num_streams,
         )
         self._delivered = Delivered(self._plan)
         self._counters = Counters()
@@ -162,7 +171,7 @@ class ShardLoader:
             TypeError: There are more windows, and only reading all of them would tell; see
                 `estimated_batches`.
         """
-        if self.epochs is None or self._plan.order.num_windows > 1:
+        if self.epochs is None or self._plan.num_windows > 1:
             raise TypeError(
                 "the number of batches is not known beforehand: see `estimated_batches`, or train "
                 "for a number of steps"
@@ -184,7 +193,8 @@ class ShardLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered up to the last batch given out: a few integers, the plan's settings
-        and a digest. It does not depend on ranks, workers, prefetching or device."""
+        and a digest. It does not depend on ranks, workers, prefetching or device; with
+        `num_streams` it is that of the rank's own stream."""
         return self._delivered.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -196,6 +206,7 @@ class ShardLoader:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
         plan = self._plan
+        state = own_stream(state, plan.stream)
         if not self._gang_size_is_given:
             plan = plan.with_gang_size_of(state)
         delivered = Delivered.of(plan, state)
@@ -273,8 +284,10 @@ def _resolve_device(device: str | torch.device) -> torch.device:
     return resolved
 
 
-def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Fill in what was not said from torch.distributed."""
+def _resolve_ranks(
+    rank: int | None, world_size: int | None, num_streams: int
+) -> tuple[int, int, int]:
+    """Rank and world size within a stream, and which stream; unsaid ones from torch.distributed."""
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
@@ -282,4 +295,7 @@ def _resolve_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
         world_size = torch.distributed.get_world_size() if running else 1
     if not 0 <= rank < world_size:
         raise ConfigError(f"`rank`={rank} is not in range({world_size}), the `world_size`.")
-    return rank, world_size
+    if num_streams < 1 or world_size % num_streams:
+        raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
+    stream, rank = divmod(rank, world_size // num_streams)
+    return rank, world_size // num_streams, stream

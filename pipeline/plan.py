@@ -58,6 +58,9 @@ class Plan:
     batching: Batching
     gang_size: int
     order: EpochOrder
+    stream: int
+    """Which of the windows: those whose number is `stream` modulo `num_streams`."""
+    num_streams: int
 
     @classmethod
     def of(
@@ -71,6 +74,8 @@ class Plan:
         window_tokens: int | None,
         seed: int,
         shuffle: bool,
+        stream: int = 0,
+        num_streams: int = 1,
     ) -> Self:
         """The plan over some sources.
 
@@ -89,19 +94,27 @@ class Plan:
         sizes = tuple(source.batches for source in sources)
         read = [sum(stretch.batches[n] for stretch in stretches) for n in range(len(sources))]
         whole = [divmod(batches, size) for batches, size in zip(read, sizes, strict=True)]
+        order = EpochOrder(sizes, stretches, seed, shuffle)
+        if order.num_windows < num_streams:
+            raise ConfigError(
+                f"`num_streams`={num_streams}, but an epoch has {order.num_windows} windows only. "
+                "Lower it, or `window_tokens`."
+            )
         return cls(
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
             tuple(
-                None if rest else source.tokens * times
+                None if rest or num_streams > 1 else source.tokens * times
                 for source, (times, rest) in zip(sources, whole, strict=True)
             ),
             _about(sources, read),
             split,
             batching,
             gang_size,
-            EpochOrder(sizes, stretches, seed, shuffle),
+            order,
+            stream,
+            num_streams,
         )
 
     def read_share(
@@ -113,7 +126,8 @@ class Plan:
             ShardFormatError: The data are damaged.
             ResumeError: The window has no such micro-batch.
         """
-        epoch, number, first = position
+        epoch, nth, first = position
+        number = self.stream + nth * self.num_streams
         window = reader.read(self.order.window(epoch, number))
         plan = plan_window(
             window.rows.lengths,
@@ -126,7 +140,7 @@ class Plan:
             plan.gang_offsets, self.gang_size, first=first, rank=rank, world_size=world_size
         )
         if not len(rounds.starts):
-            raise ResumeError(f"cannot resume: window {number} has no micro-batch {first}.")
+            raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
         spans = Spans.of(window, plan)
         per_token, index = gather(window, plan, rounds, spans)
         index |= lay_out(per_token, index, self.batching)
@@ -137,11 +151,16 @@ class Plan:
             "digests": digests(spans, plan, rounds, epoch, number),
             "tokens": tokens_by_source(spans, plan, rounds, np.array(self.row_ends)),
         }
-        return Share(epoch, number, per_token, index, index)
+        return Share(epoch, nth, per_token, index, index)
+
+    @property
+    def num_windows(self) -> int:
+        """Windows of an epoch, of this stream."""
+        return len(range(self.stream, self.order.num_windows, self.num_streams))
 
     def next_window(self, position: Position) -> Position:
         """The beginning of the window after."""
-        if position.window + 1 < self.order.num_windows:
+        if position.window + 1 < self.num_windows:
             return Position(position.epoch, position.window + 1, 0)
         return Position(position.epoch + 1, 0, 0)
 
@@ -155,7 +174,7 @@ class Plan:
                 batches = tokens / (length * sequences)
             case Fixed(rows=sequences):
                 batches = rows / sequences
-        gangs = batches / self.gang_size
+        gangs = batches / self.num_streams / self.gang_size
         together = max(1, world_size // self.gang_size)
         return max(1, round(gangs * -(-self.gang_size // world_size) / together))
 
@@ -177,6 +196,8 @@ class Plan:
             "windows": self.order.num_windows,
             "batching": repr(self.batching),
             "gang_size": self.gang_size,
+            "stream": self.stream,
+            "num_streams": self.num_streams,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
         }

@@ -5,6 +5,7 @@ was delivered. It does not know ranks, workers, prefetching or devices, so it co
 Torch-free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.plan import Plan, Position
 from tokenfeed.pipeline.share import RaggedBatch
 
-__all__ = ["Delivered", "first_difference"]
+__all__ = ["Delivered", "first_difference", "merge_states", "own_stream"]
 
 _VERSION = 2
 _WORD = (1 << 64) - 1
@@ -91,7 +92,7 @@ class Delivered:
                 f"cannot resume: the state was saved with {name}={saved!r}, this loader has "
                 f"{name}={ours!r}. Use the same, or start a new run."
             )
-        if min(made.position) < 0 or made.position.window >= plan.order.num_windows:
+        if min(made.position) < 0 or made.position.window >= plan.num_windows:
             raise ResumeError(f"cannot resume: no such {made.position}.")
         return made
 
@@ -101,7 +102,7 @@ class Delivered:
 
     def _leave_trail(self) -> None:
         """Keep the entries whose number is that of the windows with low bits cleared."""
-        windows = self.position.epoch * self.plan.order.num_windows + self.position.window
+        windows = self.position.epoch * self.plan.num_windows + self.position.window
         kept = {windows & ~((1 << bit) - 1) for bit in range(windows.bit_length() + 1)}
         self.trail = [entry for entry in self.trail if entry[0] in kept]
         self.trail.append((windows, self.digest))
@@ -125,3 +126,33 @@ def first_difference(
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One state out of those of all streams; any rank loads its own part of it.
+
+    Args:
+        states: `state_dict` of at least one rank of every stream, in any order; taken after the
+            same number of steps.
+
+    Raises:
+        ResumeError: A stream is missing, or they belong to different plans.
+    """
+    by_stream = {int(state["plan"]["stream"]): state for state in states}
+    plans = [state["plan"] | {"stream": 0} for state in by_stream.values()]
+    for plan in plans[1:]:
+        if difference := first_difference(plans[0], plan):
+            name, one, other = difference
+            raise ResumeError(f"states of different runs: {name} is {one!r} and {other!r}.")
+    wanted = set(range(plans[0]["num_streams"])) if plans else {0}
+    if missing := wanted - by_stream.keys():
+        raise ResumeError(f"no state of stream {min(missing)} of {len(wanted)} was given.")
+    return {"streams": [by_stream[stream] for stream in sorted(by_stream)]}
+
+
+def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
+    """The part of a merged state for one stream; any other state itself."""
+    streams = state.get("streams")
+    if not isinstance(streams, list):
+        return state
+    return streams[stream] if stream < len(streams) else {}
