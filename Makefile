@@ -11,7 +11,7 @@ setup: .venv/.ready
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenfeed needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,fast]' -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,fast,examples]' -c constraints.txt
 	mkdir -p .typing/tokenfeed
 	ln -sfn ../../pipeline .typing/tokenfeed/pipeline
 	ln -sfn ../../trainer .typing/tokenfeed/trainer

@@ -22,6 +22,7 @@ Peers live where they are installed: the interpreter at hand, else --peer-python
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -65,6 +66,7 @@ def prepare(python: str, loader: str, kind: str, data: Path) -> None:
     """Have the loader write its own copy of the rows, if it has not."""
     own = own_folder(data, kind, loader)
     if not (own / "written").exists():
+        shutil.rmtree(own, ignore_errors=True)
         run_case(python, "write", loader, kind, data)
         (own / "written").touch()
 
@@ -180,7 +182,7 @@ def show(results: list[Entry]) -> None:
     table = Table("rows", "loader", *columns, "lost+repeated")
     for entry in results:
         if "failed" in entry:
-            table.add_row(entry["rows"], entry["case"], escape(entry["failed"][:60]))
+            table.add_row(entry["rows"], entry["case"], entry["failed"].split(":")[0])
             continue
         speed, resumed = entry["mtok_s"], entry.get("resume_s")
         counts = entry["row_counts"].values()
@@ -189,7 +191,7 @@ def show(results: list[Entry]) -> None:
             entry["case"],
             f"{speed['median']:.2f}",
             f"{speed['min']:.2f}, {speed['max']:.2f}",
-            f"{entry.get('times_best_other_peer', 0):.2f}",
+            f"{entry['times_best_other_peer']:.2f}" if "times_best_other_peer" in entry else "",
             f"{entry['padding']['median']:.2%}",
             f"{entry['first_batch_s']['median']:.2f} s",
             f"{resumed['median']:.2f} s" if resumed else "none",
@@ -199,7 +201,11 @@ def show(results: list[Entry]) -> None:
             if "failed" not in entry["row_counts"]
             else "failed",
         )
-    Console(width=150).print(table)
+    console = Console(width=150)
+    console.print(table)
+    for entry in results:
+        if "failed" in entry:
+            console.print(escape(f"{entry['rows']}, {entry['case']}: {entry['failed']}"))
 
 
 def main() -> None:
@@ -218,7 +224,7 @@ def main() -> None:
     homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
     with tempfile.TemporaryDirectory() as name:
         options.data = options.data or Path(name)
-        make_data(options.data, options.scale)
+        options.scale = make_data(options.data, options.scale)
         results = compare(homes, options)
     show(results)
     path = write_result("loader", results, options.results, peers=versions, scale=options.scale)

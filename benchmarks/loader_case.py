@@ -72,12 +72,23 @@ def import_all(name: str) -> None:
 
 
 def count(batch: Any) -> tuple[int, int]:
-    """Real tokens and slots of a batch, both tensors of which are looked at."""
-    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    """Real tokens and slots of a batch, from which everything that a model takes is asked."""
+    ids = batch["input_ids"]
+    mask = batch.get("attention_mask")
     assert ids.dtype == torch.int64
-    if hasattr(batch, "num_tokens"):
+    if hasattr(batch, "num_tokens"):  # ours, which builds only what is asked for
+        if mask is None:
+            batch["position_ids"]
         return batch.num_tokens, batch.num_slots
     return ids.numel() if mask is None else int(mask.sum()), ids.numel()
+
+
+def real_ids(batch: Any) -> np.ndarray:
+    """The tokens of a batch without its padding; our packed batches have no mask."""
+    ids, mask = batch["input_ids"].numpy(), batch.get("attention_mask")
+    if hasattr(batch, "lengths"):
+        return ids[np.arange(ids.shape[1]) < batch.lengths[:, None]]
+    return ids.reshape(-1) if mask is None else ids[mask.numpy()]
 
 
 def epochs_of(stream: Stream) -> Iterator[Any]:
@@ -140,8 +151,7 @@ def check(
         assert stream.load
         stream.load(state)
     for batch in stream.batches:
-        ids, mask = batch["input_ids"].numpy(), batch.get("attention_mask")
-        real = ids.reshape(-1) if mask is None else ids[mask.numpy().astype(np.bool_)]
+        real = real_ids(batch)
         ends = np.flatnonzero(real == end_id) + 1
         got.update(row.tobytes() for row in np.split(real, ends) if len(row))
         if part == "first" and got.total() > len(rows) / 2:

@@ -26,10 +26,10 @@ VOCABULARY = 32_768
 BLOCK_LINES = 20
 
 
-def make_data(folder: Path, scale: float) -> None:
-    """Fill `folder`, except for what is there."""
+def make_data(folder: Path, scale: float) -> float:
+    """Fill `folder`, unless it was filled before; the scale of what is there."""
     if (folder / "data.json").exists():
-        return
+        return float(json.loads((folder / "data.json").read_text())["scale"])
     folder.mkdir(parents=True, exist_ok=True)
     texts = list(standard_library())
     write_json_lines(folder / "corpus.jsonl", texts, len("".join(texts)))
@@ -48,6 +48,7 @@ def make_data(folder: Path, scale: float) -> None:
         read_back(folder / kind)
     end = json.loads((folder / "tokenizer" / "manifest.json").read_text())["tokenizer"]["end_id"]
     (folder / "data.json").write_text(json.dumps({"end_id": end, "scale": scale}))
+    return scale
 
 
 def standard_library() -> Iterator[str]:

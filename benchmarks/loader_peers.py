@@ -229,8 +229,9 @@ def read_stateful(rows: Rows, folder: Path, workers: int, endless: bool) -> Stre
 def read_nodes(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
     from torchdata import nodes
 
-    sampler = nodes.SamplerWrapper(RandomSampler(range(len(rows))))
-    indices = nodes.Batcher(sampler, rows.batch_rows, drop_last=False)
+    seeded = torch.Generator().manual_seed(0)  # resuming draws the same order again
+    sampler = RandomSampler(range(len(rows)), generator=seeded)
+    indices = nodes.Batcher(nodes.SamplerWrapper(sampler), rows.batch_rows, drop_last=False)
     batches = nodes.ParallelMapper(indices, rows.gather, num_workers=workers, method="thread")
     loader = nodes.Loader(nodes.Prefetcher(batches, prefetch_factor=8))
     return Stream(loader, loader.state_dict, loader.load_state_dict)

@@ -40,7 +40,7 @@ def plot(results: Path) -> Path:
     for axis, (kind, bars) in zip(axes, panels.items(), strict=True):
         names, speeds = zip(*bars, strict=True)
         drawn = axis.barh(names, speeds, color=[color(name) for name in names], height=0.72)
-        axis.bar_label(drawn, [f"{speed:.3g}" for speed in speeds], padding=4, fontsize=11)
+        axis.bar_label(drawn, [three_digits(speed) for speed in speeds], padding=4, fontsize=11)
         axis.set_title(TITLES[kind], loc="left", fontsize=13, fontweight="bold")
         axis.set_xscale("log")
         axis.tick_params(axis="y", labelsize=11, length=0)
@@ -50,7 +50,7 @@ def plot(results: Path) -> Path:
         axis.spines[["top", "right", "left"]].set_visible(False)
     slowest, fastest = axes[0].get_xlim()
     axes[0].set_xlim(slowest * 0.8, fastest * 2)
-    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes[-1].set_xlabel("M real tokens per second (logarithmic)", fontsize=12)
     figure.tight_layout()
     path = results.with_suffix(".svg")
@@ -62,6 +62,10 @@ def sorted_bars(entries: list[dict[str, Any]], kind: str) -> list[tuple[str, flo
     """Loaders and their medians, the slowest first: bars are drawn from below."""
     bars = [(each["case"], each["mtok_s"]["median"]) for each in entries if each["rows"] == kind]
     return sorted(bars, key=lambda bar: bar[1])
+
+
+def three_digits(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
 def color(loader: str) -> str:

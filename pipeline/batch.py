@@ -33,7 +33,8 @@ class Batch(Mapping[str, torch.Tensor]):
         input_ids: [B, T] int64.
         attention_mask: [B, T] bool, true on tokens. Not in packed batches.
         position_ids: [B, T] int64, counted from the beginning of each document. Only in packed
-            batches: transformers keeps attention inside documents by them, if it gets no mask.
+            batches: transformers (4.53 and later) keeps attention inside documents by them, if it
+            gets no mask and the model's config says `use_cache=False`.
         token_type_ids: [B, T] int64, where rows are pairs of texts.
         labels: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
             model compares position t + 1 with t), without the first token of every piece, which has
@@ -81,6 +82,13 @@ class Batch(Mapping[str, torch.Tensor]):
     def device(self) -> torch.device:
         """Where the tensors are."""
         return self._tensors[INPUT_IDS].device
+
+    def to(self, device: str | torch.device, *, non_blocking: bool = False) -> "Batch":
+        """The same on another device; itself where it is there already."""
+        if self.device == torch.device(device):
+            return self
+        moved = {key: self[key].to(device, non_blocking=non_blocking) for key in self}
+        return Batch(self._ragged, moved)
 
     @property
     def ends_gang(self) -> bool:

@@ -45,7 +45,7 @@ class ShardLoader:
 
         loader = ShardLoader("out/", batching=Padded(max_tokens=32_768), device="cuda")
         for batch in loader:
-            loss = model(**batch).loss
+            loss = model(**batch, num_items_in_batch=max(1, batch.num_targets)).loss
         state = loader.state_dict()    # JSON-serialisable, at any batch
 
     Iterating goes on from the present position: leaving the loop and entering it again loses and
@@ -82,9 +82,9 @@ class ShardLoader:
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
-            gang_size: Micro-batches of one training step, over all ranks (of a stream). Their rows are
-                of nearly equal length and the same on any number of ranks. None: that of a loaded
-                state, else `world_size`.
+            gang_size: Micro-batches of one training step, over all ranks (of a stream). Their rows
+                are of nearly equal length and the same on any number of ranks. None: that of a
+                loaded state, else `world_size`.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
             timeout: Seconds after which a worker that does not answer counts as hung.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
@@ -125,8 +125,7 @@ class ShardLoader:
         )
         self._delivered = Delivered(self._plan)
         self._counters = Counters()
-        self._pass_is_over = False
-        """Whether a loaded state stands at the end of its pass: there is no rest to deliver."""
+        self._length: int | None = None
         self._feed: Feed | None = None
 
     @property
@@ -151,9 +150,6 @@ class ShardLoader:
             self.close()
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._pass_is_over:
-            self._pass_is_over = False
-            return
         while True:
             started = time.perf_counter()
             batch, ragged = next(self._started())
@@ -176,7 +172,9 @@ class ShardLoader:
                 "the number of batches is not known beforehand: see `estimated_batches`, or train "
                 "for a number of steps"
             )
-        return self._job().read(Position(0, 0, 0)).num_batches * self.epochs
+        if self._length is None:
+            self._length = self._job().read(Position(0, 0, 0)).num_batches
+        return self._length * self.epochs
 
     @property
     def estimated_batches(self) -> int:
@@ -188,8 +186,9 @@ class ShardLoader:
     def stats(self) -> Stats:
         """What was delivered to this rank, and what it waited for."""
         names = [str(source.folder) for source in self._sources]
-        epoch_tokens = dict(zip(names, self._delivered.tokens, strict=True))
-        return self._counters.read(self.num_workers, epoch_tokens)
+        present = dict(zip(names, self._delivered.tokens, strict=True))
+        last = dict(zip(names, self._delivered.last_epoch_tokens, strict=False))
+        return self._counters.read(self.num_workers, present, last)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered up to the last batch given out: a few integers, the plan's settings
@@ -200,7 +199,8 @@ class ShardLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, at once; only its window is read again.
 
-        The next iteration delivers the rest of the pass: nothing, if the state is its end.
+        The next iteration delivers the rest of the pass; of a state that was saved after the last
+        batch of a pass, the next pass.
 
         Raises:
             ResumeError: The state belongs to other data, another seed or policy; says which.
@@ -211,8 +211,7 @@ class ShardLoader:
             plan = plan.with_gang_size_of(state)
         delivered = Delivered.of(plan, state)
         self.close()
-        self._plan, self._delivered = plan, delivered
-        self._pass_is_over = delivered.position.epoch > 0 and self._stands_at_end_of_pass()
+        self._plan, self._delivered, self._length = plan, delivered, None
 
     def audit(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
         """The first difference between what two runs delivered, from their states; None if none.

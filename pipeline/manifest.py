@@ -164,13 +164,13 @@ class Manifest:
         atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
     @classmethod
-    def read(cls, folder: Path) -> "Manifest":
+    def read(cls, folder: str | Path) -> "Manifest":
         """Read and check `folder`/manifest.json.
 
         Raises:
             ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
         """
-        path = folder / MANIFEST_FILE
+        path = Path(folder) / MANIFEST_FILE
         content = _load_json(path)
         version = content.get("format_version")
         if version != FORMAT_VERSION:

@@ -30,8 +30,8 @@ class Delivered:
     """Sum over all micro-batches; see `ledger`."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of each source in the present epoch."""
-    last_epoch_tokens: list[int] | None = None
-    """The same for the epoch before, if this process saw its end."""
+    last_epoch_tokens: list[int] = field(default_factory=list)
+    """The same for the epoch before; empty where this process did not see its end."""
     trail: list[tuple[int, int]] = field(default_factory=list)
     """(windows, digest after them) at distances that double: where two runs still agreed."""
 

@@ -40,6 +40,8 @@ class Stats:
     windows: int
     epoch_tokens: dict[str, int]
     """Tokens of the present epoch by source, over all ranks, since its beginning."""
+    last_epoch_tokens: dict[str, int]
+    """The same for the epoch before; empty where this loader did not see its end."""
     num_workers: int
     wait_total_s: float
     """Seconds that the training loop waited inside `next`."""
@@ -79,7 +81,9 @@ class Counters:
         self.decode_s.add(seconds)
         self.queue_depth.add(ready)
 
-    def read(self, num_workers: int, epoch_tokens: dict[str, int]) -> Stats:
+    def read(
+        self, num_workers: int, epoch_tokens: dict[str, int], last_epoch_tokens: dict[str, int]
+    ) -> Stats:
         """The figures now."""
         return Stats(
             batches=self.batches,
@@ -90,6 +94,7 @@ class Counters:
             cut_pieces=self.cut_pieces,
             windows=self.windows,
             epoch_tokens=epoch_tokens,
+            last_epoch_tokens=last_epoch_tokens,
             num_workers=num_workers,
             wait_total_s=self.wait_total_s,
             wait_s=self.wait_s.spread(),
