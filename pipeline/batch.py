@@ -8,6 +8,7 @@ Shapes: B sequences, T padded length, N tokens, P pieces, S segments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from functools import lru_cache
 
 import numpy as np
@@ -87,8 +88,14 @@ class Batch(Mapping[str, torch.Tensor]):
         """The same on another device; itself where it is there already."""
         if self.device == torch.device(device):
             return self
-        moved = {key: self[key].to(device, non_blocking=non_blocking) for key in self}
-        return Batch(self._ragged, moved)
+        tensors = {key: self[key] for key in self}
+        if self._ragged.has("segments"):
+            tensors["segments"] = self.cu_seqlens
+        moved = copy(self)
+        moved._tensors = {
+            key: tensor.to(device, non_blocking=non_blocking) for key, tensor in tensors.items()
+        }
+        return moved
 
     @property
     def ends_gang(self) -> bool:

@@ -16,7 +16,7 @@ from tokenfeed.pipeline.mixture import Mixture, open_sources
 from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.policy import Batching
 from tokenfeed.pipeline.share import Header, Share
-from tokenfeed.pipeline.source import Job
+from tokenfeed.pipeline.source import Job, check_epochs, check_rank
 from tokenfeed.pipeline.window import WindowReader
 
 __all__ = ["ShardDataset", "WindowShare"]
@@ -53,7 +53,7 @@ class ShardDataset(IterableDataset[WindowShare]):
             for batch in share:
                 ...
 
-    Each iteration is the next pass, unless workers are kept: set `epoch` to choose one.
+    Every iteration begins at `epoch`: raise it for the next pass, or the order is the same again.
     `ShardLoader` adds what a training loop needs: a device, batches ready ahead, a saved state.
     """
 
@@ -89,6 +89,8 @@ class ShardDataset(IterableDataset[WindowShare]):
             ManifestError: The folder holds no such data set or split.
             ConfigError: A setting is out of range, or does not fit the data.
         """
+        check_rank(rank, world_size)
+        check_epochs(epochs)
         sources = open_sources(path, split)
         plan = Plan.of(
             sources,

@@ -32,7 +32,7 @@ def lay_out(
     piece_batches = batches if sequences is None else sequences[batches]
     tokens = offsets_of(lengths)[piece_batches]
     made = {
-        "sequence_lengths": of_sequence,
+        "sequence_lengths": of_sequence.astype(np.int32, copy=False),
         "padded": padded.astype(np.int32),
         "piece_offsets": piece_batches,
         "token_offsets": tokens,

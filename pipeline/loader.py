@@ -13,6 +13,7 @@ batch continues with exactly the next one.
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -28,8 +29,8 @@ from tokenfeed.pipeline.manifest import Manifest
 from tokenfeed.pipeline.mixture import Mixture, open_sources
 from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.policy import Batching
-from tokenfeed.pipeline.source import Job
-from tokenfeed.pipeline.state import Delivered, own_stream
+from tokenfeed.pipeline.source import Job, check_epochs, check_rank
+from tokenfeed.pipeline.state import Delivered, gang_size_of, own_stream
 from tokenfeed.pipeline.stats import Counters, Stats
 from tokenfeed.pipeline.tuner import Tuner, num_cores
 from tokenfeed.pipeline.window import WindowReader
@@ -101,28 +102,29 @@ class ShardLoader:
             raise ConfigError(
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
             )
-        if epochs is not None and epochs < 1:
-            raise ConfigError(f"`epochs`={epochs} must be at least 1, or None for no end.")
+        check_epochs(epochs)
+        if timeout <= 0:
+            raise ConfigError(f"`timeout`={timeout}: expected seconds, more than 0.")
         self.epochs = epochs
         self.device = _resolve_device(device)
         self._timeout = timeout
         self._tuner = Tuner(num_cores()) if num_workers == "auto" else None
         self._num_workers = 1 if num_workers == "auto" else _check_workers(num_workers)
-        self._mixture = path if isinstance(path, Mixture) else None
         self._sources = open_sources(path, split)
         self._gang_size_is_given = gang_size is not None
-        self._plan = Plan.of(
+        self._plan_with = partial(
+            Plan.of,
             self._sources,
-            self._mixture,
+            path if isinstance(path, Mixture) else None,
             batching,
             split=split,
-            gang_size=self.world_size if gang_size is None else gang_size,
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
             stream=stream,
             num_streams=num_streams,
         )
+        self._plan = self._plan_with(gang_size=self.world_size if gang_size is None else gang_size)
         self._delivered = Delivered(self._plan)
         self._counters = Counters()
         self._length: int | None = None
@@ -152,7 +154,11 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Batch]:
         while True:
             started = time.perf_counter()
-            batch, ragged = next(self._started())
+            try:
+                batch, ragged = next(self._started())
+            except BaseException:
+                self.close()  # whoever mends the cause can go on: the position stayed
+                raise
             self._counters.add_batch(batch, time.perf_counter() - started)
             self._delivered.add(ragged)
             ends_pass = self._stands_at_end_of_pass()
@@ -161,13 +167,13 @@ class ShardLoader:
                 return
 
     def __len__(self) -> int:
-        """Batches of a pass, where that is known: if an epoch is one window, which is then planned.
+        """Batches of a pass, where known: an epoch is one window, and always of the same rows.
 
         Raises:
-            TypeError: There are more windows, and only reading all of them would tell; see
-                `estimated_batches`.
+            TypeError: Only reading all windows would tell; see `estimated_batches`.
         """
-        if self.epochs is None or self._plan.num_windows > 1:
+        plan = self._plan
+        if self.epochs is None or plan.num_windows > 1 or None in plan.epoch_tokens:
             raise TypeError(
                 "the number of batches is not known beforehand: see `estimated_batches`, or train "
                 "for a number of steps"
@@ -205,10 +211,8 @@ class ShardLoader:
         Raises:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
-        plan = self._plan
-        state = own_stream(state, plan.stream)
-        if not self._gang_size_is_given:
-            plan = plan.with_gang_size_of(state)
+        state = own_stream(state, self._plan.stream)
+        plan = self._plan_of(state)
         delivered = Delivered.of(plan, state)
         self.close()
         self._plan, self._delivered, self._length = plan, delivered, None
@@ -219,7 +223,7 @@ class ShardLoader:
         Raises:
             ResumeError: One of them is no state, or neither belongs to this loader's plan.
         """
-        return audit(self._job_of(self._plan.with_gang_size_of(first)), first, second)
+        return audit(self._job_of(self._plan_of(first)), first, second)
 
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
@@ -247,6 +251,11 @@ class ShardLoader:
 
     def _job_of(self, plan: Plan) -> Job:
         return Job(plan, WindowReader(self._sources, COLUMNS), self.rank, self.world_size)
+
+    def _plan_of(self, state: dict[str, Any]) -> Plan:
+        """This loader's plan, with the gang size of a state where it was given none."""
+        gang_size = None if self._gang_size_is_given else gang_size_of(state)
+        return self._plan if gang_size is None else self._plan_with(gang_size=gang_size)
 
     def _started(self) -> Feed:
         """The feed that goes on from the present position."""
@@ -292,9 +301,8 @@ def _resolve_ranks(
         rank = torch.distributed.get_rank() if running else 0
     if world_size is None:
         world_size = torch.distributed.get_world_size() if running else 1
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"`rank`={rank} is not in range({world_size}), the `world_size`.")
     if num_streams < 1 or world_size % num_streams:
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
+    check_rank(rank, world_size)
     stream, rank = divmod(rank, world_size // num_streams)
     return rank, world_size // num_streams, stream

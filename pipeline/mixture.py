@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Literal
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.order import Stretch
 
@@ -80,11 +80,11 @@ def mix(
 ) -> tuple[Stretch, ...]:
     """Plan an epoch: how many record batches each source gives, and in how many windows.
 
-    Tokens are those of the manifest, so proportions are exact up to one record batch, and where a
-    source is read whole, to the last row.
+    Tokens are those of the manifest, so the proportions of an epoch are exact up to one record
+    batch a source, and where a source is read whole, to the last row.
     """
     tokens = [Fraction(source.tokens) for source in sources]
-    shares = [Fraction(weight) for weight in weights]
+    shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is a tenth
     durations = [size / share for size, share in zip(tokens, shares, strict=True)]
     if exhausted == "continue":
         ends = sorted(set(durations))
@@ -116,7 +116,10 @@ def mix(
 
 def _open(folder: Path, split: str) -> Source:
     manifest = Manifest.read(folder)
-    info = manifest.split(split)
+    try:
+        info = manifest.split(split)
+    except ManifestError as error:
+        raise ManifestError(f"{folder}: {error}") from None
     if not info.rows:
         raise ConfigError(
             f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."

@@ -5,7 +5,7 @@ the rest. Two loaders with equal plans deliver the same micro-batches in the sam
 their ranks, workers, prefetching and devices are. Torch-free.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -47,7 +47,7 @@ class Plan:
     data: tuple[str, ...]
     """Fingerprint of each source's manifest."""
     weights: tuple[float, ...]
-    """Weight of each source; they sum to 1."""
+    """Weight of each source; only proportions matter."""
     row_ends: tuple[int, ...]
     """Where each source's rows end among all rows."""
     epoch_tokens: tuple[int | None, ...]
@@ -87,12 +87,17 @@ class Plan:
         _check_fit(sources, batching)
         if window_tokens is None:
             window_tokens = default_window_tokens(sources, batching, gang_size)
-        given = mixture.weights.values() if mixture else [1.0]
-        weights = tuple(weight / sum(given) for weight in given)
+        weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         exhausted = mixture.exhausted if mixture else "continue"
         stretches = mix(sources, weights, exhausted, max(1, window_tokens))
         sizes = tuple(source.batches for source in sources)
         read = [sum(stretch.batches[n] for stretch in stretches) for n in range(len(sources))]
+        for source, batches in zip(sources, read, strict=True):
+            if not batches:
+                raise ConfigError(
+                    f"{source.folder} is so small, or weighs so little, that nothing of it would be "
+                    "read. Raise its weight, or choose `exhausted`='continue'."
+                )
         whole = [divmod(batches, size) for batches, size in zip(read, sizes, strict=True)]
         order = EpochOrder(sizes, stretches, seed, shuffle)
         if order.num_windows < num_streams:
@@ -177,14 +182,6 @@ class Plan:
         gangs = batches / self.num_streams / self.gang_size
         together = max(1, world_size // self.gang_size)
         return max(1, round(gangs * -(-self.gang_size // world_size) / together))
-
-    def with_gang_size_of(self, state: dict[str, Any]) -> "Plan":
-        """This plan with the gang size of a saved state, if it has one."""
-        try:
-            gang_size = int(state["plan"]["gang_size"])
-        except (KeyError, TypeError, ValueError):
-            return self  # no state: whoever reads it next says so
-        return self if gang_size < 1 else replace(self, gang_size=gang_size)
 
     def settings(self) -> dict[str, Any]:
         """What has to be equal for two plans to be: JSON-serialisable, part of a saved state."""

@@ -35,6 +35,7 @@ class Padded:
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
                 "Raise it."
             )
+        _check_long_rows(self.long_rows)
 
     @property
     def longest_piece(self) -> int:
@@ -86,6 +87,7 @@ class Packed:
 
     def __post_init__(self) -> None:
         _require_positive(self, "sequence_length", "rows")
+        _check_long_rows(self.long_rows)
         if self.split and self.long_rows == "refuse":
             raise ConfigError("`split`=True cuts documents, `long_rows`='refuse' forbids it.")
 
@@ -113,3 +115,8 @@ def _require_positive(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
         if (value := getattr(policy, name)) < 1:
             raise ConfigError(f"`{name}`={value} must be at least 1.")
+
+
+def _check_long_rows(choice: str) -> None:
+    if choice not in ("cut", "refuse"):
+        raise ConfigError(f"`long_rows`={choice!r}: expected 'cut' or 'refuse'.")

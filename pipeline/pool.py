@@ -9,11 +9,14 @@ import contextlib
 import itertools
 import mmap
 import os
+import pickle
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
@@ -61,7 +64,11 @@ class WorkerPool:
         self._names = itertools.count()
         self._workers: list[_Worker] = []
         self._pending: deque[_Pending] = deque()  # in the order of the windows
-        self.resize(num_workers)
+        try:
+            self.resize(num_workers)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_workers(self) -> int:
@@ -70,9 +77,9 @@ class WorkerPool:
 
     def resize(self, num_workers: int) -> None:
         """Start more workers, or let some leave when what they made was used."""
-        for worker in self._workers[num_workers:]:
-            worker.leaving = True
         staying = [worker for worker in self._workers if not worker.leaving]
+        for worker in staying[num_workers:]:
+            worker.leaving = True
         for _ in range(num_workers - len(staying)):
             self._workers.append(_Worker(next(self._names), self._job))
         self._dismiss()
@@ -87,11 +94,9 @@ class WorkerPool:
         """
         self._assign()
         head = self._pending[0]
-        self._collect(head)
-        ready = sum(1 for _ in itertools.takewhile(lambda p: p.made is not None, self._pending))
+        made = self._answer_of(head)
+        ready = sum(1 for _ in itertools.takewhile(lambda p: p.answer is not None, self._pending))
         self._pending.popleft()
-        made = head.made
-        assert isinstance(made, Made)
         memory = head.worker.slot_memory(head.slot, made.size, self._register)
         share = Share.read(made.header, memoryview(memory))
         return Lease(share, made.seconds, ready, lambda: self._release(head))
@@ -99,7 +104,7 @@ class WorkerPool:
     def is_ready(self) -> bool:
         """Whether the next window is made."""
         self._drain(0)
-        return bool(self._pending) and self._pending[0].made is not None
+        return bool(self._pending) and self._pending[0].answer is not None
 
     def close(self) -> None:
         """End all workers."""
@@ -120,36 +125,27 @@ class WorkerPool:
             self._next = self._job.plan.next_window(self._next)
             worker.begin(pending)
 
-    def _collect(self, head: "_Pending") -> None:
+    def _answer_of(self, head: "_Pending") -> Made:
         """Wait until a window is made."""
         deadline = time.monotonic() + self._timeout
-        while head.made is None:
+        while head.answer is None:
             self._drain(max(0.0, deadline - time.monotonic()))
-            if head.made is None and time.monotonic() >= deadline:
+            if head.answer is None and time.monotonic() >= deadline:
                 raise LoaderError(
                     f"{head} did not answer within {self._timeout:g} s. The disk may hang; or "
                     "raise `timeout`."
                 )
+        if isinstance(head.answer, Made):
+            return head.answer
+        if head.answer.error:
+            raise head.answer.error
+        raise RuntimeError(f"{head} failed:\n{head.answer.traceback}")
 
     def _drain(self, timeout: float) -> None:
         """Take in whatever workers have answered; wait for one answer at most `timeout` seconds."""
         busy = {worker.connection: worker for worker in self._workers if worker.tasks}
         for connection in wait(list(busy), timeout):
-            worker = busy[connection]  # type: ignore[index]
-            pending = worker.tasks[0]
-            try:
-                answer = worker.connection.recv()
-            except (EOFError, ConnectionError) as error:
-                raise LoaderError(
-                    f"{pending} died ({worker.exit_reason()}). Often the machine ran out of "
-                    "memory: use fewer workers (`num_workers`)."
-                ) from error
-            worker.tasks.popleft()
-            if isinstance(answer, Failure):
-                if answer.error:
-                    raise answer.error
-                raise RuntimeError(f"{pending} failed:\n{answer.traceback}")
-            pending.made = answer
+            busy[connection].collect()  # type: ignore[index]
 
     def _release(self, pending: "_Pending") -> None:
         pending.worker.free.append(pending.slot)
@@ -171,7 +167,8 @@ class _Pending:
     position: Position
     worker: "_Worker"
     slot: int
-    made: Made | None = None
+    answer: Made | Failure | None = None
+    """A failure is raised when its window's turn has come."""
 
     def __str__(self) -> str:
         epoch, window, _ = self.position
@@ -191,13 +188,25 @@ class _Worker:
         self._memory: dict[int, mmap.mmap] = {}
         self._unregister: dict[int, Callable[[], None]] = {}
         ours, theirs = socket.socketpair()
-        with theirs:
-            handed = (theirs.fileno(), *self._fds)
-            self.process = subprocess.Popen(
-                command(theirs.fileno()), pass_fds=handed, env=os.environ | ENVIRONMENT
-            )
         self.connection = Connection(ours.detach())
-        self.connection.send((job, self._fds))
+        with theirs, tempfile.TemporaryFile() as file:
+            pickle.dump((job, self._fds), file)  # a socket's buffer would be too small for some
+            file.seek(0)
+            handed = (theirs.fileno(), file.fileno())
+            with _signals_blocked():  # the worker inherits that, and keeps it
+                self.process = self._start(command(*handed), (*handed, *self._fds))
+
+    def _start(self, arguments: list[str], fds: tuple[int, ...]) -> "subprocess.Popen[bytes]":
+        try:
+            return subprocess.Popen(arguments, pass_fds=fds, env=os.environ | ENVIRONMENT)
+        except OSError as error:
+            self.connection.close()
+            for fd in self._fds:
+                os.close(fd)
+            raise LoaderError(
+                f"loader worker {self.name} cannot be started: {error.strerror}. Use fewer workers "
+                "(`num_workers`); 0 reads in this process."
+            ) from error
 
     def begin(self, pending: _Pending) -> None:
         """Ask for a window."""
@@ -206,6 +215,21 @@ class _Worker:
             ConnectionError
         ):  # it died: the answer that is missing will say so
             self.connection.send(Task(pending.position, pending.slot))
+
+    def collect(self) -> None:
+        """Take in an answer, or that there will be none."""
+        try:
+            self.tasks[0].answer = self.connection.recv()
+            self.tasks.popleft()
+        except (EOFError, ConnectionError):
+            reason = self._exit_reason()
+            for pending in self.tasks:
+                error = LoaderError(
+                    f"{pending} died ({reason}). Often the machine ran out of memory: use fewer "
+                    "workers (`num_workers`)."
+                )
+                pending.answer = Failure(error, "")
+            self.tasks.clear()
 
     def slot_memory(self, slot: int, size: int, register: Register | None) -> mmap.mmap:
         """The memory of a slot, which the worker may have enlarged."""
@@ -217,7 +241,7 @@ class _Worker:
                 self._unregister[slot] = register(memory)
         return memory
 
-    def exit_reason(self) -> str:
+    def _exit_reason(self) -> str:
         """How the process ended, in words."""
         try:
             code = self.process.wait(timeout=1)
@@ -234,6 +258,19 @@ class _Worker:
             undo()
         for fd in self._fds:
             os.close(fd)
+        self.tasks.clear()  # they point back here, and the memory shall go at once
+        self._memory.clear()
+        self._unregister.clear()
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Hold back the signals that a worker must not end from."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _nothing() -> None:

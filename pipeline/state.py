@@ -13,7 +13,7 @@ from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.plan import Plan, Position
 from tokenfeed.pipeline.share import RaggedBatch
 
-__all__ = ["Delivered", "first_difference", "merge_states", "own_stream"]
+__all__ = ["Delivered", "first_difference", "gang_size_of", "merge_states", "own_stream"]
 
 _VERSION = 2
 _WORD = (1 << 64) - 1
@@ -80,7 +80,8 @@ class Delivered:
                     tokens=[int(tokens) for tokens in state["tokens"]],
                     trail=[(int(windows), int(digest, 16)) for windows, digest in state["trail"]],
                 )
-        except (KeyError, TypeError, ValueError) as error:
+                made._check()
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ResumeError(f"cannot resume: this is no loader state ({error!r}).") from error
         if version != _VERSION:
             raise ResumeError(
@@ -92,18 +93,26 @@ class Delivered:
                 f"cannot resume: the state was saved with {name}={saved!r}, this loader has "
                 f"{name}={ours!r}. Use the same, or start a new run."
             )
-        if min(made.position) < 0 or made.position.window >= plan.num_windows:
-            raise ResumeError(f"cannot resume: no such {made.position}.")
+        counted = len(state["tokens"])
+        if made.position.window >= plan.num_windows or counted != len(plan.data):
+            raise ResumeError(f"cannot resume: no such {made.position} of {counted} sources.")
         return made
+
+    def _check(self) -> None:
+        """Refuse with a ValueError what no run can have delivered."""
+        digests = [self.digest, *(digest for _, digest in self.trail)]
+        if min(*self.position, *self.tokens, *digests) < 0 or max(digests) > _WORD:
+            raise ValueError("a number is out of range")
 
     def checkpoints(self) -> dict[int, int]:
         """Digests by the number of windows they cover, as far as they are remembered."""
         return dict(self.trail)
 
     def _leave_trail(self) -> None:
-        """Keep the entries whose number is that of the windows with low bits cleared."""
+        """Keep for each power of two the last multiple of it, and the one before."""
         windows = self.position.epoch * self.plan.num_windows + self.position.window
-        kept = {windows & ~((1 << bit) - 1) for bit in range(windows.bit_length() + 1)}
+        steps = [1 << bit for bit in range(windows.bit_length())]
+        kept = {windows // step * step - back for step in steps for back in (0, step)}
         self.trail = [entry for entry in self.trail if entry[0] in kept]
         self.trail.append((windows, self.digest))
 
@@ -128,6 +137,15 @@ def first_difference(
     return None
 
 
+def gang_size_of(state: dict[str, Any]) -> int | None:
+    """The gang size a state was saved with; None if it says none, which is found out later."""
+    try:
+        gang_size = int(state["plan"]["gang_size"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return gang_size if gang_size > 0 else None
+
+
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state out of those of all streams; any rank loads its own part of it.
 
@@ -138,8 +156,11 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ResumeError: A stream is missing, or they belong to different plans.
     """
-    by_stream = {int(state["plan"]["stream"]): state for state in states}
-    plans = [state["plan"] | {"stream": 0} for state in by_stream.values()]
+    try:
+        by_stream = {int(state["plan"]["stream"]): state for state in states}
+        plans = [dict(state["plan"]) | {"stream": 0} for state in by_stream.values()]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResumeError(f"this is no loader state ({error!r}).") from error
     for plan in plans[1:]:
         if difference := first_difference(plans[0], plan):
             name, one, other = difference
@@ -152,7 +173,7 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
     """The part of a merged state for one stream; any other state itself."""
-    streams = state.get("streams")
+    streams = state.get("streams") if isinstance(state, dict) else None
     if not isinstance(streams, list):
         return state
     return streams[stream] if stream < len(streams) else {}

@@ -8,10 +8,12 @@ time. Pure: measurements in, a number out.
 import os
 import statistics
 from collections import deque
+from math import ceil
 
 __all__ = ["Tuner", "num_cores"]
 
 _HEADROOM = 1.25  # a worker more than needed costs memory; one too few costs the GPU
+_DEAD_BAND = 0.75  # workers leave when even fewer than this share of them would do
 _EVERY = 4  # windows between changes: the ones in the queue were made by the former number
 _KEPT = 8
 
@@ -38,10 +40,11 @@ class Tuner:
             return num_workers
         self._until_change = _EVERY
         made, used = statistics.median(self._made_s), statistics.median(self._used_s)
-        needed = -(-made * _HEADROOM // max(used, 1e-9))
-        if needed == num_workers - 1 and made * _HEADROOM > 0.8 * used * needed:
-            return num_workers  # close to the edge: no coming and going
-        return int(max(1, min(needed, self._most)))
+        wanted = made * _HEADROOM / max(used, 1e-9)
+        needed = max(1, min(ceil(min(wanted, self._most)), self._most))
+        if _DEAD_BAND * (num_workers - 1) < wanted < num_workers:
+            return min(num_workers, self._most)  # one less might do: no coming and going
+        return needed
 
 
 def num_cores() -> int:

@@ -3,12 +3,13 @@
 It is a program of its own, not a fork: it inherits no CUDA handle, no lock and no copy of the
 model, and imports no torch. It ends when its socket closes, so nothing outlives a killed parent;
 the memory is anonymous (memfd), so nothing is left behind either. Terminals and schedulers signal
-workers as well, but whether the run ends is the parent's decision: they ignore it. Torch-free.
+workers as well, but whether the run ends is the parent's decision: a worker begins with SIGINT and
+SIGTERM blocked, and leaves it so. Torch-free.
 """
 
 import mmap
 import os
-import signal
+import pickle
 import sys
 import time
 import traceback
@@ -58,11 +59,11 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def command(socket_fd: int) -> list[str]:
+def command(socket_fd: int, job_fd: int) -> list[str]:
     """The command line of a worker that finds the same modules as this process."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tokenfeed.pipeline.worker import main; main({socket_fd})"
+        f"from tokenfeed.pipeline.worker import main; main({socket_fd}, {job_fd})"
     )
     return [sys.executable, "-c", code]
 
@@ -72,14 +73,13 @@ def map_slot(fd: int, size: int) -> mmap.mmap:
     return mmap.mmap(fd, size)
 
 
-def main(socket_fd: int) -> None:
+def main(socket_fd: int, job_fd: int) -> None:
     """Serve tasks until the parent closes the socket."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     connection = Connection(socket_fd)
+    with open(job_fd, "rb") as file:
+        job, slot_fds = pickle.load(file)
+    slots = [_Slot(fd) for fd in slot_fds]
     try:
-        job, slot_fds = connection.recv()
-        slots = [_Slot(fd) for fd in slot_fds]
         while True:
             task: Task = connection.recv()
             connection.send(_serve(job, task, slots[task.slot]))

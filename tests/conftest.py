@@ -60,7 +60,7 @@ def random_rows(
         columns = rows.per_token if column.per == "token" else rows.per_row
         size = len(rows.ids) if column.per == "token" else len(rows)
         least, most = {
-            "labels": (-100, 5),
+            "labels": (-2, 5),
             "prompt_length": (0, int(lengths.max()) + 2),
         }.get(column.name, (0, 2))
         values = rng.integers(least, most, size)
@@ -166,7 +166,7 @@ class MemoryReader(WindowReader):
         chosen = batches.tolist()
         numbers = [
             np.arange(end - len(self._batches[n]), end)
-            for n, end in zip(chosen, self._ends[chosen])
+            for n, end in zip(chosen, self._ends[chosen], strict=True)
         ]
         return Window(Rows.concatenate([self._batches[n] for n in chosen]), np.concatenate(numbers))
 
@@ -184,7 +184,17 @@ def plan_in_memory(
     rows, tokens = (sum(map(len, part)) for part in (batches, [b.ids for b in batches]))
     order = EpochOrder.of_one(len(batches), num_windows, seed=seed, shuffle=shuffle)
     plan = Plan(
-        ("memory",), (1.0,), (rows,), (tokens,), (rows, tokens), "train", batching, gang_size, order
+        data=("memory",),
+        weights=(1.0,),
+        row_ends=(rows,),
+        epoch_tokens=(tokens,),
+        about=(rows, tokens),
+        split="train",
+        batching=batching,
+        gang_size=gang_size,
+        order=order,
+        stream=0,
+        num_streams=1,
     )
     return plan, MemoryReader(batches)
 

@@ -1,9 +1,13 @@
 """What tests of delivery share: little data in several windows, and what was delivered of it."""
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,20 @@ from tokenfeed.pipeline.policy import Batching
 __all__ = [
     "POLICIES",
     "WINDOW_TOKENS",
+    "Gang",
     "MakeDataset",
+    "Ranks",
     "Span",
+    "children_of",
+    "eventually",
     "flip_bit",
+    "is_alive",
+    "joined",
+    "memfds",
+    "open_files",
     "open_loader",
     "realistic_lengths",
+    "resident",
     "row_tokens",
     "run_script",
     "small_batches",
@@ -33,6 +46,7 @@ __all__ = [
 
 MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
+Gang = list[list[Span]]
 
 WINDOW_TOKENS = 20_000
 POLICIES: list[Batching] = [
@@ -43,10 +57,10 @@ POLICIES: list[Batching] = [
 ]
 
 
-def realistic_lengths(count: int = 900) -> np.ndarray:
+def realistic_lengths(count: int = 900, mean: float = 4.0, seed: int = 0) -> np.ndarray:
     """Lengths as texts have them: most are short, a few are longer than a micro-batch."""
-    rng = np.random.default_rng(0)
-    return np.clip(rng.lognormal(4, 1.2, count), 1, 3000).astype(int)
+    rng = np.random.default_rng(seed)
+    return np.clip(rng.lognormal(mean, 1.2, count), 1, 3000).astype(int)
 
 
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +108,59 @@ def times_delivered(pieces: Iterable[Span], lengths: np.ndarray) -> set[int]:
     return set(np.cumsum(change)[:-1].tolist())
 
 
+class Ranks:
+    """Loaders of all ranks in step; keeps what they delivered, gang by gang."""
+
+    def __init__(
+        self, folder: Path, world_size: int, state: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        self.loaders = [
+            open_loader(folder, rank=rank, world_size=world_size, **options)
+            for rank in range(world_size)
+        ]
+        for loader in self.loaders:
+            if state is not None:
+                loader.load_state_dict(state)
+        self.gangs: list[Gang] = [[]]
+
+    def run(self, rounds: int | None = None) -> dict[str, Any]:
+        """Deliver some rounds, None for the rest of the pass; the state after, by way of JSON."""
+        feeds = [islice(loader, rounds) for loader in self.loaders]
+        for batches in zip(*feeds, strict=True):  # strict: ranks end at the same round
+            self._keep(batches)
+        for loader in self.loaders:
+            loader.close()
+        return self._state()
+
+    def _keep(self, batches: tuple[Batch, ...]) -> None:
+        self._state()
+        assert len({batch.ends_gang for batch in batches}) == 1
+        for batch in batches:
+            assert batch.num_targets == int((batch["labels"] != -100).sum())
+            if batch.is_filler:
+                assert batch.num_targets == batch.num_tokens == 0
+            else:
+                self.gangs[-1].append(spans(batch))
+        if batches[0].ends_gang:
+            self.gangs.append([])
+
+    def _state(self) -> dict[str, Any]:
+        states = [json.dumps(loader.state_dict()) for loader in self.loaders]
+        assert len(set(states)) == 1, "ranks differ in their state"
+        state: dict[str, Any] = json.loads(states[0])
+        return state
+
+
+def joined(runs: list[Ranks]) -> list[Gang]:
+    """The gangs of runs that continue each other, also where one was left within a gang."""
+    gangs: list[Gang] = [[]]
+    for run in runs:
+        gangs[-1] += run.gangs[0]
+        gangs += run.gangs[1:]
+    assert gangs[-1] == []
+    return gangs[:-1]
+
+
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:
     """Damage a file."""
     data = bytearray(path.read_bytes())
@@ -101,26 +168,75 @@ def flip_bit(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(data)
 
 
+def children_of(pid: int | str) -> list[int]:
+    """Processes that a process started and has not waited for."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in paths for child in path.read_text().split()]
+
+
 def workers_of(pid: int | str = "self") -> list[int]:
-    """Loader workers that are children of a process."""
-    children: list[str] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        children += path.read_text().split()
+    """Loader workers among the children of a process."""
     return [
-        int(child)
-        for child in children
+        child
+        for child in children_of(pid)
         if b"tokenfeed.pipeline.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 
-def run_script(script: str, *arguments: object, flags: Iterable[str] = ()) -> Any:
+def run_script(
+    script: str, *arguments: object, flags: Iterable[str] = (), seconds: float = 120
+) -> Any:
     """Run a Python script to its end and read its last line as JSON; null if it wrote nothing."""
     ended = subprocess.run(
         [sys.executable, *flags, "-c", script, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     return json.loads((ended.stdout.splitlines() or ["null"])[-1])
+
+
+def eventually(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Whether something callable becomes true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def memfds() -> set[str]:
+    """Anonymous shared memory of loaders that any process still has open."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            if "memfd:tokenfeed" in os.readlink(path):
+                found.add(path.parent.parent.name)
+        except OSError:
+            pass  # it ended meanwhile, or is not ours
+    return found
+
+
+def open_files() -> list[str]:
+    """What this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(link for link in links if not link.startswith("/proc/"))
+
+
+def resident(pid: int | str) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

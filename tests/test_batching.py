@@ -1,134 +1,241 @@
-"""The window plan keeps its promises for any lengths, policy, world size and key."""
+"""The plan of a window keeps its promises for any lengths, policy, gang size and key."""
+
+from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from conftest import MakeDataset, Span, spans_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.batching import Batching, Fixed, Packed, Padded, WindowPlan, plan_window
+from tokenfeed.pipeline.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.mixture import open_sources
+from tokenfeed.pipeline.plan import Plan
+from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded, round_up
 
-POLICIES = st.one_of(
+SORTED = st.one_of(
     st.builds(Padded, max_tokens=st.integers(8, 300), multiple_of=st.sampled_from([1, 8])),
     st.builds(Fixed, rows=st.integers(1, 9), multiple_of=st.sampled_from([1, 8])),
-    st.builds(Packed, sequence_length=st.integers(2, 100), rows=st.integers(1, 6)),
 )
+BEST_FIT = st.builds(Packed, sequence_length=st.integers(2, 100), rows=st.integers(1, 6))
+SPLIT = st.builds(
+    Packed, sequence_length=st.integers(1, 100), rows=st.integers(1, 6), split=st.just(True)
+)
+POLICIES = SORTED | BEST_FIT | SPLIT
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150).map(np.array)
+GANG_SIZES = st.integers(1, 9)
 KEYS = st.integers(0, 2**64 - 1)
+Gangs = list[list[list[list[Span]]]]
 
 
-def plan(lengths: np.ndarray, batching: Batching, world_size: int, key: int) -> WindowPlan:
-    return plan_window(lengths, batching, world_size=world_size, key=key, shuffle=True)
+def planned(
+    lengths: np.ndarray, batching: Batching, gang_size: int = 1, key: int = 0, shuffle: bool = True
+) -> Gangs:
+    return spans_of(plan_window(lengths, batching, gang_size=gang_size, key=key, shuffle=shuffle))
 
 
-def micro_batches(
-    window: WindowPlan, rank: int, world_size: int
-) -> tuple[list[list[list[int]]], np.ndarray]:
-    """For each gang, the rank's sequences as lists of pieces; and which gangs are fillers."""
-    share = window.share(rank, world_size)
-    sequences = np.split(share.pieces, share.sequence_offsets[1:-1])
-    cuts = share.batch_offsets
-    batches = [
-        [sequences[s].tolist() for s in range(cuts[m], cuts[m + 1])] for m in range(len(cuts) - 1)
-    ]
-    return batches, share.filler
+def sequences_of(gangs: Gangs) -> list[list[Span]]:
+    return [sequence for gang in gangs for batch in gang for sequence in batch]
 
 
-@given(LENGTHS, POLICIES, st.integers(1, 9), KEYS)
-def test_every_token_goes_to_exactly_one_rank(
-    lengths: np.ndarray, batching: Batching, world_size: int, key: int
+def size(sequence: list[Span]) -> int:
+    return sum(stop - start for _, start, stop in sequence)
+
+
+@given(LENGTHS, POLICIES, GANG_SIZES, KEYS, st.booleans())
+def test_every_token_is_in_exactly_one_micro_batch(
+    lengths: np.ndarray, batching: Batching, gang_size: int, key: int, shuffle: bool
 ) -> None:
-    window = plan(lengths, batching, world_size, key)
-    delivered: list[int] = []
-    for rank in range(world_size):
-        batches, filler = micro_batches(window, rank, world_size)
-        delivered += [
-            piece
-            for batch, is_filler in zip(batches, filler, strict=True)
-            if not is_filler
-            for sequence in batch
-            for piece in sequence
-        ]
-    assert sorted(delivered) == list(range(len(window.piece_rows)))
-    pieces = np.diff(window.piece_offsets)
-    assert pieces.min() >= 1
-    assert np.array_equal(np.bincount(window.piece_rows, weights=pieces), lengths)
+    sequences = sequences_of(planned(lengths, batching, gang_size, key, shuffle))
+    tokens = Counter(
+        (row, at)
+        for sequence in sequences
+        for row, start, stop in sequence
+        for at in range(start, stop)
+    )
+    assert tokens == {(row, at): 1 for row, length in enumerate(lengths) for at in range(length)}
+    assert all(stop > start for sequence in sequences for _, start, stop in sequence)
 
 
-@given(LENGTHS, POLICIES, st.integers(1, 9), KEYS)
-def test_ranks_of_a_gang_have_equal_work(
-    lengths: np.ndarray, batching: Batching, world_size: int, key: int
-) -> None:
-    window = plan(lengths, batching, world_size, key)
-    pieces = np.diff(window.piece_offsets)
-    ranks = [micro_batches(window, rank, world_size) for rank in range(world_size)]
-    assert len({len(batches) for batches, _ in ranks}) == 1, "ranks differ in their number of steps"
-    for gang in range(len(ranks[0][0])):
-        gangs = [batches[gang] for batches, filler in ranks if not filler[gang]]
-        rows = [len(batch) for batch in gangs]
-        if any(filler[gang] for _, filler in ranks):
-            assert set(rows) == {1}, "a rank got two sequences while another has none"
-        assert max(rows) - min(rows) <= 1
-        if isinstance(batching, Packed):
-            continue  # all sequences have one padded length
-        tokens = [sum(int(pieces[s].sum()) for s in batch) for batch in gangs]
-        longest = max(int(pieces[s].sum()) for batch in gangs for s in batch)
-        assert max(tokens) - min(tokens) <= longest
-
-
-@given(LENGTHS, POLICIES, st.integers(1, 5), KEYS)
+@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
 def test_no_micro_batch_exceeds_its_policy(
-    lengths: np.ndarray, batching: Batching, world_size: int, key: int
+    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
 ) -> None:
-    window = plan(lengths, batching, world_size, key)
-    pieces = np.diff(window.piece_offsets)
-    for rank in range(world_size):
-        for batch in micro_batches(window, rank, world_size)[0]:
-            longest = max(int(pieces[sequence].sum()) for sequence in batch)
-            padded = -(-longest // batching.multiple_of) * batching.multiple_of
+    for gang in planned(lengths, batching, gang_size, key):
+        for batch in gang:
+            longest = max(map(size, batch))
             if isinstance(batching, Padded):
+                padded = round_up(longest, batching.multiple_of)
                 assert len(batch) * padded <= batching.max_tokens
             else:
                 assert len(batch) <= batching.rows
             if isinstance(batching, Packed):
-                assert padded == batching.sequence_length
+                assert longest <= batching.sequence_length
 
 
-@given(LENGTHS, POLICIES, KEYS)
-def test_a_plan_depends_on_its_arguments_alone_and_on_the_key(
+@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
+def test_micro_batches_of_a_gang_have_equal_work(
+    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
+) -> None:
+    for gang in planned(lengths, batching, gang_size, key):
+        rows = [len(batch) for batch in gang]
+        assert len(gang) == min(gang_size, sum(rows)), "a micro-batch is missing or has no row"
+        assert max(rows) - min(rows) <= 1
+        if isinstance(batching, Packed):
+            continue  # all sequences have one padded length
+        tokens = [sum(map(size, batch)) for batch in gang]
+        assert max(tokens) - min(tokens) <= max(size(sequence) for b in gang for sequence in b)
+
+
+@given(LENGTHS, SORTED, GANG_SIZES, KEYS)
+def test_gangs_are_neighbours_in_length_and_all_but_the_shortest_are_full(
+    lengths: np.ndarray, batching: Padded | Fixed, gang_size: int, key: int
+) -> None:
+    gangs = [
+        sorted(size(sequence) for batch in gang for sequence in batch)
+        for gang in planned(lengths, batching, gang_size, key)
+    ]
+    gangs.sort()
+    for shorter, longer in pairwise(gangs):
+        assert shorter[-1] <= longer[0]
+        assert len(longer) == gang_size * batching.rows_of(longer[-1])
+
+
+@given(LENGTHS, BEST_FIT | SPLIT, GANG_SIZES, KEYS)
+def test_packed_micro_batches_are_full_but_in_the_last_gang(
+    lengths: np.ndarray, batching: Packed, gang_size: int, key: int
+) -> None:
+    gangs = planned(lengths, batching, gang_size, key)
+    for gang in gangs[:-1]:
+        assert [len(batch) for batch in gang] == [batching.rows] * gang_size
+
+
+@given(LENGTHS, SORTED | BEST_FIT, KEYS)
+def test_only_long_rows_are_cut_and_their_pieces_follow_each_other(
     lengths: np.ndarray, batching: Batching, key: int
 ) -> None:
-    first, again = (plan(lengths, batching, 1, key) for _ in range(2))
-    assert np.array_equal(first.pieces, again.pieces)
-    assert np.array_equal(first.gang_offsets, again.gang_offsets)
+    longest = batching.longest_piece
+    pieces = sorted(span for s in sequences_of(planned(lengths, batching, 1, key)) for span in s)
+    assert pieces == [
+        (row, start, min(start + longest, length))
+        for row, length in enumerate(lengths)
+        for start in range(0, length, longest)
+    ]
 
 
-def test_another_key_gives_another_order_and_no_shuffle_ignores_it() -> None:
+@given(LENGTHS, SORTED, KEYS)
+def test_a_sequence_that_is_not_packed_is_one_piece(
+    lengths: np.ndarray, batching: Batching, key: int
+) -> None:
+    assert {len(sequence) for sequence in sequences_of(planned(lengths, batching, 1, key))} == {1}
+
+
+@given(LENGTHS, SPLIT, GANG_SIZES, KEYS)
+def test_split_sequences_are_full_and_join_into_whole_documents(
+    lengths: np.ndarray, batching: Packed, gang_size: int, key: int
+) -> None:
+    sequences = sequences_of(planned(lengths, batching, gang_size, key))
+    sizes = sorted(map(size, sequences))
+    assert set(sizes[1:]) <= {batching.sequence_length}
+    next_of = {sequence[0][:2]: sequence for sequence in sequences}
+    for sequence in sequences:
+        for (row, _, stop), (_, start, _) in pairwise(sequence):
+            assert (stop, start) == (lengths[row], 0), "a document ends or begins in its middle"
+        row, _, stop = sequence[-1]
+        if stop < lengths[row]:
+            assert size(sequence) == batching.sequence_length
+            assert (row, stop) in next_of
+
+
+@given(LENGTHS, SPLIT)
+def test_split_without_shuffling_is_plain_concatenation(
+    lengths: np.ndarray, batching: Packed
+) -> None:
+    tokens = [(row, at) for row, length in enumerate(lengths) for at in range(length)]
+    cut = batching.sequence_length
+    sequences = sequences_of(planned(lengths, batching, shuffle=False))
+    assert [
+        [(row, at) for row, start, stop in sequence for at in range(start, stop)]
+        for sequence in sequences
+    ] == [tokens[start : start + cut] for start in range(0, len(tokens), cut)]
+
+
+def arrays(plan: WindowPlan) -> list[list[int]]:
+    made = (plan.pieces, plan.sequence_offsets, plan.batch_offsets, plan.gang_offsets)
+    return [array.tolist() for array in made if array is not None]
+
+
+@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
+def test_a_plan_depends_on_its_arguments_alone(
+    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
+) -> None:
+    first, again = (
+        plan_window(lengths.copy(), batching, gang_size=gang_size, key=key, shuffle=True)
+        for _ in range(2)
+    )
+    assert arrays(first) == arrays(again)
+
+
+@pytest.mark.parametrize(
+    "batching", [Padded(70), Fixed(10), Packed(70, 2), Packed(70, 2, split=True)]
+)
+def test_another_key_gives_another_order_and_no_shuffle_ignores_it(batching: Batching) -> None:
     lengths = np.full(100, 7)
-    batching = Padded(max_tokens=70)
-    assert not np.array_equal(
-        plan(lengths, batching, 1, 1).pieces, plan(lengths, batching, 1, 2).pieces
-    )
-    still = plan_window(lengths, batching, world_size=1, key=1, shuffle=False)
-    assert still.pieces.tolist() == list(range(100))
+    assert planned(lengths, batching, key=1) != planned(lengths, batching, key=2)
+    still = planned(lengths, batching, key=1, shuffle=False)
+    assert still == planned(lengths, batching, key=2, shuffle=False)
 
 
-def test_pieces_of_a_long_row_follow_each_other_in_the_row() -> None:
-    window = plan(np.array([25, 3]), Padded(max_tokens=10), 1, 0)
-    assert np.diff(window.piece_offsets).tolist() == [10, 10, 5, 3]
-    assert window.piece_rows.tolist() == [0, 0, 0, 1]
+def test_without_shuffling_rows_come_by_length_and_then_in_the_order_of_the_files() -> None:
+    lengths = np.array([3, 1, 2, 3, 1, 2])
+    rows = [row for [(row, _, _)] in sequences_of(planned(lengths, Fixed(2), shuffle=False))]
+    assert rows == [1, 4, 2, 5, 0, 3]
 
 
-def test_neighbours_in_length_share_a_micro_batch() -> None:
-    rng = np.random.default_rng(0)
-    lengths = rng.lognormal(5, 1, 20_000).astype(np.int64) + 1
-    window = plan(lengths, Padded(max_tokens=16_384), 1, 0)
-    pieces = np.diff(window.piece_offsets)
-    slots = sum(
-        len(batch) * max(int(pieces[sequence].sum()) for sequence in batch)
-        for batch in micro_batches(window, 0, 1)[0]
-    )
-    assert 1 - pieces.sum() / slots < 0.02
+def test_shuffling_mixes_rows_of_equal_length_and_gangs() -> None:
+    """Every row comes about as early as any other, and long gangs as early as short ones."""
+    lengths = np.repeat([5, 10], 50)
+    places = np.zeros(100)
+    for key in range(400):
+        sequences = sequences_of(planned(lengths, Padded(50), key=key * 0x9E3779B97F4A7C15 % 2**64))
+        places[[row for [(row, _, _)] in sequences]] += np.arange(100) / 400
+    assert np.abs(places - 49.5).max() < 8
+
+
+def test_plans_never_change_between_releases() -> None:
+    """Order is part of saved states: these values may only change with the state's version."""
+    lengths = np.array([5, 3, 12, 1, 9, 5, 3, 7])
+    rows = {
+        batching: [
+            [row for sequence in batch for row, _, _ in sequence]
+            for gang in planned(lengths, batching, 2, key=123456789)
+            for batch in gang
+        ]
+        for batching in (Padded(10), Packed(10, 2), Packed(10, 2, split=True))
+    }
+    assert list(rows.values()) == [
+        [[4], [2], [3], [2, 1], [6, 5], [0], [7]],
+        [[6, 2, 0, 5], [2, 7, 1], [4, 3]],
+        [[0, 4, 3], [7, 5, 2], [5, 1, 6, 2]],
+    ]
+
+
+@pytest.mark.parametrize("gang_size", [1, 8])
+def test_padding_is_below_one_percent_on_documents(gang_size: int) -> None:
+    """In windows as large as they are by default: some 256 gangs."""
+    lengths = np.random.default_rng(0).lognormal(6, 1, 6_400 * gang_size).astype(np.int64) + 1
+    gangs = planned(lengths, Padded(max_tokens=16_384), gang_size)
+    slots = sum(len(batch) * max(map(size, batch)) for gang in gangs for batch in gang)
+    assert 1 - np.sum(lengths) / slots <= 0.01
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_packed_sequences_are_filled_on_documents(split: bool) -> None:
+    lengths = np.random.default_rng(0).lognormal(6, 1, 1_700).astype(np.int64) + 1
+    sequences = sequences_of(planned(lengths, Packed(2048, 4, split=split)))
+    assert lengths.sum() / (2048 * len(sequences)) >= 0.995
 
 
 @pytest.mark.parametrize(
@@ -137,9 +244,51 @@ def test_neighbours_in_length_share_a_micro_batch() -> None:
         (lambda: Padded(max_tokens=4, multiple_of=8), "`max_tokens`=4"),
         (lambda: Padded(max_tokens=8, multiple_of=0), "`multiple_of`=0"),
         (lambda: Fixed(rows=0), "`rows`=0"),
+        (lambda: Fixed(rows=1, multiple_of=0), "`multiple_of`=0"),
         (lambda: Packed(sequence_length=0, rows=1), "`sequence_length`=0"),
+        (lambda: Packed(sequence_length=8, rows=0), "`rows`=0"),
+        (lambda: Packed(8, 1, split=True, long_rows="refuse"), "`split`=True"),
     ],
 )
 def test_impossible_policies_are_refused(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("task", "batching", "message"),
+    [
+        ("lm", Padded(49, long_rows="refuse"), "longest row has 50 tokens.* takes 49"),
+        ("lm", Padded(55, 8, long_rows="refuse"), "longest row has 50 tokens.* takes 48"),
+        ("tag", Packed(49, 2, long_rows="refuse"), "longest row has 50 tokens.* takes 49"),
+        ("classify", Padded(49), "longest row has 50 tokens.* cannot be cut"),
+        ("classify", Packed(50, 2), "cannot be packed"),
+        ("lm", Padded(50, long_rows="refuse"), None),
+        ("lm", Padded(49), None),
+        ("lm", Packed(50, 2, long_rows="refuse"), None),
+        ("classify", Padded(50), None),
+        ("classify", Fixed(2), None),
+    ],
+)
+def test_rows_that_may_not_be_cut_are_refused_at_the_start(
+    make_dataset: MakeDataset, task: str, batching: Batching, message: str | None
+) -> None:
+    sources = open_sources(make_dataset([3, 50, 20], task=task), "train")
+
+    def plan() -> Plan:
+        return Plan.of(
+            sources,
+            None,
+            batching,
+            split="train",
+            gang_size=1,
+            window_tokens=None,
+            seed=0,
+            shuffle=True,
+        )
+
+    if message is None:
+        assert plan().epoch_tokens == (73,)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            plan()

@@ -1,10 +1,12 @@
-"""Packing keeps every piece once, never overfills, and equals a slow best-fit oracle."""
+"""Packing keeps every piece once, never overfills, and equals slow oracles."""
+
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.packing import pack
+from tokenfeed.pipeline.packing import concatenate, pack
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200)
@@ -27,6 +29,7 @@ def test_every_piece_is_packed_once_and_no_bin_overflows(lengths: list[int]) -> 
     descending = np.array(sorted(lengths, reverse=True))
     order, offsets = pack(descending, CAPACITY)
     assert sorted(order.tolist()) == list(range(len(lengths)))
+    assert np.diff(offsets).min() >= 1
     sizes = np.add.reduceat(descending[order], offsets[:-1])
     assert sizes.max() <= CAPACITY
     assert offsets[0] == 0
@@ -52,3 +55,28 @@ def test_python_steps_follow_distinct_lengths_not_rows() -> None:
     order, offsets = bins.deal()
     assert len(order) == 1_000_000
     assert np.diff(offsets).sum() == 1_000_000
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths, and an order to lay the rows in."""
+    lengths = draw(st.lists(st.integers(1, 40), min_size=1, max_size=40))
+    return np.array(lengths), np.array(draw(st.permutations(range(len(lengths)))))
+
+
+@given(documents(), st.integers(1, 50))
+def test_concatenation_is_cut_wherever_a_bin_is_full(
+    laid: tuple[np.ndarray, np.ndarray], capacity: int
+) -> None:
+    lengths, order = laid
+    ends = np.cumsum(lengths)
+    tokens = [at for row in order for at in range(ends[row] - lengths[row], ends[row])]
+    rows, offsets, pieces, bins = concatenate(lengths, order, capacity)
+    found = [
+        [at for piece in pieces[start:stop] for at in range(offsets[piece], offsets[piece + 1])]
+        for start, stop in pairwise(bins)
+    ]
+    assert found == [tokens[at : at + capacity] for at in range(0, len(tokens), capacity)]
+    assert np.array_equal(rows, np.searchsorted(ends, offsets[:-1], side="right"))
+    edges = [*np.cumsum(lengths[order]), *range(capacity, len(tokens), capacity)]
+    assert len(pieces) == len(set(edges)), "a document is cut where no bin ends"

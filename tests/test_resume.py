@@ -1,0 +1,289 @@
+"""A state continues with exactly the rest, on any number of ranks, and is refused elsewhere."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from delivery import (
+    POLICIES,
+    MakeDataset,
+    Ranks,
+    Span,
+    joined,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+    times_delivered,
+)
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline import Fixed, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.policy import Batching
+
+LENGTHS = realistic_lengths()
+MANY_POLICIES = [*POLICIES, Padded(100), Padded(700, multiple_of=8), Packed(50, 3), Fixed(2)]
+SAME_FOLDER = [HealthCheck.function_scoped_fixture]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_batches(monkeypatch)
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, small: None) -> Path:
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+def check_elastic_run(
+    folder: Path,
+    lengths: np.ndarray,
+    legs: list[tuple[int, int, int]],
+    *,
+    gang_size: int,
+    epochs: int,
+    **options: Any,
+) -> None:
+    """Run legs of (world size, rounds, workers) and a last one to the end; compare with one run."""
+    options |= {"gang_size": gang_size, "epochs": epochs}
+    alone = Ranks(folder, 1, **options)
+    final = alone.run()
+    runs: list[Ranks] = []
+    state = None
+    for number, (world_size, rounds, num_workers) in enumerate(legs):
+        last = number + 1 == len(legs)
+        runs.append(Ranks(folder, world_size, state, num_workers=num_workers, **options))
+        state = runs[-1].run(None if last else rounds)
+        if state["epoch"] == epochs:  # further legs would be the next pass
+            break
+    assert state == final, "digest or position differs"
+    gangs, whole = joined(runs), joined([alone])
+    pieces = (span for gang in gangs for batch in gang for span in batch)
+    assert times_delivered(pieces, lengths) == {epochs}
+    assert [batch for gang in gangs for batch in gang] == [b for gang in whole for b in gang]
+    if all(world_size < 2 * gang_size for world_size, _, _ in legs):
+        assert gangs == whole
+
+
+def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[int, int, int]]]:
+    return st.lists(
+        st.tuples(st.integers(1, 9), st.integers(0, 15), workers), min_size=2, max_size=5
+    )
+
+
+@settings(max_examples=60, suppress_health_check=SAME_FOLDER)
+@given(
+    lengths=st.builds(realistic_lengths, st.integers(1, 200), st.floats(0, 6), st.integers(0, 9)),
+    batching=st.sampled_from(MANY_POLICIES),
+    gang_size=st.integers(1, 6),
+    legs=elastic_legs(st.just(0)),
+    epochs=st.integers(1, 3),
+    seed=st.integers(0, 3),
+    shuffle=st.booleans(),
+)
+def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
+    make_dataset: MakeDataset,
+    small: None,
+    lengths: np.ndarray,
+    batching: Batching,
+    gang_size: int,
+    legs: list[tuple[int, int, int]],
+    epochs: int,
+    seed: int,
+    shuffle: bool,
+) -> None:
+    check_elastic_run(
+        make_dataset(lengths),
+        lengths,
+        legs,
+        batching=batching,
+        gang_size=gang_size,
+        epochs=epochs,
+        seed=seed,
+        shuffle=shuffle,
+        window_tokens=10_000,
+    )
+
+
+@settings(
+    max_examples=2, suppress_health_check=SAME_FOLDER, phases=[Phase.explicit, Phase.generate]
+)
+@given(
+    legs=st.lists(
+        st.tuples(st.integers(1, 2), st.integers(0, 60), st.integers(1, 2)), min_size=2, max_size=2
+    ),
+    batching=st.sampled_from(POLICIES),
+)
+@example(legs=[(2, 13, 2), (1, 0, 0), (3, 11, 1), (1, 0, 4)], batching=POLICIES[0])
+def test_workers_that_prefetch_are_not_in_the_state(
+    folder: Path, legs: list[tuple[int, int, int]], batching: Batching
+) -> None:
+    check_elastic_run(folder, LENGTHS, legs, batching=batching, gang_size=3, epochs=2)
+
+
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_a_state_of_every_round_continues_over_every_seam(
+    make_dataset: MakeDataset, small: None, batching: Batching
+) -> None:
+    lengths = realistic_lengths(120)
+    folder = make_dataset(lengths)
+    options: dict[str, Any] = {"batching": batching, "epochs": 2, "window_tokens": 6_000}
+    loader = open_loader(folder, gang_size=4, rank=0, world_size=3, **options)
+    states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
+    assert {(state["epoch"], state["window"]) for state in states if not state["micro_batch"]} >= {
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (1, 1),
+        (2, 0),
+    }
+    alone = Ranks(folder, 1, gang_size=4, **options)
+    alone.run()
+    whole = [batch for gang in joined([alone]) for batch in gang]
+    for state in states[:-1]:
+        rest = Ranks(folder, 2, json.loads(json.dumps(state)), gang_size=4, **options)
+        assert rest.run() == states[-1]
+        batches = [batch for gang in rest.gangs for batch in gang]
+        assert batches == whole[len(whole) - len(batches) :]
+
+
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_gangs_are_the_same_rows_on_any_number_of_ranks(folder: Path, batching: Batching) -> None:
+    def gangs(world_size: int) -> list[list[Span]]:
+        ranks = Ranks(folder, world_size, batching=batching, gang_size=4)
+        ranks.run()
+        return [sorted(span for batch in gang for span in batch) for gang in joined([ranks])]
+
+    whole = gangs(1)
+    for world_size in range(2, 8):
+        assert gangs(world_size) == whole
+    together = gangs(8)  # ranks for two gangs: a step is made of both
+    assert len(together) < len(whole)
+    rest: Iterator[list[Span]] = iter(whole)
+    for gang in together:
+        parts: list[Span] = []
+        while len(parts) < len(gang):
+            parts += next(rest)
+        assert sorted(parts) == gang
+
+
+def test_after_a_state_of_the_end_of_a_pass_the_next_pass_follows(folder: Path) -> None:
+    loader = open_loader(folder, epochs=2)
+    first = [spans(batch) for batch in loader]
+    state = loader.state_dict()
+    second = [spans(batch) for batch in loader]
+    assert first != second
+    resumed = open_loader(folder, epochs=2)
+    resumed.load_state_dict(state)
+    assert [spans(batch) for batch in resumed] == second
+
+
+def test_a_state_before_anything_was_delivered_is_the_beginning(folder: Path) -> None:
+    loader = open_loader(folder)
+    loader.load_state_dict(open_loader(folder).state_dict())
+    assert len(list(loader)) == len(list(open_loader(folder)))
+
+
+def test_loading_a_state_in_the_middle_of_the_loop_goes_there(folder: Path) -> None:
+    with open_loader(folder, num_workers=2) as loader:
+        feed = iter(loader)
+        first = [spans(next(feed)) for _ in range(9)]
+        state = loader.state_dict()
+        second = [spans(next(feed)) for _ in range(9)]
+        loader.load_state_dict(state)
+        assert [spans(next(feed)) for _ in range(9)] == second != first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 1}, "seed=0, this loader has seed=1"),
+        ({"batching": Padded(999)}, r"batching=\"Padded\(max_tokens=2048.*max_tokens=999"),
+        ({"shuffle": False}, "shuffle=True, this loader has shuffle=False"),
+        ({"gang_size": 2}, "gang_size=4, this loader has gang_size=2"),
+        ({"window_tokens": 40_000}, "windows=5, this loader has windows=2"),
+    ],
+)
+def test_a_state_of_another_plan_is_refused_with_what_differs(
+    folder: Path, changes: dict[str, Any], message: str
+) -> None:
+    state = open_loader(folder, gang_size=4).state_dict()
+    loader = open_loader(folder, **changes)
+    with pytest.raises(ResumeError, match=message) as caught:
+        loader.load_state_dict(state)
+    assert "\n" not in str(caught.value)
+    assert len(list(loader)) == len(list(open_loader(folder, **changes))), "no trace of the state"
+
+
+def test_a_state_of_other_data_or_another_split_is_refused(
+    folder: Path, make_dataset: MakeDataset, write_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    state = open_loader(folder).state_dict()
+    with pytest.raises(ResumeError, match=r"saved with data=\['[0-9a-f]{16}'\]"):
+        open_loader(make_dataset(LENGTHS + 1)).load_state_dict(state)
+    part = np.arange(1, 101), np.full(10, 10)
+    both = write_dataset(tmp_path / "both", {"train": part, "validation": part}, 1000)
+    state = open_loader(both, split="validation").state_dict()
+    with pytest.raises(ResumeError, match="split='validation', this loader has split='train'"):
+        open_loader(both).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"version": 1},
+        {"epoch": "x"},
+        {"epoch": -1},
+        {"window": 10**6},
+        {"window": -1},
+        {"plan": 3},
+        {"digest": "no hex"},
+        {"tokens": None},
+        {"tokens": [1, 2]},
+        {"trail": [1]},
+    ],
+)
+def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> None:
+    state = open_loader(folder).state_dict()
+    with pytest.raises(ResumeError, match="cannot resume: "):
+        open_loader(folder).load_state_dict(state | changes)
+    for name in changes:
+        with pytest.raises(ResumeError, match="no loader state"):
+            open_loader(folder).load_state_dict({k: v for k, v in state.items() if k != name})
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_micro_batch_that_a_window_lacks_is_refused(folder: Path, num_workers: int) -> None:
+    loader = open_loader(folder, num_workers=num_workers)
+    loader.load_state_dict(loader.state_dict() | {"micro_batch": 10**6})
+    with loader, pytest.raises(ResumeError, match="window 0 has no micro-batch 1000000"):
+        list(loader)
+
+
+def test_ranks_without_a_gang_size_of_their_own_take_that_of_the_state(folder: Path) -> None:
+    whole = Ranks(folder, 6)
+    final = whole.run()
+    first = Ranks(folder, 6)
+    state = first.run(2)
+    for world_size in (1, 4, 6, 13):
+        rest = Ranks(folder, world_size, state)
+        assert rest.run() == final
+        assert {loader._plan.gang_size for loader in rest.loaders} == {6}
+
+
+def test_ranks_without_settings_of_their_own_resume_real_data(make_dataset: MakeDataset) -> None:
+    """With enough tokens that the window that is chosen depends on the gang size."""
+    folder = make_dataset(np.full(12_000, 1000))
+    batching = Padded(16_384)
+    saved = ShardLoader(folder, batching=batching, num_workers=0, rank=0, world_size=4)
+    next(iter(saved))
+    resumed = ShardLoader(folder, batching=batching, num_workers=0, rank=0, world_size=1)
+    resumed.load_state_dict(saved.state_dict())
+    assert resumed.position == saved.position
+    next(iter(resumed))
