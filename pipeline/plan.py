@@ -95,8 +95,8 @@ class Plan:
         for source, batches in zip(sources, read, strict=True):
             if not batches:
                 raise ConfigError(
-                    f"{source.folder} is so small, or weighs so little, that nothing of it would be "
-                    "read. Raise its weight, or choose `exhausted`='continue'."
+                    f"{source.folder} is so small, or weighs so little, that nothing of it would "
+                    "be read. Raise its weight, or choose `exhausted`='continue'."
                 )
         whole = [divmod(batches, size) for batches, size in zip(read, sizes, strict=True)]
         order = EpochOrder(sizes, stretches, seed, shuffle)
