@@ -87,8 +87,8 @@ class Trainer:
         self.config = config
         self.device = choose_device(config.device)
         self.precision = Precision(config.precision, self.device)
+        _check_task(config, Manifest.read(config.shards))
         self.loader = self._open_split("train", num_workers=self._num_workers(), epochs=None)
-        _check_task(config, self.loader.manifest)
         self.vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
         torch.manual_seed(config.seed)
         self.model = Transformer(SIZES[config.model], self.vocabulary_size).to(self.device)
