@@ -74,11 +74,10 @@ def test_imports_inside_a_layer_point_one_way(layer: str, room: str) -> None:
 
 @pytest.mark.parametrize("room", ["format", "planning"])
 def test_what_plans_and_reads_is_free_of_torch(room: str, tmp_path: Path) -> None:
-    modules = [path.stem for path in (ROOT / "pipeline" / room).glob("*.py")]
+    modules = [path.stem for path in (ROOT / "pipeline" / room).glob("[a-z]*.py")]
     imports = ", ".join(f"tokenfeed.pipeline.{room}.{module}" for module in modules)
-    assert (
-        run_python(f"import sys, {imports}; print('torch' in sys.modules)", tmp_path) == "False\n"
-    )
+    code = f"import sys, {imports}; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
 
 
 def test_a_worker_is_free_of_torch(tmp_path: Path) -> None:
