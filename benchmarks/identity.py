@@ -24,8 +24,8 @@ from hypothesis import strategies as st
 from protocol import write_result
 from tokenizers import Tokenizer
 
-from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.shard import ShardReader
 
 RANDOM_TEXTS = 10_000
 BATCH = 256

@@ -28,9 +28,9 @@ from protocol import summary, write_result
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.shard import ShardReader
 
 MAP_BYTES = 24_000_000
 REPEATS = 3

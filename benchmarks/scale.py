@@ -5,15 +5,19 @@ and read for real, with as many shards as `pretokenize` would make (64 M tokens 
 record batches stands for one of a small real data set, so windows are decoded, checked, planned and
 gathered as ever. Timed in a process for each case, reading in the process itself: making a loader
 (manifest and plan), its first batch, another loader resumed in the middle of epoch 3, the turn of
-an epoch; then one rank's share of a window among up to 1,024 ranks.
-It would be refuted by anything that grows with the number of rows.
+an epoch; then one rank's share of a window among up to 1,024 ranks. Last, 100 epochs of the real
+documents with 2 workers, and a loop that uses a batch in 1 ms: memory of all processes, and the
+waits for the first batch of an epoch beside those for any batch.
+It would be refuted by anything that grows with the number of rows or of epochs.
 
 usage: python benchmarks/scale.py [--repeats 3] [--data FOLDER]
 """
 
 import argparse
 import json
+import os
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,19 +28,22 @@ from typing import Any
 
 import numpy as np
 from loader_data import lines, pretokenize, standard_library, write_json_lines
+from loader_process import family_pss
 from protocol import summary, write_result
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.pipeline import Manifest, Packed, ShardLoader, loader
-from tokenfeed.pipeline.mixture import Source
-from tokenfeed.pipeline.window import Window, WindowReader
+from tokenfeed.pipeline import Manifest, Packed, ShardLoader
+from tokenfeed.pipeline.feeding import loader
+from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.window import Window, WindowReader
 
 ROWS = (10**6, 10**7, 10**8, 10**9)
 MEAN_LENGTH = {"documents": 1_100, "short": 12}
 SHARD_TOKENS = 64_000_000
 RANKS = (1, 8, 64, 1024)
 BATCHING = Packed(sequence_length=2048, rows=8)
+EPOCHS = 100
 FIELDS = ("open_s", "first_batch_s", "resume_s", "epoch_turn_s", "memory_mb")
 
 
@@ -146,6 +153,30 @@ def time_share(folder: Path, ranks: int) -> float:
     return time.perf_counter() - started
 
 
+def endure(real: Path) -> dict[str, Any]:
+    """Many epochs of a small data set, with workers."""
+    waits, seams, memory = [], [], []
+    with ShardLoader(real, batching=BATCHING, num_workers=2, epochs=None) as endless:
+        feed = iter(endless)
+        while endless.position.epoch < EPOCHS:
+            at_seam = endless.position[1:] == (0, 0)
+            started = time.perf_counter()
+            next(feed)
+            (seams if at_seam else waits).append(time.perf_counter() - started)
+            if at_seam:
+                memory.append(family_pss(os.getpid()) / 1e6)
+            time.sleep(0.001)
+    return {
+        "epochs": EPOCHS,
+        "wait_ms": {f"p{q}": float(np.percentile(waits, q)) * 1e3 for q in (50, 95, 99)},
+        "wait_at_epoch_turn_ms": {
+            "median": statistics.median(seams[1:]) * 1e3,
+            "max": max(seams[1:]) * 1e3,
+        },
+        "memory_mb": {"after 5": memory[5], "after all": memory[-1], "max": max(memory)},
+    }
+
+
 def compare(folder: Path, repeats: int) -> list[dict[str, Any]]:
     """All sizes, each in a process of its own, repeats interleaved."""
     runs: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -156,10 +187,8 @@ def compare(folder: Path, repeats: int) -> list[dict[str, Any]]:
             shards[kind, rows] = write_manifest(folder / kind, large, kind, rows)
     for _ in range(repeats):
         for kind, rows in shards:
-            command = [sys.executable, __file__, "--case", str(folder / kind)]
-            command.append(str(folder / f"{kind}-{rows}"))
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            runs.setdefault((kind, rows), []).append(json.loads(done.stdout))
+            result = in_process("--case", folder / kind, folder / f"{kind}-{rows}")
+            runs.setdefault((kind, rows), []).append(result)
     return [
         {
             "rows": rows,
@@ -177,7 +206,15 @@ def compare(folder: Path, repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def in_process(*arguments: object) -> dict[str, Any]:
+    """This program, in a process of its own; what it printed."""
+    command = [sys.executable, __file__, *map(str, arguments)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def show(results: list[dict[str, Any]], endured: dict[str, Any]) -> None:
     """The table a person reads."""
     shares = [f"share, {ranks} ranks" for ranks in RANKS]
     table = Table("kind", "rows", "shards", "open", "first", "resume", "turn", "MB", *shares)
@@ -189,6 +226,7 @@ def show(results: list[dict[str, Any]]) -> None:
         head = [result["kind"], f"{result['rows']:,}", str(result["shards"])]
         table.add_row(*head, *cells[:4], memory, *cells[4:])
     Console(width=140).print(table)
+    print(json.dumps(endured, indent=1))
 
 
 def main() -> None:
@@ -197,17 +235,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--data", type=Path, help="where the data are, or are to be kept")
     parser.add_argument("--case", type=Path, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--endure", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(run_case(*options.case)))
+        return
+    if options.endure:
+        print(json.dumps(endure(options.endure)))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = options.data or Path(name)
         folder.mkdir(exist_ok=True)
         make_data(folder)
         results = compare(folder, options.repeats)
-    show(results)
-    print(f"written to {write_result('scale', results)}")
+        endured = in_process("--endure", folder / "documents")
+    show(results, endured)
+    print(f"written to {write_result('scale', [*results, endured])}")
 
 
 if __name__ == "__main__":

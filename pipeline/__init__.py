@@ -10,30 +10,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.batch import Batch as Batch
-    from tokenfeed.pipeline.dataset import ShardDataset as ShardDataset
-    from tokenfeed.pipeline.loader import ShardLoader as ShardLoader
-    from tokenfeed.pipeline.manifest import Manifest as Manifest
-    from tokenfeed.pipeline.mixture import Mixture as Mixture
-    from tokenfeed.pipeline.policy import Fixed as Fixed
-    from tokenfeed.pipeline.policy import Packed as Packed
-    from tokenfeed.pipeline.policy import Padded as Padded
-    from tokenfeed.pipeline.shard import ShardReader as ShardReader
-    from tokenfeed.pipeline.shard import ShardWriter as ShardWriter
-    from tokenfeed.pipeline.state import merge_states as merge_states
+    from tokenfeed.pipeline.feeding.batch import Batch as Batch
+    from tokenfeed.pipeline.feeding.dataset import ShardDataset as ShardDataset
+    from tokenfeed.pipeline.feeding.loader import ShardLoader as ShardLoader
+    from tokenfeed.pipeline.format.manifest import Manifest as Manifest
+    from tokenfeed.pipeline.format.shard import ShardReader as ShardReader
+    from tokenfeed.pipeline.format.shard import ShardWriter as ShardWriter
+    from tokenfeed.pipeline.planning.mixture import Mixture as Mixture
+    from tokenfeed.pipeline.planning.policy import Fixed as Fixed
+    from tokenfeed.pipeline.planning.policy import Packed as Packed
+    from tokenfeed.pipeline.planning.policy import Padded as Padded
+    from tokenfeed.pipeline.planning.state import merge_states as merge_states
 
 _HOME = {
-    "Batch": "batch",
-    "Fixed": "policy",
-    "Manifest": "manifest",
-    "Mixture": "mixture",
-    "Packed": "policy",
-    "Padded": "policy",
-    "ShardDataset": "dataset",
-    "ShardLoader": "loader",
-    "ShardReader": "shard",
-    "ShardWriter": "shard",
-    "merge_states": "state",
+    "Batch": "feeding.batch",
+    "Fixed": "planning.policy",
+    "Manifest": "format.manifest",
+    "Mixture": "planning.mixture",
+    "Packed": "planning.policy",
+    "Padded": "planning.policy",
+    "ShardDataset": "feeding.dataset",
+    "ShardLoader": "feeding.loader",
+    "ShardReader": "format.shard",
+    "ShardWriter": "format.shard",
+    "merge_states": "planning.state",
 }
 
 __all__ = sorted(_HOME)

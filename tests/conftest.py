@@ -12,8 +12,7 @@ from command import WORDS, texts
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenfeed.pipeline.batching import WindowPlan
-from tokenfeed.pipeline.manifest import (
+from tokenfeed.pipeline.format.manifest import (
     FileInfo,
     Ledger,
     Manifest,
@@ -21,14 +20,15 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.order import EpochOrder
-from tokenfeed.pipeline.plan import Plan
-from tokenfeed.pipeline.policy import Batching
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import Column, Task, task_columns, token_dtype
-from tokenfeed.pipeline.shard import ShardWriter
-from tokenfeed.pipeline.storage import file_xxh3
-from tokenfeed.pipeline.window import Window, WindowReader
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
+from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.planning.batching import WindowPlan
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.window import Window, WindowReader
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import ipc
 
 from tokenfeed.pipeline import Batch, Fixed, Packed, Padded, ShardLoader
-from tokenfeed.pipeline.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = [
     "POLICIES",
@@ -65,7 +65,7 @@ def realistic_lengths(count: int = 900, mean: float = 4.0, seed: int = 0) -> np.
 
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several record batches out of little data."""
-    monkeypatch.setattr("tokenfeed.pipeline.shard.BATCH_TOKENS", 3_000)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 3_000)
 
 
 def open_loader(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardLoader:
@@ -179,7 +179,7 @@ def workers_of(pid: int | str = "self") -> list[int]:
     return [
         child
         for child in children_of(pid)
-        if b"tokenfeed.pipeline.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+        if b"tokenfeed.pipeline.feeding.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
     ]
 
 

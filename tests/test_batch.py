@@ -11,14 +11,14 @@ from conftest import Span, plan_in_memory, random_rows, spans_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.batch import Batch, build_on_device, build_on_host, device_inputs
-from tokenfeed.pipeline.batching import plan_window
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded, round_up
-from tokenfeed.pipeline.rounds import deal_rounds
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import IGNORED, Task
-from tokenfeed.pipeline.share import RaggedBatch, Share
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_device, build_on_host, device_inputs
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.rounds import deal_rounds
+from tokenfeed.pipeline.planning.share import RaggedBatch, Share
 
 PAD = 9
 

@@ -9,11 +9,11 @@ from conftest import MakeDataset, Span, spans_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.mixture import open_sources
-from tokenfeed.pipeline.plan import Plan
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
+from tokenfeed.pipeline.planning.mixture import open_sources
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
 
 SORTED = st.one_of(
     st.builds(Padded, max_tokens=st.integers(8, 300), multiple_of=st.sampled_from([1, 8])),

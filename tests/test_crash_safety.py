@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from command import COMMAND, error_of, files_of, run, run_json, texts, write_long_corpus
 
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 
 
 def test_a_killed_run_continues_to_the_same_bytes(

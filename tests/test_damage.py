@@ -72,7 +72,7 @@ print(json.dumps(outcomes))
 
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("tokenfeed.pipeline.shard.BATCH_TOKENS", 500)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 500)
     return make_dataset(realistic_lengths(60), num_shards=3)
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from tokenfeed.pipeline import Batch, Padded, ShardDataset
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
-from tokenfeed.pipeline.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching
 
 
 @pytest.fixture

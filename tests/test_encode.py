@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units

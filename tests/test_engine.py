@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.encoding import engine as engine_module
 from tokenfeed.tools.encoding.audit import adversarial_texts, beginning, differing
 from tokenfeed.tools.encoding.engine import (

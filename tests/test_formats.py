@@ -22,7 +22,7 @@ from command import COMMAND, error_of, files_of, run, run_json, texts
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import tables
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Kind

@@ -9,11 +9,11 @@ from conftest import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.layout import lay_out
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded, round_up
-from tokenfeed.pipeline.schema import Task
-from tokenfeed.pipeline.share import Share
+from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.pipeline.planning.layout import lay_out
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.share import Share
 
 DTYPES = ["u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"]
 

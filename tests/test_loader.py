@@ -25,7 +25,7 @@ from delivery import (
 
 from tokenfeed.pipeline import Fixed, Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError, ShardFormatError
-from tokenfeed.pipeline.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.manifest import Manifest, length_histogram
+from tokenfeed.pipeline.format.manifest import Manifest, length_histogram
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.mixture import Exhausted, Mixture, Source, mix, open_sources
-from tokenfeed.pipeline.order import EpochOrder
-from tokenfeed.pipeline.plan import Plan
-from tokenfeed.pipeline.policy import Padded
-from tokenfeed.pipeline.schema import task_columns
-from tokenfeed.pipeline.window import WindowReader
+from tokenfeed.pipeline.format.schema import task_columns
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, Source, mix, open_sources
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policy import Padded
+from tokenfeed.pipeline.planning.window import WindowReader
 
 EXHAUSTED: tuple[Exhausted, ...] = ("repeat", "stop", "continue")
 WEIGHTS = st.sampled_from([0.3, 0.5, 0.7, 1.0]) | st.floats(0.5, 3)
@@ -201,7 +201,7 @@ def test_a_source_without_the_split_is_refused_by_name(tmp_path: Path) -> None:
 def test_record_batches_of_a_mixture_are_read_from_their_own_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.shard.BATCH_TOKENS", 20)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20)
     rows = [random_rows(np.full(count, 5)) for count in (7, 9, 30)]
     folders = [
         write_rows(tmp_path / f"{n}", {"train": part}, VOCABULARY_SIZE, num_shards=2)
@@ -220,7 +220,7 @@ def test_record_batches_of_a_mixture_are_read_from_their_own_source(
 def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.shard.BATCH_TOKENS", 10)
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 10)
     folders = [write(tmp_path / "small", rows=2), write(tmp_path / "large", rows=6)]
 
     def tokens(exhausted: Exhausted) -> tuple[int | None, ...]:

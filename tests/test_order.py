@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.order import EpochOrder, Stretch, permute, stream_key
+from tokenfeed.pipeline.planning.order import EpochOrder, Stretch, permute, stream_key
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.packing import concatenate, pack
+from tokenfeed.pipeline.planning.packing import concatenate, pack
 
 CAPACITY = 64
 LENGTHS = st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200)
@@ -46,7 +46,7 @@ def test_bins_are_those_of_best_fit_decreasing(lengths: list[int]) -> None:
 
 def test_python_steps_follow_distinct_lengths_not_rows() -> None:
     """A million pieces of ten lengths take a few dozen placements."""
-    from tokenfeed.pipeline.packing import _OpenBins
+    from tokenfeed.pipeline.planning.packing import _OpenBins
 
     bins = _OpenBins(2048)
     for length in range(20, 10, -1):

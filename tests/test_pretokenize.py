@@ -8,7 +8,7 @@ from pathlib import Path
 
 from command import COMMAND, error_of, files_of, run, run_json, texts, write_long_corpus
 
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 
 
 def test_output_is_the_same_bytes_with_one_and_two_workers(

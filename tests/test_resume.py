@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
 MANY_POLICIES = [*POLICIES, Padded(100), Padded(700, multiple_of=8), Packed(50, 3), Fixed(2)]

@@ -7,9 +7,9 @@ from conftest import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
-from tokenfeed.pipeline.rounds import Rounds, deal_rounds
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
 
 
 @st.composite

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.manifest import ShardInfo
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.shard import BATCH_ROWS, BATCH_TOKENS, ShardReader, ShardWriter
+from tokenfeed.pipeline.format.manifest import ShardInfo
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.shard import BATCH_ROWS, BATCH_TOKENS, ShardReader, ShardWriter
 
 NAME = "train/00000.arrow"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from tokenfeed.pipeline.manifest import FileInfo, Manifest
-from tokenfeed.pipeline.storage import file_xxh3
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.verify import find_problems
 
 TEXTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]

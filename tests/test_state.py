@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
-from tokenfeed.pipeline.order import EpochOrder, Stretch
-from tokenfeed.pipeline.plan import Plan, Position
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.state import Delivered, own_stream
-from tokenfeed.pipeline.window import Window
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.planning.order import EpochOrder, Stretch
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.planning.window import Window
 
 START = Position(0, 0, 0)
 POLICIES = st.sampled_from([Padded(30), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)])

@@ -17,9 +17,9 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.ragged import Ragged
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import Kind, checked
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train import parse_config
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.loop import Trainer, train

@@ -18,11 +18,12 @@ from delivery import (
     small_batches,
 )
 
-from tokenfeed.pipeline import Batch, transfer
-from tokenfeed.pipeline.layout import lay_out
-from tokenfeed.pipeline.policy import Batching, Padded
-from tokenfeed.pipeline.share import RaggedBatch, Share
-from tokenfeed.pipeline.source import Lease
+from tokenfeed.pipeline import Batch
+from tokenfeed.pipeline.feeding import transfer
+from tokenfeed.pipeline.feeding.source import Lease
+from tokenfeed.pipeline.planning.layout import lay_out
+from tokenfeed.pipeline.planning.policy import Batching, Padded
+from tokenfeed.pipeline.planning.share import RaggedBatch, Share
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tokenfeed.pipeline.tuner import Tuner, num_cores
+from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
 
 
 def simulate(

@@ -30,8 +30,9 @@ from delivery import (
     workers_of,
 )
 
-from tokenfeed.pipeline import Manifest, Padded, ShardLoader, pool
+from tokenfeed.pipeline import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.feeding import pool
 
 PREAMBLE = """
 import json, os, signal, sys, time

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.schema import Task as TaskName
+from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 

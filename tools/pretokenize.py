@@ -14,8 +14,8 @@ from typing import Any
 import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError, TokenizerError
-from tokenfeed.pipeline.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit

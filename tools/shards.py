@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.manifest import FileInfo, Manifest, SplitInfo
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import (
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, SplitInfo
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import (
     IGNORED,
     LABEL,
     LABELS,
@@ -25,7 +25,7 @@ from tokenfeed.pipeline.schema import (
     PROMPT_LENGTH,
     shard_schema,
 )
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from tokenfeed.pipeline.errors import ShardFormatError, TokenizerError
-from tokenfeed.pipeline.manifest import (
+from tokenfeed.pipeline.format.manifest import (
     FileInfo,
     Ledger,
     Manifest,
     ShardInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.schema import ORIGIN_FILE
-from tokenfeed.pipeline.shard import ShardReader
-from tokenfeed.pipeline.storage import file_xxh3
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["find_problems"]

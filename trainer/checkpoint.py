@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.storage import (
+from tokenfeed.pipeline.format.storage import (
     TEMPORARY_SUFFIX,
     atomic_file,
     atomic_write,

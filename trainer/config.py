@@ -14,7 +14,7 @@ from typing import Literal
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.pipeline.format.storage import atomic_write
 
 __all__ = [
     "CHECKPOINTS_FOLDER",

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.loader import ShardLoader
-from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.policy import Packed
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.planning.policy import Packed
 from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.batch import Batch
-from tokenfeed.pipeline.schema import IGNORED
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.trainer.precision import Precision
 
 __all__ = ["evaluate", "loss_sum"]

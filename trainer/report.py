@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.stall import StallReading
 
 __all__ = ["REPORT_FILE", "Report", "stall_report", "versions"]

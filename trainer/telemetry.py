@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.pipeline.format.storage import atomic_write
 
 __all__ = ["GpuGauge", "GpuUse", "Metrics", "StepLog"]
 

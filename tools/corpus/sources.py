@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
 from tokenfeed.tools.corpus.blocks import Compression
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
 from tokenfeed.tools.corpus.sniff import holds_objects, is_binary, json_format

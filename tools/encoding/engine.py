@@ -17,8 +17,8 @@ import numpy as np
 import tokenizers
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.ragged import Ragged
-from tokenfeed.pipeline.schema import token_dtype
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.signals import signals_held
 

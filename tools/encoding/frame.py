@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.ragged import Ragged, join
-from tokenfeed.pipeline.schema import IGNORED
+from tokenfeed.pipeline.format.ragged import Ragged, join
+from tokenfeed.pipeline.format.schema import IGNORED
 
 __all__ = ["Frame"]
 

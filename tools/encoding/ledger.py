@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.manifest import ShardInfo, length_histogram
+from tokenfeed.pipeline.format.manifest import ShardInfo, length_histogram
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tokenfeed.pipeline.ragged import Ragged, join
-from tokenfeed.pipeline.schema import (
+from tokenfeed.pipeline.format.ragged import Ragged, join
+from tokenfeed.pipeline.format.schema import (
     IGNORED,
     INPUT_IDS,
     LABEL,
@@ -27,7 +27,7 @@ from tokenfeed.pipeline.schema import (
     Column,
     task_columns,
 )
-from tokenfeed.pipeline.schema import Task as TaskName
+from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.records import Fields, Kind
 from tokenfeed.tools.encoding.frame import Frame
 from tokenfeed.tools.encoding.labels import Labels

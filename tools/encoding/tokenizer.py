@@ -15,7 +15,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
-from tokenfeed.pipeline.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 
 __all__ = ["TextTokenizer", "fetch_tokenizer_json"]
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.ragged import Ragged
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import ORIGIN_FILE, ORIGIN_RECORD
-from tokenfeed.pipeline.shard import ShardWriter
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
+from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import beginning

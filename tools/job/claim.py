@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.manifest import JOURNAL_FILE, MANIFEST_FILE
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE
 from tokenfeed.tools.job.journal import Journal
 
 __all__ = ["claim", "is_unfinished"]

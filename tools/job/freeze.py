@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenfeed.pipeline.manifest import (
+from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
     FileInfo,
     Ledger,
@@ -20,8 +20,8 @@ from tokenfeed.pipeline.manifest import (
     TokenizerInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.schema import FORMAT_VERSION
-from tokenfeed.pipeline.storage import atomic_write, file_xxh3
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION
+from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import engine_version

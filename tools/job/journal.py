@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.manifest import JOURNAL_FILE
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
 from tokenfeed.tools.encoding.ledger import UnitResult
 
 __all__ = ["Journal"]

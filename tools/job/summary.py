@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenfeed.pipeline.manifest import Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.order import mix64
-from tokenfeed.pipeline.packing import concatenate, pack
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.order import mix64
+from tokenfeed.pipeline.planning.packing import concatenate, pack
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 
 __all__ = ["Pieces", "WindowPlan", "offsets_of", "plan_window", "regroup"]
 

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.schema import FORMAT_VERSION, Column
-from tokenfeed.pipeline.storage import atomic_write
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
+from tokenfeed.pipeline.format.storage import atomic_write
 
 __all__ = [
     "JOURNAL_FILE",

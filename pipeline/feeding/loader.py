@@ -21,19 +21,19 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed
 
-from tokenfeed.pipeline.audit import audit
-from tokenfeed.pipeline.batch import Batch
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feed import Feed
-from tokenfeed.pipeline.manifest import Manifest
-from tokenfeed.pipeline.mixture import Mixture, open_sources
-from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
-from tokenfeed.pipeline.policy import Batching
-from tokenfeed.pipeline.source import Job, check_epochs, check_rank
-from tokenfeed.pipeline.state import Delivered, gang_size_of, own_stream
-from tokenfeed.pipeline.stats import Counters, Stats
-from tokenfeed.pipeline.tuner import Tuner, num_cores
-from tokenfeed.pipeline.window import WindowReader
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.feed import Feed
+from tokenfeed.pipeline.feeding.stats import Counters, Stats
+from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.planning.audit import audit
+from tokenfeed.pipeline.planning.job import Job, check_epochs, check_rank
+from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
+from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.state import Delivered, gang_size_of, own_stream
+from tokenfeed.pipeline.planning.window import WindowReader
 
 __all__ = ["ShardLoader"]
 

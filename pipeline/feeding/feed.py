@@ -6,14 +6,15 @@ from collections.abc import Generator
 
 import torch
 
-from tokenfeed.pipeline.batch import Batch, build_on_host
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.pool import WorkerPool
-from tokenfeed.pipeline.share import RaggedBatch
-from tokenfeed.pipeline.source import InlineSource, Job, Lease, WindowSource
-from tokenfeed.pipeline.stats import Counters
-from tokenfeed.pipeline.transfer import copy_ahead, page_lock, stage
-from tokenfeed.pipeline.tuner import Tuner
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.pool import WorkerPool
+from tokenfeed.pipeline.feeding.source import InlineSource, Lease, WindowSource
+from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.feeding.transfer import copy_ahead, page_lock, stage
+from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.share import RaggedBatch
 
 __all__ = ["Feed"]
 

@@ -7,10 +7,10 @@ workers; and each term holds its place, so another order is another digest. Torc
 
 import numpy as np
 
-from tokenfeed.pipeline.batching import WindowPlan, offsets_of
-from tokenfeed.pipeline.order import mix64, stream_key
-from tokenfeed.pipeline.rounds import Rounds
-from tokenfeed.pipeline.window import Spans
+from tokenfeed.pipeline.planning.batching import WindowPlan, offsets_of
+from tokenfeed.pipeline.planning.order import mix64, stream_key
+from tokenfeed.pipeline.planning.rounds import Rounds
+from tokenfeed.pipeline.planning.window import Spans
 
 __all__ = ["digests", "tokens_by_source"]
 

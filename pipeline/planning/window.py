@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.batching import WindowPlan, offsets_of, regroup
-from tokenfeed.pipeline.mixture import Source
-from tokenfeed.pipeline.ragged import take
-from tokenfeed.pipeline.rounds import Rounds
-from tokenfeed.pipeline.rows import Rows
-from tokenfeed.pipeline.schema import INPUT_IDS
-from tokenfeed.pipeline.shard import ShardReader
+from tokenfeed.pipeline.format.ragged import take
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import INPUT_IDS
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.planning.batching import WindowPlan, offsets_of, regroup
+from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.rounds import Rounds
 
 __all__ = ["Spans", "Window", "WindowReader", "gather"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
-from tokenfeed.pipeline.plan import Plan, Position
-from tokenfeed.pipeline.share import RaggedBatch
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.share import RaggedBatch
 
 __all__ = ["Delivered", "first_difference", "gang_size_of", "merge_states", "own_stream"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.manifest import Manifest, SplitInfo
-from tokenfeed.pipeline.order import Stretch
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.planning.order import Stretch
 
 __all__ = ["Exhausted", "Mixture", "Source", "mix", "open_sources"]
 

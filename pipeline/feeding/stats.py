@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenfeed.pipeline.batch import Batch
+from tokenfeed.pipeline.feeding.batch import Batch
 
 __all__ = ["Counters", "Spread", "Stats"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.batch import Batch, build_on_device, device_inputs
-from tokenfeed.pipeline.share import RaggedBatch, Share
-from tokenfeed.pipeline.source import Lease, WindowSource
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_device, device_inputs
+from tokenfeed.pipeline.feeding.source import Lease, WindowSource
+from tokenfeed.pipeline.planning.share import RaggedBatch, Share
 
 __all__ = ["copy_ahead", "page_lock", "stage"]
 

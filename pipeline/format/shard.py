@@ -19,10 +19,10 @@ import xxhash
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.manifest import Manifest, ShardInfo
-from tokenfeed.pipeline.rows import Rows, batch_buffers, record_batch, rows_of_buffers
-from tokenfeed.pipeline.schema import FORMAT_VERSION, Column, shard_schema
-from tokenfeed.pipeline.storage import atomic_file, file_xxh3
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
+from tokenfeed.pipeline.format.rows import Rows, batch_buffers, record_batch, rows_of_buffers
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column, shard_schema
+from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 
 __all__ = ["ShardReader", "ShardWriter"]
 

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.share import Share
-from tokenfeed.pipeline.source import Job, Lease
-from tokenfeed.pipeline.worker import ENVIRONMENT, Failure, Made, Task, command, map_slot
+from tokenfeed.pipeline.feeding.source import Lease
+from tokenfeed.pipeline.feeding.worker import ENVIRONMENT, Failure, Made, Task, command, map_slot
+from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.share import Share
 
 __all__ = ["WorkerPool"]
 

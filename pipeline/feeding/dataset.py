@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from tokenfeed.pipeline.batch import Batch, build_on_host
-from tokenfeed.pipeline.mixture import Mixture, open_sources
-from tokenfeed.pipeline.plan import COLUMNS, Plan, Position
-from tokenfeed.pipeline.policy import Batching
-from tokenfeed.pipeline.share import Header, Share
-from tokenfeed.pipeline.source import Job, check_epochs, check_rank
-from tokenfeed.pipeline.window import WindowReader
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.planning.job import Job, check_epochs, check_rank
+from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
+from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.share import Header, Share
+from tokenfeed.pipeline.planning.window import WindowReader
 
 __all__ = ["ShardDataset", "WindowShare"]
 

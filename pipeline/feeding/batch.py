@@ -14,8 +14,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.share import RaggedBatch
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.planning.share import RaggedBatch
 
 __all__ = ["Batch", "DeviceInputs", "build_on_device", "build_on_host", "device_inputs"]
 

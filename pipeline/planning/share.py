@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from tokenfeed.pipeline.schema import LABEL
+from tokenfeed.pipeline.format.schema import LABEL
 
 __all__ = ["Header", "RaggedBatch", "Share"]
 

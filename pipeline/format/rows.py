@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from tokenfeed.pipeline.schema import INPUT_IDS
+from tokenfeed.pipeline.format.schema import INPUT_IDS
 
 __all__ = ["Rows", "batch_buffers", "record_batch", "rows_of_buffers"]
 

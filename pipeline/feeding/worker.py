@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import TokenfeedError
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.share import Header
-from tokenfeed.pipeline.source import Job
+from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.share import Header
 
 __all__ = ["ENVIRONMENT", "Failure", "Made", "Task", "command", "map_slot"]
 
@@ -63,7 +63,7 @@ def command(socket_fd: int, job_fd: int) -> list[str]:
     """The command line of a worker that finds the same modules as this process."""
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tokenfeed.pipeline.worker import main; main({socket_fd}, {job_fd})"
+        f"from tokenfeed.pipeline.feeding.worker import main; main({socket_fd}, {job_fd})"
     )
     return [sys.executable, "-c", code]
 

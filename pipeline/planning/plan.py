@@ -10,17 +10,17 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from tokenfeed.pipeline.batching import plan_window
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.layout import lay_out
-from tokenfeed.pipeline.ledger import digests, tokens_by_source
-from tokenfeed.pipeline.mixture import Mixture, Source, mix
-from tokenfeed.pipeline.order import EpochOrder
-from tokenfeed.pipeline.policy import Batching, Fixed, Packed, Padded
-from tokenfeed.pipeline.rounds import deal_rounds
-from tokenfeed.pipeline.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.share import Share
-from tokenfeed.pipeline.window import Spans, WindowReader, gather
+from tokenfeed.pipeline.format.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.layout import lay_out
+from tokenfeed.pipeline.planning.ledger import digests, tokens_by_source
+from tokenfeed.pipeline.planning.mixture import Mixture, Source, mix
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.rounds import deal_rounds
+from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.planning.window import Spans, WindowReader, gather
 
 __all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
 

@@ -7,9 +7,9 @@ Torch-free.
 
 import numpy as np
 
-from tokenfeed.pipeline.batching import offsets_of
-from tokenfeed.pipeline.policy import Batching, Packed
-from tokenfeed.pipeline.schema import IGNORED, LABEL, LABELS, PROMPT_LENGTH
+from tokenfeed.pipeline.format.schema import IGNORED, LABEL, LABELS, PROMPT_LENGTH
+from tokenfeed.pipeline.planning.batching import offsets_of
+from tokenfeed.pipeline.planning.policy import Batching, Packed
 
 __all__ = ["lay_out"]
 

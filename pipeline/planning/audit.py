@@ -7,9 +7,9 @@ reading those windows again tells which of the two is not what the plan says. To
 
 from typing import Any
 
-from tokenfeed.pipeline.plan import Position
-from tokenfeed.pipeline.source import Job
-from tokenfeed.pipeline.state import Delivered, first_difference
+from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.state import Delivered, first_difference
 
 __all__ = ["audit"]
 

@@ -1,0 +1,125 @@
+"""Groups of ranks that read their own windows deliver everything once, and resume exactly."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delivery import (
+    MakeDataset,
+    Span,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+    times_delivered,
+)
+
+from tokenfeed.pipeline import Batch, Packed, merge_states
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+
+LENGTHS = realistic_lengths()
+POLICY = Packed(sequence_length=256, rows=4)
+Run = tuple[list[list[Batch]], dict[str, Any]]
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+def run(
+    folder: Path, world_size: int, steps: int, state: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    """The batches of every rank, and the merged state after them."""
+    options = {"num_streams": 2, "gang_size": 2, "epochs": None} | options
+    batches, states = [], []
+    for rank in range(world_size):
+        loader = open_loader(folder, POLICY, rank=rank, world_size=world_size, **options)
+        if state:
+            loader.load_state_dict(state)
+        batches.append(list(islice(loader, steps)))
+        states.append(loader.state_dict())
+    return batches, json.loads(json.dumps(merge_states(states)))
+
+
+def delivered(*runs: Run) -> list[Span]:
+    return sorted(
+        span
+        for batches, _ in runs
+        for of_rank in batches
+        for batch in of_rank
+        if not batch.is_filler
+        for span in spans(batch)
+    )
+
+
+def test_ranks_read_only_the_windows_of_their_stream(folder: Path) -> None:
+    (first, second), _ = run(folder, 2, 10, gang_size=1)
+    rows = [
+        {row for batch in of_rank for row in batch.rows.tolist()} for of_rank in (first, second)
+    ]
+    assert not rows[0] & rows[1]
+
+
+def test_all_streams_together_are_every_token_once_an_epoch(folder: Path) -> None:
+    ends = []
+    for rank in range(2):
+        loader = open_loader(
+            folder, POLICY, rank=rank, world_size=2, num_streams=2, gang_size=1, epochs=None
+        )
+        of_epoch = []
+        for batch in loader:
+            of_epoch += spans(batch)
+            if loader.position.epoch:
+                break
+        ends += of_epoch
+    assert times_delivered(ends, LENGTHS) == {1}
+
+
+def test_a_merged_state_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    first = run(folder, 4, 6)
+    rest = run(folder, 2, 40, first[1])
+    whole = run(folder, 4, 26)
+    assert delivered(first, rest) == delivered(whole)
+    assert rest[1] == whole[1]
+
+
+def test_a_state_of_another_number_of_streams_is_refused(folder: Path) -> None:
+    _, state = run(folder, 4, 3)
+    loader = open_loader(folder, POLICY, rank=0, world_size=4, num_streams=4, epochs=None)
+    with pytest.raises(ResumeError, match="num_streams=2, this loader has num_streams=4"):
+        loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="stream=0, this loader has stream=1"):
+        open_loader(
+            folder, POLICY, rank=1, world_size=2, num_streams=2, epochs=None
+        ).load_state_dict(state["streams"][0])
+
+
+def test_merging_names_what_is_missing_or_different(folder: Path) -> None:
+    _, state = run(folder, 2, 3)
+    _, other = run(folder, 2, 3, seed=5)
+    with pytest.raises(ResumeError, match="no state of stream 1 of 2"):
+        merge_states(state["streams"][:1])
+    with pytest.raises(ResumeError, match="states of different runs: seed is 0 and 5"):
+        merge_states([state["streams"][0], other["streams"][1]])
+    with pytest.raises(ResumeError, match="no loader state"):
+        merge_states([{}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_streams": 3, "world_size": 4}, "`num_streams`=3 does not divide `world_size`=4"),
+        ({"num_streams": 0, "world_size": 1}, "`num_streams`=0"),
+        ({"num_streams": 2, "world_size": 2, "epochs": 1}, "needs `epochs`=None"),
+        ({"num_streams": 64, "world_size": 64}, "an epoch has . windows only"),
+    ],
+)
+def test_impossible_streams_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_loader(folder, POLICY, rank=0, **{"epochs": None} | options)
