@@ -131,7 +131,7 @@ def first_difference(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[str, object, object] | None:
     """Name and both values of the first setting in which two plans differ."""
-    for name in [*ours, *(theirs.keys() - ours.keys())]:
+    for name in dict.fromkeys([*ours, *theirs]):
         if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
