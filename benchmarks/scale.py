@@ -67,7 +67,7 @@ def make_data(folder: Path) -> None:
     for kind, rows in (("documents", texts), ("short", list(lines(texts)))):
         if not (folder / kind).exists():
             corpus = folder / f"{kind}.jsonl"
-            write_json_lines(corpus, rows, 1)
+            write_json_lines(corpus, rows, sum(map(len, rows)))
             pretokenize(corpus, folder / kind, "--vocab-size", 8192)
             corpus.unlink()
 
@@ -133,8 +133,9 @@ def resume(folder: Path, state: dict[str, Any]) -> float:
 def turn_of_epoch(folder: Path, state: dict[str, Any]) -> float:
     """Seconds from the last batch of an epoch to the first of the next, without workers."""
     turning = make_loader(folder)
-    turning._plan = replace(turning._plan, epoch_tokens=(None,))  # stand-ins do not sum up
     turning.load_state_dict(state)
+    delivered = turning._delivered  # stand-ins do not sum up to what the manifest says
+    delivered.plan = replace(delivered.plan, epoch_tokens=(None,))
     feed = iter(turning)
     while True:
         started = time.perf_counter()
