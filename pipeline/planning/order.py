@@ -102,6 +102,11 @@ class EpochOrder:
         """Windows of an epoch."""
         return sum(stretch.num_windows for stretch in self.stretches)
 
+    @property
+    def batches_read(self) -> tuple[int, ...]:
+        """Record batches of each source in an epoch; more than it has where it is repeated."""
+        return tuple(map(sum, zip(*(stretch.batches for stretch in self.stretches), strict=True)))
+
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Record batches of one window, counted over all sources one after the other, (K,), int64.
 

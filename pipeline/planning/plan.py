@@ -90,30 +90,14 @@ class Plan:
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         exhausted = mixture.exhausted if mixture else "continue"
         stretches = mix(sources, weights, exhausted, max(1, window_tokens))
-        sizes = tuple(source.batches for source in sources)
-        read = [sum(stretch.batches[n] for stretch in stretches) for n in range(len(sources))]
-        for source, batches in zip(sources, read, strict=True):
-            if not batches:
-                raise ConfigError(
-                    f"{source.folder} is so small, or weighs so little, that nothing of it would "
-                    "be read. Raise its weight, or choose `exhausted`='continue'."
-                )
-        whole = [divmod(batches, size) for batches, size in zip(read, sizes, strict=True)]
-        order = EpochOrder(sizes, stretches, seed, shuffle)
-        if order.num_windows < num_streams:
-            raise ConfigError(
-                f"`num_streams`={num_streams}, but an epoch has {order.num_windows} windows only. "
-                "Lower it, or `window_tokens`."
-            )
+        order = EpochOrder(tuple(source.batches for source in sources), stretches, seed, shuffle)
+        _check_epoch(sources, order, num_streams)
         return cls(
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
-            tuple(
-                None if rest or num_streams > 1 else source.tokens * times
-                for source, (times, rest) in zip(sources, whole, strict=True)
-            ),
-            _about(sources, read),
+            _epoch_tokens(sources, order) if num_streams == 1 else (None,) * len(sources),
+            _about(sources, order),
             split,
             batching,
             gang_size,
@@ -215,13 +199,36 @@ def default_window_tokens(sources: tuple[Source, ...], batching: Batching, gang_
     return max(_LEAST_WINDOW_TOKENS, min(wanted, _MOST_WINDOW_TOKENS))
 
 
-def _about(sources: tuple[Source, ...], read: list[int]) -> tuple[int, int]:
-    """Rows and tokens of so many record batches of each source."""
-    pairs = list(zip(sources, read, strict=True))
+def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int | None, ...]:
+    """Tokens of each source in an epoch, where it is read a whole number of times."""
+    times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
+    return tuple(
+        None if rest else source.tokens * whole
+        for source, (whole, rest) in zip(sources, times, strict=True)
+    )
+
+
+def _about(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int, int]:
+    """Rows and tokens of an epoch, by the averages of each source's record batches."""
+    pairs = list(zip(sources, order.batches_read, strict=True))
     return (
         sum(source.rows * batches // source.batches for source, batches in pairs),
         sum(source.tokens * batches // source.batches for source, batches in pairs),
     )
+
+
+def _check_epoch(sources: tuple[Source, ...], order: EpochOrder, num_streams: int) -> None:
+    for source, batches in zip(sources, order.batches_read, strict=True):
+        if not batches:
+            raise ConfigError(
+                f"{source.folder} is so small, or weighs so little, that nothing of it would be "
+                "read. Raise its weight, or choose `exhausted`='continue'."
+            )
+    if order.num_windows < num_streams:
+        raise ConfigError(
+            f"`num_streams`={num_streams}, but an epoch has {order.num_windows} windows only. "
+            "Lower it, or `window_tokens`."
+        )
 
 
 def _check_fit(sources: tuple[Source, ...], batching: Batching) -> None:
