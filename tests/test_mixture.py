@@ -39,7 +39,7 @@ class Mixed:
 
     def ideal(self) -> list[Fraction]:
         """Record batches of each source in an epoch of exact proportions."""
-        pairs = list(zip(self.sources, map(Fraction, self.weights), strict=True))
+        pairs = list(zip(self.sources, map(Fraction, map(str, self.weights)), strict=True))
         durations = [source.tokens / weight for source, weight in pairs]
         end = min(durations) if self.exhausted == "stop" else max(durations)
         return [end * weight * source.batches / source.tokens for source, weight in pairs]

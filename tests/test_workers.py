@@ -81,9 +81,10 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path, num_workers:
 
 
 def test_after_a_killed_worker_the_loop_goes_on_where_it_stopped(folder: Path) -> None:
-    whole = [spans(batch) for batch in open_loader(folder)]
+    """Through more windows than there are slots, so that the dead one is asked again."""
+    whole = [spans(batch) for batch in open_loader(folder, epochs=4)]
     delivered = []
-    with open_loader(folder, num_workers=2) as loader:
+    with open_loader(folder, num_workers=2, epochs=4) as loader:
         delivered += [spans(batch) for batch in islice(loader, 5)]
         os.kill(workers_of()[0], signal.SIGKILL)
         with pytest.raises(LoaderError):
