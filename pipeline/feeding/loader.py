@@ -275,8 +275,8 @@ class ShardLoader:
 
 def _check_workers(num_workers: int) -> int:
     most = _WORKERS_PER_CORE * num_cores()
-    if not 0 <= num_workers <= most:
-        raise ConfigError(f"`num_workers`={num_workers}: expected 0 to {most} here, or 'auto'.")
+    if not isinstance(num_workers, int) or not 0 <= num_workers <= most:
+        raise ConfigError(f"`num_workers`={num_workers!r}: expected 0 to {most} here, or 'auto'.")
     return num_workers
 
 

@@ -82,6 +82,8 @@ class Plan:
         Raises:
             ConfigError: The settings do not fit each other or the data.
         """
+        if not isinstance(batching, Padded | Packed | Fixed):
+            raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
         if gang_size < 1:
             raise ConfigError(f"`gang_size`={gang_size} must be at least 1.")
         _check_fit(sources, batching)
