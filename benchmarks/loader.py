@@ -1,7 +1,7 @@
 """How many real tokens per second reach the training loop as int64 CPU batches, beside the peers?
 
 Rows: the standard library's own source (vocabulary 32,768), by line (`short`, about 13 tokens), by
-20 lines (`medium`, about 180) and by file (`documents`, about 4,200). tokenfeed reads its
+20 lines (`medium`, about 180) and by file (`documents`, about 4,500). tokenfeed reads its
 compressed shards, padded (budget 16,384; also lengths rounded up to 8) and packed into rows of
 2,048. Every peer does what its users do: random batches of 256 short or 32 medium rows, padded to
 the longest; documents cut beforehand into rows of 2,048, 8 a batch, so without any padding.

@@ -21,7 +21,7 @@ __all__ = ["Batch", "DeviceInputs", "build_on_device", "build_on_host", "device_
 
 ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"
 _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
-_FEW_ROWS = 16  # copied one by one: half the time that a mask takes, to build and to fill through
+_FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
 DeviceInputs = dict[str, torch.Tensor]
 """What crosses to the device: columns with a value a token (ragged, storage dtype), and the host's
