@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "ARROW_DEFAULT_MEMORY_POOL": "system",
 }
 """Keeps freed memory in the process: a window's arrays are as large as those of the one before, so
-their pages need not come from the kernel anew (17 page faults a window of short rows, not 4,646)."""
+their pages need not come from the kernel again: 17 page faults a window, where there were 4,646."""
 
 _GROWTH = 1.25  # a slot that was too small gets this much more than it needs
 _PAGE = 1 << 21
