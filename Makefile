@@ -11,12 +11,7 @@ setup: .venv/.ready
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenfeed needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,fast,examples]' -c constraints.txt
-	mkdir -p .typing/tokenfeed
-	ln -sfn ../../pipeline .typing/tokenfeed/pipeline
-	ln -sfn ../../trainer .typing/tokenfeed/trainer
-	ln -sfn ../../tools .typing/tokenfeed/tools
-	ln -sf ../../src/tokenfeed/__init__.py ../../src/tokenfeed/py.typed .typing/tokenfeed/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,examples]' -c constraints.txt
 	touch $@
 
 # The main job on real input: the standard library's own source becomes a trained model.
@@ -46,4 +41,4 @@ bench: setup
 	$(BIN)/python benchmarks/loader.py
 
 clean:
-	rm -rf .venv .typing demo build
+	rm -rf .venv demo build

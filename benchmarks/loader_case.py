@@ -62,7 +62,7 @@ def open_loader(data: Path, kind: str, name: str, workers: int, endless: bool) -
 def import_all(name: str) -> None:
     """Import what the loader needs, so that no time includes it."""
     if name in OURS:
-        from tokenfeed.pipeline import Packed, Padded, ShardLoader  # noqa: F401
+        from tokenfeed import Packed, Padded, ShardLoader  # noqa: F401
     elif name == "mosaicml-streaming":
         import_streaming()
     else:

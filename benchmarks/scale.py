@@ -33,7 +33,7 @@ from protocol import summary, write_result
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.pipeline import Manifest, Packed, ShardLoader
+from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.feeding import loader
 from tokenfeed.pipeline.planning.mixture import Source
 from tokenfeed.pipeline.planning.window import Window, WindowReader

@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 from tiny import make_model, parse_args
 
-from tokenfeed.pipeline import Packed, ShardLoader
+from tokenfeed import Packed, ShardLoader
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_model, parse_args
 
-from tokenfeed.pipeline import Batch, Padded, ShardLoader
+from tokenfeed import Batch, Padded, ShardLoader
 
 Gang = tuple[list[Batch], dict[str, Any]]
 

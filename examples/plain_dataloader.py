@@ -10,7 +10,7 @@ import torch
 from tiny import make_model, parse_args
 from torch.utils.data import DataLoader
 
-from tokenfeed.pipeline import Padded, ShardDataset
+from tokenfeed import Padded, ShardDataset
 
 
 def main() -> None:

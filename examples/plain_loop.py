@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tiny import make_model, parse_args
 
-from tokenfeed.pipeline import Padded, ShardLoader
+from tokenfeed import Padded, ShardLoader
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tokenfeed.pipeline import Manifest
+from tokenfeed import Manifest
 
 
 def parse_args(doc: str) -> argparse.Namespace:

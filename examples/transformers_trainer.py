@@ -14,7 +14,7 @@ from tiny import make_model, parse_args
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from tokenfeed.pipeline import Padded, ShardLoader
+from tokenfeed import Padded, ShardLoader
 
 
 class ShardTrainer(Trainer):

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from pyarrow import ipc
 
-from tokenfeed.pipeline import Batch, Fixed, Packed, Padded, ShardLoader
+from tokenfeed import Batch, Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = [

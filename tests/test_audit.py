@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from delivery import MakeDataset, open_loader, realistic_lengths, small_batches
 
-from tokenfeed.pipeline import Fixed, Padded, ShardLoader
+from tokenfeed import Fixed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
 
 State = dict[str, Any]

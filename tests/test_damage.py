@@ -14,7 +14,7 @@ folder, first, count, num_workers = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 sys.path.insert(0, sys.argv[5])
 
 from delivery import open_loader, spans, tokens_of
-from tokenfeed.pipeline import Padded
+from tokenfeed import Padded
 from tokenfeed.pipeline.errors import ManifestError, ShardFormatError, TokenfeedError
 
 

@@ -18,7 +18,7 @@ from delivery import (
 from pyarrow import ipc
 from torch.utils.data import DataLoader
 
-from tokenfeed.pipeline import Batch, Padded, ShardDataset
+from tokenfeed import Batch, Padded, ShardDataset
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.planning.policy import Batching
 

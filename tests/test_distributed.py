@@ -22,7 +22,7 @@ from delivery import (
     times_delivered,
 )
 
-from tokenfeed.pipeline import Padded
+from tokenfeed import Padded
 
 OPTIONS: dict[str, Any] = {"batching": Padded(512), "gang_size": 12, "epochs": 2}
 
@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from delivery import open_loader, spans
-from tokenfeed.pipeline import Padded
+from tokenfeed import Padded
 
 folder, state_file, log = map(Path, sys.argv[1:])
 dist.init_process_group("gloo")

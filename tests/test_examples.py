@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from pyarrow import feather
 
-from tokenfeed.pipeline import Manifest, Packed, Padded, ShardLoader
+from tokenfeed import Manifest, Packed, Padded, ShardLoader
 
 pytestmark = pytest.mark.slow  # ten seconds each, most of them imports
 
@@ -46,7 +46,7 @@ TRACED = """
 import functools, os, runpy, sys
 import torch
 from transformers import LlamaForCausalLM
-from tokenfeed.pipeline import ShardDataset, ShardLoader
+from tokenfeed import ShardDataset, ShardLoader
 
 for kind in ShardDataset, ShardLoader:
     kind.__init__ = functools.partialmethod(kind.__init__, window_tokens=4000)

@@ -23,7 +23,7 @@ from delivery import (
     tokens_of,
 )
 
-from tokenfeed.pipeline import Fixed, Mixture, Packed, Padded, ShardLoader
+from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.planning.policy import Batching
 

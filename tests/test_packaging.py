@@ -4,13 +4,13 @@ import ast
 import os
 import subprocess
 import sys
-import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
+import tokenfeed
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policy import Padded
 
@@ -24,17 +24,6 @@ def run_python(code: str, cwd: Path) -> str:
     return subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
     ).stdout
-
-
-def test_every_package_folder_is_shipped() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {name: ROOT / folder for name, folder in settings["package-dir"].items()}
-    found = {
-        ".".join([name, *path.parent.relative_to(folder).parts])
-        for name, folder in folders.items()
-        for path in folder.rglob("__init__.py")
-    }
-    assert found == set(settings["packages"])
 
 
 def test_no_generic_name_is_importable_from_elsewhere(tmp_path: Path) -> None:
@@ -92,16 +81,19 @@ def test_pretokenize_starts_without_torch(tmp_path: Path) -> None:
 
 def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['tokenizers'] = sys.modules['datasets'] = None;"
-    run_python(f"{blocked} from tokenfeed.pipeline import *", tmp_path)
+    run_python(f"{blocked} from tokenfeed import *", tmp_path)
 
 
-def test_all_names_of_the_pipeline_can_be_had() -> None:
-    import tokenfeed.pipeline as pipeline
-
-    for name in pipeline.__all__:
-        assert getattr(pipeline, name).__doc__
+def test_all_names_of_the_front_door_can_be_had() -> None:
+    for name in tokenfeed.__all__:
+        assert getattr(tokenfeed, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        pipeline.nothing  # noqa: B018
+        tokenfeed.nothing  # noqa: B018
+
+
+def test_the_front_door_is_free_of_torch(tmp_path: Path) -> None:
+    code = "import sys, tokenfeed; tokenfeed.Padded; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

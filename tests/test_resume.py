@@ -22,7 +22,7 @@ from delivery import (
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline import Fixed, Packed, Padded, ShardLoader
+from tokenfeed import Fixed, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policy import Batching
 

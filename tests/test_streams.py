@@ -16,7 +16,7 @@ from delivery import (
     times_delivered,
 )
 
-from tokenfeed.pipeline import Batch, Packed, merge_states
+from tokenfeed import Batch, Packed, merge_states
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 LENGTHS = realistic_lengths()

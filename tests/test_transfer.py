@@ -18,7 +18,7 @@ from delivery import (
     small_batches,
 )
 
-from tokenfeed.pipeline import Batch
+from tokenfeed import Batch
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import Lease
 from tokenfeed.pipeline.planning.layout import lay_out

@@ -30,13 +30,13 @@ from delivery import (
     workers_of,
 )
 
-from tokenfeed.pipeline import Manifest, Padded, ShardLoader
+from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import pool
 
 PREAMBLE = """
 import json, os, signal, sys, time
-from tokenfeed.pipeline import Padded, ShardLoader
+from tokenfeed import Padded, ShardLoader
 
 def open_loader(**options):
     return ShardLoader(sys.argv[1], batching=Padded(2048), window_tokens=20_000, **options)

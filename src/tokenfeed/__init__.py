@@ -1,11 +1,50 @@
 """tokenfeed: keep a GPU fed with text.
 
-The front door re-exports nothing: import the room you need. `tokenfeed.pipeline` is the library
-(shard format and loader), `tokenfeed.trainer` the lean loop, `tokenfeed.tools` what people run.
+    from tokenfeed import Padded, ShardLoader
+
+`tokenfeed.pipeline` holds the shard format and the loader, `tokenfeed.integrations` their way into
+other frameworks, `tokenfeed.trainer` the lean loop, `tokenfeed.tools` what people run. The names
+below are looked up when first used, so that `pretokenize`, which needs only the shard format, does
+not pay for torch.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.feeding.batch import Batch as Batch
+    from tokenfeed.pipeline.feeding.dataset import ShardDataset as ShardDataset
+    from tokenfeed.pipeline.feeding.loader import ShardLoader as ShardLoader
+    from tokenfeed.pipeline.format.manifest import Manifest as Manifest
+    from tokenfeed.pipeline.format.shard import ShardReader as ShardReader
+    from tokenfeed.pipeline.format.shard import ShardWriter as ShardWriter
+    from tokenfeed.pipeline.planning.mixture import Mixture as Mixture
+    from tokenfeed.pipeline.planning.policy import Fixed as Fixed
+    from tokenfeed.pipeline.planning.policy import Packed as Packed
+    from tokenfeed.pipeline.planning.policy import Padded as Padded
+    from tokenfeed.pipeline.planning.state import merge_states as merge_states
+
+_HOME = {
+    "Batch": "feeding.batch",
+    "Fixed": "planning.policy",
+    "Manifest": "format.manifest",
+    "Mixture": "planning.mixture",
+    "Packed": "planning.policy",
+    "Padded": "planning.policy",
+    "ShardDataset": "feeding.dataset",
+    "ShardLoader": "feeding.loader",
+    "ShardReader": "format.shard",
+    "ShardWriter": "format.shard",
+    "merge_states": "planning.state",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
 
 __version__ = version("tokenfeed")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.pipeline.{_HOME[name]}"), name)

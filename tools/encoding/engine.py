@@ -162,7 +162,7 @@ class FastEngine:
                 import gigatoken  # an extra, and 0.3 s that only its users should pay
         except ImportError as error:
             raise EngineFailure(
-                f"the fast one is not installed ({error}; pip install 'tokenfeed[fast]')"
+                f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
             ) from None
         with _failures():
             return gigatoken.Tokenizer.from_json(self._json)
