@@ -1,0 +1,49 @@
+"""What was promised: data sets of format version 1 are read for ever, and in the order of before.
+
+`golden/format1` was written by the last version before the promise (1fccd40), and `delivered.json`
+is what its loader made of it, with its states. Neither is ever made again.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfeed import Fixed, Manifest, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.planning.policy import Batching
+
+FOLDER = Path(__file__).parent / "golden" / "format1"
+DELIVERED = json.loads((FOLDER / "delivered.json").read_text())
+POLICIES: dict[str, Batching] = {"padded": Padded(64), "fixed": Fixed(1), "packed": Packed(32, 2)}
+CASES = [(task, policy) for task in sorted(DELIVERED) for policy in DELIVERED[task]]
+
+
+def loader_of(task: str, policy: str) -> ShardLoader:
+    batching = POLICIES[policy]
+    return ShardLoader(FOLDER / task, batching=batching, seed=5, epochs=2, num_workers=0)
+
+
+def as_lists(loader: ShardLoader) -> list[dict[str, Any]]:
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in loader]
+
+
+@pytest.mark.parametrize("task", sorted(DELIVERED))
+def test_the_manifest_is_read(task: str) -> None:
+    assert Manifest.read(FOLDER / task).task == task
+
+
+@pytest.mark.parametrize(("task", "policy"), CASES)
+def test_the_same_batches_come_in_the_same_order(task: str, policy: str) -> None:
+    assert as_lists(loader_of(task, policy)) == DELIVERED[task][policy]["batches"]
+
+
+@pytest.mark.parametrize(("task", "policy"), CASES)
+def test_a_state_saved_then_goes_on_now(task: str, policy: str) -> None:
+    expected = DELIVERED[task][policy]
+    if expected["state"] is None:
+        pytest.skip("one batch is the whole pass")
+    loader = loader_of(task, policy)
+    loader.load_state_dict(expected["state"])
+    assert as_lists(loader) == expected["batches"][2:]
+    assert loader.state_dict() == expected["last"]
