@@ -38,11 +38,12 @@ def test_the_same_batches_come_in_the_same_order(task: str, policy: str) -> None
     assert as_lists(loader_of(task, policy)) == DELIVERED[task][policy]["batches"]
 
 
-@pytest.mark.parametrize(("task", "policy"), CASES)
+RESUMED = [(task, policy) for task, policy in CASES if len(DELIVERED[task][policy]["batches"]) > 2]
+
+
+@pytest.mark.parametrize(("task", "policy"), RESUMED)
 def test_a_state_saved_then_goes_on_now(task: str, policy: str) -> None:
     expected = DELIVERED[task][policy]
-    if expected["state"] is None:
-        pytest.skip("one batch is the whole pass")
     loader = loader_of(task, policy)
     loader.load_state_dict(expected["state"])
     assert as_lists(loader) == expected["batches"][2:]
