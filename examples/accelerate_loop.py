@@ -1,13 +1,9 @@
 """A loop under `accelerate`, on documents packed into sequences of one length.
 
-    accelerate launch examples/accelerate_loop.py out/ --steps 50
-    accelerate launch examples/accelerate_loop.py out/ --steps 100 --resume
-
-`prepare` gets the model and the optimizer, not the loader, which deals its batches to the ranks of
-torch.distributed by itself and puts them on the device. `save_state` keeps its position.
+accelerate launch examples/accelerate_loop.py out/ --steps 50
+accelerate launch examples/accelerate_loop.py out/ --steps 100 --resume
 """
 
-import contextlib
 import shutil
 from pathlib import Path
 
@@ -15,49 +11,38 @@ import torch
 from accelerate import Accelerator
 from tiny import make_model, parse_args
 
-from tokenfeed import Packed, ShardLoader
+from tokenfeed import Packed
+from tokenfeed.integrations.accelerate import accelerated_loader
+from tokenfeed.integrations.steps import steps
 
 
 def main() -> None:
     args = parse_args(__doc__)
-    accelerator = Accelerator()  # starts torch.distributed, so the loader comes after it
-    loader = ShardLoader(
-        args.data,
-        batching=Packed(sequence_length=args.max_tokens // 4, rows=4),
-        device=accelerator.device,
-        gang_size=args.gang_size,
-    )
+    accelerator = Accelerator()
+    batching = Packed(sequence_length=args.max_tokens // 4, rows=4)
+    loader = accelerated_loader(accelerator, args.data, batching=batching, gang_size=args.gang_size)
     model = make_model(args.data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
-    accelerator.register_for_checkpointing(loader)
-
-    step = 0
+    done = 0
     if args.resume:
-        step = max(int(path.name.removeprefix("step-")) for path in args.run_dir.glob("step-*"))
-        accelerator.load_state(str(args.run_dir / f"step-{step}"))
+        done = max(int(path.name.removeprefix("step-")) for path in args.run_dir.glob("step-*"))
+        accelerator.load_state(str(args.run_dir / f"step-{done}"))
 
-    gang = []
     with loader:  # ends its workers
-        for batch in loader:
-            gang.append(batch)
-            if not batch.ends_gang:
-                continue
-            mine = torch.tensor(sum(part.num_targets for part in gang), device=loader.device)
-            targets = accelerator.reduce(mine).clamp(min=1)
+        for number, step in enumerate(steps(loader), start=done + 1):
             losses = []
-            for part in gang:
-                with contextlib.nullcontext() if part.ends_gang else accelerator.no_sync(model):
-                    loss = model(**part, num_items_in_batch=targets).loss
-                    accelerator.backward(loss * accelerator.num_processes)  # ranks are averaged
+            for batch in step.accumulate(model):
+                loss = model(**batch, num_items_in_batch=step.divisor).loss
+                accelerator.backward(loss)
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            gang, step = [], step + 1
-            accelerator.print(f"step {step} loss {accelerator.reduce(sum(losses)).item():.7f}")
-            if step % args.save_every == 0:
-                save(accelerator, args.run_dir / f"step-{step}")
-            if step >= args.steps:
+            loss = accelerator.reduce(sum(losses), reduction="mean")
+            accelerator.print(f"step {number} loss {loss.item():.7f}")
+            if number % args.save_every == 0:
+                save(accelerator, args.run_dir / f"step-{number}")
+            if number >= args.steps:
                 break
     accelerator.end_training()
 

@@ -1,10 +1,7 @@
 """A loop of your own: gradient accumulation, checkpoints, and going on exactly where it stopped.
 
-    python examples/plain_loop.py out/ --steps 50
-    python examples/plain_loop.py out/ --steps 100 --resume
-
-A step is one gang: micro-batches whose rows are of nearly equal length. Each loss is divided by the
-targets of the whole gang, so every token counts the same, whichever micro-batch it came in.
+python examples/plain_loop.py out/ --steps 50
+python examples/plain_loop.py out/ --steps 100 --resume
 """
 
 import os
@@ -15,6 +12,7 @@ import torch
 from tiny import make_model, parse_args
 
 from tokenfeed import Padded, ShardLoader
+from tokenfeed.integrations.steps import steps
 
 
 def main() -> None:
@@ -25,35 +23,28 @@ def main() -> None:
     loader = ShardLoader(
         args.data, batching=Padded(args.max_tokens), device=device, gang_size=args.gang_size
     )
-
-    checkpoint, step = args.run_dir / "checkpoint.pt", 0
+    parts = {"model": model, "optimizer": optimizer, "loader": loader}
+    checkpoint, done = args.run_dir / "checkpoint.pt", 0
     if args.resume:
         saved = torch.load(checkpoint, map_location=device)
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
-        loader.load_state_dict(saved["loader"])
-        step = saved["step"]
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+        done = saved["step"]
 
-    gang = []
     with loader:  # ends its workers
-        for batch in loader:
-            gang.append(batch)
-            if not batch.ends_gang:
-                continue
-            targets = max(1, sum(part.num_targets for part in gang))
+        for number, step in enumerate(steps(loader), start=done + 1):
             losses = []
-            for part in gang:
-                loss = model(**part, num_items_in_batch=targets).loss
+            for batch in step:
+                loss = model(**batch, num_items_in_batch=step.divisor).loss
                 loss.backward()
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            gang, step = [], step + 1
-            print(f"step {step} loss {sum(losses).item():.7f}")
-            if step % args.save_every == 0:
-                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                save(checkpoint, state | {"loader": loader.state_dict(), "step": step})
-            if step >= args.steps:
+            print(f"step {number} loss {sum(losses).item():.7f}")
+            if number % args.save_every == 0:
+                states = {name: part.state_dict() for name, part in parts.items()}
+                save(checkpoint, states | {"step": number})
+            if number >= args.steps:
                 break
     print(loader.stats())
 

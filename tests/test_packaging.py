@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policy import Padded
 
 ROOT = Path(__file__).parents[1]
-LAYERS = ["pipeline", "trainer", "tools"]
+LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 """Lowest first: a folder may import itself and those before it."""
 SCRIPTS = ["pretokenize", "train", "shards"]
 

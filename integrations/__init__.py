@@ -1,0 +1,11 @@
+"""The loader in other frameworks: what their loops need beside batches, one small file each.
+
+    steps         any loop: the micro-batches of an optimizer step, and what to divide a loss by
+    transformers  `transformers.Trainer`
+    lightning     Lightning
+    accelerate    Accelerate
+    dataloader    code that insists on a torch DataLoader, or saves a stateful one
+
+Each imports the framework of its name, so import the one you use. Above `tokenfeed.pipeline`, and
+used by nothing else in the package.
+"""

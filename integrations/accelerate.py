@@ -1,0 +1,41 @@
+"""A ShardLoader under Accelerate.
+
+accelerator = Accelerator()
+loader = accelerated_loader(accelerator, "out/", batching=Packed(2048, 8), gang_size=8)
+model, optimizer = accelerator.prepare(model, optimizer)  # the loader is ready as it is
+for step in steps(loader):
+    for batch in step.accumulate(model):
+        accelerator.backward(model(**batch, num_items_in_batch=step.divisor).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.planning.policy import Batching
+
+__all__ = ["accelerated_loader"]
+
+
+def accelerated_loader(
+    accelerator: Accelerator, path: str | Path | Mixture, *, batching: Batching, **settings: Any
+) -> ShardLoader:
+    """A loader on the accelerator's device, dealt to its ranks.
+
+    `save_state` and `load_state` keep its position. Do not give it to `prepare`, which would deal
+    its batches a second time.
+
+    Args:
+        accelerator: Made before, for it starts torch.distributed.
+        path: See `ShardLoader`.
+        batching: See `ShardLoader`.
+        settings: Others of `ShardLoader`.
+    """
+    loader = ShardLoader(path, batching=batching, device=accelerator.device, **settings)
+    accelerator.register_for_checkpointing(loader)
+    return loader

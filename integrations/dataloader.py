@@ -1,0 +1,51 @@
+"""A ShardLoader with the face of torch's DataLoader, stateful like torchdata's.
+
+For code that asks for a `torch.utils.data.DataLoader`, or that saves and loads a
+`StatefulDataLoader`. It has no workers of its own: the ShardLoader has, and makes the batches
+ahead. Do not let a framework shard it over ranks: its batches are dealt already.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+
+__all__ = ["StatefulShardLoader"]
+
+
+class _Batches(IterableDataset[Batch]):
+    """The batches of a loader."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+
+class StatefulShardLoader(DataLoader[Batch]):
+    """One iteration is the rest of a pass; a state saved at any batch goes on with the next one."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        """Args: `loader` stays the caller's: its position, its statistics, its `close`."""
+        super().__init__(_Batches(loader), batch_size=None, collate_fn=_as_it_is)
+        self._loader = loader
+
+    def __len__(self) -> int:
+        """Batches of a pass; TypeError where they are not known beforehand."""
+        return len(self._loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ShardLoader.state_dict`."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `ShardLoader.load_state_dict`."""
+        self._loader.load_state_dict(state_dict)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

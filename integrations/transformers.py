@@ -1,0 +1,100 @@
+"""`transformers.Trainer` over ShardLoaders.
+
+    settings = TrainingArguments("runs/first", max_steps=1000, gradient_accumulation_steps=4)
+    loader = ShardLoader("out/", batching=Padded(16_384), device=settings.device, epochs=None,
+                         gang_size=4 * settings.world_size)
+    ShardTrainer(model=model, args=settings, train_dataset=loader).train()
+
+TrainingArguments comes first, for it starts torch.distributed. `epochs=None`, since the Trainer
+takes the beginning of a pass without a batch for the end of the data. It must not prepare, move or
+skip batches: they come dealt to the ranks, on the device, and from the saved position.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+
+__all__ = ["ShardTrainer", "ShardTrainerMixin"]
+
+_STATE_FILE = "loader.json"
+
+
+class ShardTrainerMixin:
+    """Stands before any `transformers.Trainer`: its `train_dataset` and `eval_dataset` are
+    ShardLoaders. Each checkpoint keeps the training loader's state, the same for all ranks."""
+
+    args: Any
+    train_dataset: Any
+    eval_dataset: Any
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """See `transformers.Trainer`."""
+        super().__init__(*args, **settings)
+        self.args.ignore_data_skip = True  # the loader begins where it stopped
+        if isinstance(self.train_dataset, ShardLoader):
+            self.add_callback(_LoaderState(self.train_dataset))  # type: ignore[attr-defined]
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **settings: Any) -> Any:
+        """See `transformers.Trainer.train`.
+
+        Raises:
+            ResumeError: The checkpoint has no state of a loader, or one of another data set.
+        """
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            self.train_dataset.load_state_dict(_saved_state(Path(resume_from_checkpoint)))
+        return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
+
+    def get_train_dataloader(self) -> Any:
+        """The loader itself: `accelerator.prepare` would deal its batches a second time."""
+        return self.train_dataset
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The loader itself."""
+        if isinstance(eval_dataset, str):
+            return self.eval_dataset[eval_dataset]
+        return self.eval_dataset if eval_dataset is None else eval_dataset
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """Count 1 target where there is none, as in rows of one token: no division by 0."""
+        batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
+        return batches, targets if targets is None else targets.clamp(min=1)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return dict(inputs)  # they are on the device
+
+
+class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
+    """A `transformers.Trainer` over ShardLoaders."""
+
+
+class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
+    """Puts the loader's state into each checkpoint."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self._loader = loader
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write it by the rank that writes; it is the same on all."""
+        if args.should_save:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            (folder / _STATE_FILE).write_text(json.dumps(self._loader.state_dict()))
+
+
+def _saved_state(checkpoint: Path) -> dict[str, Any]:
+    path = checkpoint / _STATE_FILE
+    try:
+        state: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ResumeError(
+            f"{path}: the loader's state cannot be read ({error}). Resume from a checkpoint that "
+            "a ShardTrainer has finished."
+        ) from error
+    return state

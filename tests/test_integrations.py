@@ -1,0 +1,135 @@
+"""The loader in other frameworks: what they get is what the loader gives, and weighs as it should.
+
+The frameworks themselves are run by `test_examples.py`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from delivery import MakeDataset, open_loader
+from torch.utils.data import DataLoader
+
+from tokenfeed import Fixed, Padded
+from tokenfeed.integrations.dataloader import StatefulShardLoader
+from tokenfeed.integrations.steps import Step, steps
+from tokenfeed.pipeline.errors import ResumeError
+
+SETTINGS = {"gang_size": 3, "num_workers": 0, "epochs": 2}
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset) -> Path:
+    return make_dataset(lengths=[5, 1, 9, 3, 7, 2, 8, 4, 6, 10, 1, 1] * 4)
+
+
+def ids_of(batches: object) -> list[list[list[int]]]:
+    return [batch["input_ids"].tolist() for batch in batches]  # type: ignore[attr-defined]
+
+
+def test_steps_hold_the_batches_of_the_loader_and_the_state_behind_each(folder: Path) -> None:
+    plain = open_loader(folder, Padded(24), **SETTINGS)
+    batches, states = [], []
+    for batch in plain:
+        batches.append(batch)
+        if batch.ends_gang:
+            states.append(plain.state_dict())
+    made = list(steps(open_loader(folder, Padded(24), **SETTINGS)))
+    assert ids_of(batch for step in made for batch in step) == ids_of(batches)
+    assert [step.state for step in made] == states
+    ends = [[batch.ends_gang for batch in step] for step in made]
+    assert ends == [[False] * (len(step) - 1) + [True] for step in made]
+
+
+def test_a_state_of_a_step_goes_on_with_the_next(folder: Path) -> None:
+    made = list(steps(open_loader(folder, Padded(24), **SETTINGS)))
+    again = open_loader(folder, Padded(24), **SETTINGS)
+    again.load_state_dict(made[1].state)
+    assert [ids_of(step) for step in steps(again)] == [ids_of(step) for step in made[2:]]
+
+
+def test_the_gradient_of_a_step_is_that_of_its_targets_at_once(folder: Path) -> None:
+    weights = torch.nn.Embedding(1000, 1, dtype=torch.float64)
+
+    def values(step: Step) -> list[torch.Tensor]:
+        return [weights(batch["input_ids"])[batch["labels"] != -100] for batch in step]
+
+    for step in steps(open_loader(folder, Padded(24), **SETTINGS)):
+        weights.zero_grad()
+        for value in values(step):
+            (value.sum() / step.divisor).backward()
+        summed = weights.weight.grad.clone()
+        weights.zero_grad()
+        joined = torch.cat(values(step))
+        (joined.sum() / max(1, len(joined))).backward()
+        torch.testing.assert_close(summed, weights.weight.grad, rtol=1e-6, atol=1e-9)
+
+
+def test_a_step_without_a_target_divides_by_one(make_dataset: MakeDataset) -> None:
+    loader = open_loader(make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, gang_size=1)
+    assert [step.divisor.item() for step in steps(loader)] == [1, 1, 1]
+
+
+class Ddp(torch.nn.Module):
+    """Says whether it would exchange gradients."""
+
+    synchronizes = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+
+class Fsdp2(torch.nn.Module):
+    """The same, in the way of `fully_shard`."""
+
+    synchronizes = True
+
+    def set_requires_gradient_sync(self, value: bool) -> None:
+        self.synchronizes = value
+
+
+@pytest.mark.parametrize("model", [Ddp(), Fsdp2()], ids=["no_sync", "switch"])
+def test_ranks_exchange_gradients_with_the_last_batch_only(
+    model: Ddp | Fsdp2, folder: Path
+) -> None:
+    for step in steps(open_loader(folder, Padded(24), **SETTINGS)):
+        seen = [model.synchronizes for _ in step.accumulate(model)]
+        assert seen == [False] * (len(step) - 1) + [True]
+        assert model.synchronizes
+    for _ in step.accumulate(model):
+        break  # whoever leaves early
+    assert model.synchronizes
+
+
+def test_a_model_of_one_rank_needs_no_switch(folder: Path) -> None:
+    step = next(steps(open_loader(folder, Padded(24), **SETTINGS)))
+    assert list(step.accumulate(torch.nn.Linear(1, 1))) == list(step.batches)
+
+
+def test_the_dataloader_face_gives_what_the_loader_gives_and_resumes(folder: Path) -> None:
+    face = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
+    assert isinstance(face, DataLoader)
+    given = list(face)
+    assert ids_of(given) == ids_of(open_loader(folder, Padded(24), **SETTINGS))
+    assert len(face) == len(given)
+
+    first = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(4)]
+    rest = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
+    rest.load_state_dict(first.state_dict())
+    assert ids_of([*begun, *rest]) == ids_of(given)
+
+
+@pytest.mark.slow  # seconds, for the import
+def test_a_checkpoint_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
+    module = pytest.importorskip("tokenfeed.integrations.transformers")
+    with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
+        module._saved_state(tmp_path)
