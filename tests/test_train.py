@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import shutil
@@ -17,87 +18,37 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from training import (
+    VOCABULARY,
+    assert_same_run,
+    load_weights,
+    make_config,
+    read_metrics,
+    run,
+    write_counting,
+)
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train import parse_config
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.loop import Trainer, train
-from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.telemetry import GpuGauge, GpuUse, StepLog
 
-VOCABULARY = 64
 TRAIN = Path(sys.executable).with_name("train")
 
-
-Ids = tuple[np.ndarray, np.ndarray]
 MakeShards = Callable[..., Path]
-
-
-def counting_rows(num_rows: int) -> Ids:
-    """Rows that count upwards from a random start, so that each token tells the next."""
-    rng = np.random.default_rng(num_rows)
-    lengths = rng.integers(4, 40, num_rows)
-    starts = rng.integers(0, VOCABULARY, num_rows)
-    nth = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return (np.repeat(starts, lengths) + nth) % VOCABULARY, lengths
 
 
 @pytest.fixture(scope="module")
 def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
-    def make(folder: Path, *, rows: int = 2000, validation_rows: int = 100) -> Path:
-        splits = {"train": counting_rows(rows)}
-        if validation_rows:
-            splits["validation"] = counting_rows(validation_rows)
-        return write_dataset(folder, splits, VOCABULARY)
-
-    return make
+    return functools.partial(write_counting, write_dataset)
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
     return make_shards(tmp_path_factory.mktemp("shards"))
-
-
-def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
-    settings: dict[str, Any] = {
-        "steps": 8,
-        "sequence_length": 32,
-        "micro_batch_tokens": 128,
-        "step_tokens": 256,
-        "warmup_steps": 2,
-        "eval_every": 4,
-        "save_every": 4,
-        "log_every": 1,
-        "device": "cpu",
-    }
-    return TrainConfig(shards=shards, run_dir=run_dir, **settings | changes)
-
-
-def run(config: TrainConfig, stop_after: int | None = None) -> Report:
-    asked = iter(range(1, 1_000_000))
-    return train(config, lambda: next(asked) == stop_after)
-
-
-def read_metrics(run_dir: Path, key: str) -> dict[int, float]:
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    values = [(line["step"], line[key]) for line in lines if key in line]
-    assert len(dict(values)) == len(values), "a step was written twice"
-    return dict(values)
-
-
-def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    path = run_dir / "checkpoints" / f"step-{step:08d}" / "state.pt"
-    weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
-    return weights
-
-
-def assert_same_run(one: Path, other: Path, last_step: int) -> None:
-    for key in ("loss", "validation_loss", "tokens", "learning_rate", "gradient_norm"):
-        assert read_metrics(one, key) == read_metrics(other, key)
-    weights, others = load_weights(one, last_step), load_weights(other, last_step)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +111,6 @@ def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeS
     shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
     report = run(make_config(shards, tmp_path / "run", steps=1))
     assert report.validation_loss_last is None
-    assert report.stall["window_steps"] == 1
     assert "validation" not in report.summary()
 
 
@@ -265,7 +215,7 @@ def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) 
 
 def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:
     with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
-        run(make_config(shards, finished))
+        run(make_config(shards, finished, seed=1))
 
 
 def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
@@ -298,9 +248,12 @@ def test_resuming_on_other_shards_is_refused(
         run(make_config(others, finished, resume=True, steps=10))
 
 
-def test_resuming_a_finished_run_asks_for_more_steps(shards: Path, finished: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`--steps`=8: .* has trained 8 steps already"):
-        run(make_config(shards, finished, resume=True))
+@pytest.mark.parametrize(("steps", "changes"), [(7, {}), (8, {"log_every": 2})])
+def test_resuming_past_the_end_asks_for_more_steps(
+    steps: int, changes: dict[str, Any], shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"`--steps`={steps}: .* has trained 8 steps already"):
+        run(make_config(shards, finished, resume=True, steps=steps, **changes))
 
 
 def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(
@@ -320,6 +273,7 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         loss=5.25,
         learning_rate=1e-3,
         gradient_norm=0.5,
+        skipped_steps=0,
         tokens=4096,
         real_tokens_per_s=12345.6,
         stall=0.0123,
@@ -329,6 +283,8 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s | stall 1.23% "
         "| gpu 12.3 GB 98%"
     )
+    skipped = dataclasses.replace(log, skipped_steps=3, gpu=None)
+    assert skipped.line(1000).endswith("stall 1.23% | 3 skipped")
     assert GpuGauge(torch.device("cpu")).read() is None
 
 

@@ -15,6 +15,7 @@ from types import FrameType
 
 import tyro
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.trainer.config import TrainConfig
 
@@ -23,8 +24,9 @@ __all__ = ["main", "parse_config"]
 _log = logging.getLogger(__name__)
 
 _DESCRIPTION = """Train a language model on the shards of `pretokenize`, and report the stall.
-Without options: a minute on a CPU. For a GPU: --model gpt2 --sequence-length 1024
---micro-batch-tokens 65536 --step-tokens 524288 --learning-rate 6e-4 --compile"""
+Without options: a minute on a CPU. For a GPU of 80 GB: --model gpt2 --sequence-length 1024
+--micro-batch-tokens 65536 --step-tokens 524288 --learning-rate 6e-4 --compile; with less
+memory a smaller --micro-batch-tokens, and the training stays the same."""
 
 
 class StopSignals:
@@ -53,10 +55,12 @@ def main() -> None:
 def parse_config() -> TrainConfig:
     """Read the command line; with --resume, on top of the settings the run was begun with."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--run-dir", type=Path)
+    first.add_argument("--run-dir", "--run_dir")
     first.add_argument("--resume", action="store_true")
     asked, _ = first.parse_known_args()
-    begun = TrainConfig.of_run(asked.run_dir) if asked.resume and asked.run_dir else None
+    if asked.run_dir == "":  # as a path it would be the working directory
+        raise ConfigError("`--run-dir` is empty: expected a folder. Is a shell variable unset?")
+    begun = TrainConfig.of_run(Path(asked.run_dir)) if asked.resume and asked.run_dir else None
     config = tyro.cli(
         TrainConfig,
         prog="train",
@@ -73,7 +77,7 @@ def parse_config() -> TrainConfig:
 
 def _run() -> int:
     config = parse_config()
-    from tokenfeed.trainer.loop import train  # torch takes seconds to load; --help needs none
+    from tokenfeed.trainer.run import train  # torch takes seconds to load; --help needs none
 
     stop = StopSignals()
     report = train(config, stop.should_stop)

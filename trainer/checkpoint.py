@@ -2,8 +2,9 @@
 
 `checkpoints/step-00000100/` holds state.pt (tensors: model, optimizer, scaler, random state) and
 progress.json (integers: step, tokens, the loader's position, and the checksum of state.pt). Both
-are written and synced under a temporary folder name, and one rename makes them a checkpoint. Saving
-waits for the disk: simple, and charged to the run as checkpoint stall.
+are written and synced under a temporary folder name, and one rename makes them a checkpoint. What a
+killed save left under such a name counts for nothing, and the next save deletes it. Saving waits
+for the disk: simple, and charged to the run as checkpoint stall.
 """
 
 import json
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
@@ -23,6 +25,7 @@ from tokenfeed.pipeline.format.storage import (
     file_xxh3,
     sync_folder,
 )
+from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
 __all__ = ["Checkpoints", "Progress", "random_state", "set_random_state"]
 
@@ -53,24 +56,59 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "Checkpoints":
+        """Those in a run's folder."""
+        return cls(run_dir / CHECKPOINTS_FOLDER)
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step stands, if there is one."""
+        return self._folder / f"step-{step:08d}"
+
     def latest(self) -> Path | None:
         """The whole checkpoint of the highest step, if there is any."""
-        if not self._folder.is_dir():
-            return None
-        return max((p for p in self._folder.iterdir() if _NAME.fullmatch(p.name)), default=None)
+        return max(self._whole(), default=None)
+
+    def to_resume(self) -> Path:
+        """The latest checkpoint, which there must be.
+
+        Raises:
+            ResumeError: There is none.
+        """
+        latest = self.latest()
+        if latest is None:
+            raise ResumeError(
+                f"{self._folder}: no checkpoint to resume from. Give --run-dir the folder of an "
+                "earlier run, or start a new one without --resume."
+            )
+        return latest
+
+    def way_on(self) -> str:
+        """For messages: what to do after an error that ended the run."""
+        latest = self.latest()
+        return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
     def save(self, progress: Progress, state: dict[str, Any]) -> Path:
-        """Write a checkpoint, then delete those older than the latest two."""
-        final = self._folder / f"step-{progress.step:08d}"
+        """Write a checkpoint, then delete those older than the latest two.
+
+        Raises:
+            OSError: The disk refused it, and the earlier checkpoints are as they were.
+        """
+        final = self.path(progress.step)
         temporary = final.with_name(final.name + TEMPORARY_SUFFIX)
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while saving
-        with atomic_file(temporary / _STATE) as file:
-            torch.save(state, file)
-        content = asdict(progress) | {"state_xxh3": file_xxh3(temporary / _STATE)}
-        atomic_write(temporary / _PROGRESS, json.dumps(content, indent=1).encode() + b"\n")
+        self._delete_unfinished()
+        try:
+            self._write(temporary, progress, state)
+        except (OSError, RuntimeError) as error:
+            self._delete_unfinished()  # its bytes may be what the disk lacks
+            if refusal := _refusal_of_disk(error):
+                reason = f"{refusal.strerror}. When this is mended, {self.way_on()}"
+                raise OSError(refusal.errno, reason, str(final)) from error
+            raise
         temporary.rename(final)
         sync_folder(self._folder)
-        self._prune()
+        for path in self._whole()[:-KEPT]:
+            shutil.rmtree(path)
         return final
 
     def load(self, device: torch.device) -> tuple[Progress, dict[str, Any]]:
@@ -79,16 +117,11 @@ class Checkpoints:
         Raises:
             ResumeError: There is none, or it is damaged.
         """
-        path = self.latest()
-        if path is None:
-            raise ResumeError(
-                f"{self._folder}: no checkpoint to resume from. Give --run-dir the folder of an "
-                "earlier run, or start a new one without --resume."
-            )
+        path = self.to_resume()
         try:
             content = json.loads((path / _PROGRESS).read_bytes())
             checksum = content.pop("state_xxh3")
-            progress = Progress(**content)
+            progress = msgspec.convert(content, Progress)
             if file_xxh3(path / _STATE) != checksum:
                 raise ValueError(f"{_STATE} fails its checksum")
             state = torch.load(path / _STATE, map_location=device, weights_only=True)
@@ -99,10 +132,27 @@ class Checkpoints:
             ) from error
         return progress, state
 
-    def _prune(self) -> None:
-        whole = sorted(p for p in self._folder.iterdir() if _NAME.fullmatch(p.name))
-        for path in whole[:-KEPT]:
-            shutil.rmtree(path)
+    def _whole(self) -> list[Path]:
+        if not self._folder.is_dir():
+            return []
+        return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+
+    def _delete_unfinished(self) -> None:
+        for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, folder: Path, progress: Progress, state: dict[str, Any]) -> None:
+        with atomic_file(folder / _STATE) as file:
+            torch.save(state, file)
+        content = asdict(progress) | {"state_xxh3": file_xxh3(folder / _STATE)}
+        atomic_write(folder / _PROGRESS, json.dumps(content, indent=1).encode() + b"\n")
+
+
+def _refusal_of_disk(error: BaseException | None) -> OSError | None:
+    """The error of the operating system behind one of `torch.save`, which hides it."""
+    while not (error is None or isinstance(error, OSError)):
+        error = error.__context__
+    return error
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

@@ -15,7 +15,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,57 +24,22 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policy import Packed
 from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
-from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer
-from tokenfeed.trainer.objective import evaluate, loss_sum
+from tokenfeed.trainer.objective import batch_loss, evaluate
 from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
-from tokenfeed.trainer.precision import Precision, choose_device, device_name
+from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
-from tokenfeed.trainer.telemetry import GpuGauge, Metrics, StepLog
+from tokenfeed.trainer.telemetry import GpuGauge, Metrics, StepLog, Tally
 
-__all__ = ["Trainer", "train"]
+__all__ = ["Trainer"]
 
 WARMUP_STEPS = 5
-"""Steps left out of speed and stall: workers start, memory is allocated, kernels are compiled."""
+"""Most steps left out of speed and stall: workers start, memory is allocated, kernels are compiled.
+Of a short session half the steps, and always the first, which follows the first evaluation."""
 
 _log = logging.getLogger(__name__)
-
-
-def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
-    """Run a whole training; `should_stop` is asked after each step.
-
-    Raises:
-        TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
-    """
-    try:
-        with contextlib.closing(Trainer(config)) as trainer:
-            trainer.train(should_stop)
-            return trainer.finish()
-    except RuntimeError as error:  # torch.OutOfMemoryError on a GPU is one, too
-        if not (isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)):
-            raise
-        raise ConfigError(
-            f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is. "
-            "Halve it: with --step-tokens unchanged, training is the same."
-        ) from error
-
-
-@dataclass(slots=True)
-class Tally:
-    """Sums over micro-batches; the loss stays on the device, all else the host knows anyway."""
-
-    loss: Tensor
-    targets: int = 0
-    tokens: int = 0
-    slots: int = 0
-
-    def add(self, loss: Tensor, targets: int, tokens: int, slots: int) -> None:
-        """Add one micro-batch, or the sums of another tally."""
-        self.loss += loss
-        self.targets += targets
-        self.tokens += tokens
-        self.slots += slots
 
 
 class Trainer:
@@ -95,23 +59,19 @@ class Trainer:
         if config.compile:
             self.model.compile()
         self.optimizer = make_optimizer(self.model, config.weight_decay)
-        self.checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_FOLDER)
-        self.step = self.saved_step = self.tokens = self.slots = 0
-        if config.resume:
-            self._resume()
-        config.write()
-        self.metrics = Metrics(config.run_dir / "metrics.jsonl", keep_until_step=self.step)
+        self.least_slots = config.micro_batch_tokens if config.compile else 0
+        self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.gauge = GpuGauge(self.device)
+        self.step = self.saved_step = self.tokens = self.slots = 0
         self.since_log = self._new_tally()
-        steps_to_go = config.steps - self.step
-        self.stall = make_meter(self.device, min(WARMUP_STEPS, steps_to_go // 2))
-        self.last_reading = self.stall.read()
+        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._resources = contextlib.ExitStack()
+        self._resources.enter_context(self.loader)
 
     def train(self, should_stop: Callable[[], bool]) -> None:
         """Train until the last step, or until `should_stop` after some step."""
+        self._begin()
         config, stall, precision = self.config, self.stall, self.precision
-        if self.step == 0:
-            self._evaluate()  # finds a broken validation split before the first hour is over
         feed = iter(self.loader)
         for step in range(self.step + 1, config.steps + 1):
             tally = self._new_tally()
@@ -119,10 +79,10 @@ class Trainer:
                 with stall.cause("data"):
                     batch = next(feed)
                 with precision.autocast():
-                    logits_BTV = self.model(batch["input_ids"])
-                    loss = loss_sum(logits_BTV, batch["labels"]) / config.step_tokens
+                    loss = batch_loss(self.model, batch, self.least_slots) / config.step_tokens
                 precision.backward(loss)
-                tally.add(loss.detach(), batch.num_targets, batch.num_tokens, batch.num_slots)
+                slots = max(batch.num_slots, self.least_slots)
+                tally.add(loss.detach(), batch.num_targets, batch.num_tokens, slots)
             set_learning_rate(self.optimizer, learning_rate(step, config))
             correction = config.step_tokens / max(1, tally.targets)
             norm = precision.step(self.model, self.optimizer, correction, config.clip_norm)
@@ -142,12 +102,27 @@ class Trainer:
         return report
 
     def close(self) -> None:
-        """End the loader's workers and close files."""
-        self.loader.close()
-        self.metrics.close()
+        """End the loader's workers, close files and let go of the run's folder."""
+        self._resources.close()
+
+    def _begin(self) -> None:
+        """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
+        a broken validation split is found, and all is compiled, before the first hour is over."""
+        config = self.config
+        self.metrics = Metrics(config.run_dir)
+        self._resources.callback(self.metrics.close)
+        if config.resume:
+            self._resume()
+        self.metrics.keep(until_step=self.step if config.resume else -1)
+        config.write()
+        self.stall = make_meter(self.device, _warmup_steps(config.steps - self.step))
+        self.last_reading = self.stall.read()
+        is_missing = not self.metrics.has("validation_loss", self.step)
+        self._evaluate(note=is_missing and self._is_evaluated())
 
     def _after_step(self, step: int, tally: Tally, norm: Tensor) -> None:
         self.step, self.last_norm = step, norm
+        self.skipped += ~norm.isfinite()
         self.tokens += tally.tokens
         self.slots += tally.slots
         self.since_log.add(tally.loss, tally.targets, tally.tokens, tally.slots)
@@ -155,10 +130,13 @@ class Trainer:
         saving = last or step % config.save_every == 0
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
-        if last or step % config.eval_every == 0:
-            self._evaluate()
         if saving:
             self._save()
+        if self._is_evaluated():
+            self._evaluate()  # what it may fail on costs no step: they are saved
+
+    def _is_evaluated(self) -> bool:
+        return self.step == self.config.steps or self.step % self.config.eval_every == 0
 
     def _write_log(self) -> None:
         """One line on the console and in metrics.jsonl: the one place that waits for the device."""
@@ -166,10 +144,7 @@ class Trainer:
             interval, self.since_log = self.since_log, self._new_tally()
             loss = interval.loss.item() * self.config.step_tokens / max(1, interval.targets)
             if not math.isfinite(loss):
-                raise ConfigError(
-                    f"the loss is {loss} at step {self.step}. Lower --learning-rate or raise "
-                    "--warmup-steps; the latest checkpoint is kept."
-                )
+                raise self._diverged(f"the loss is {loss}")
             reading = self.stall.read()
             window, self.last_reading = reading.since(self.last_reading), reading
             norm = self.last_norm.item()
@@ -178,53 +153,64 @@ class Trainer:
                 loss=loss,
                 learning_rate=learning_rate(self.step, self.config),
                 gradient_norm=norm if math.isfinite(norm) else None,
+                skipped_steps=int(self.skipped.item()),
                 tokens=self.tokens,
                 real_tokens_per_s=window.tokens_per_s if window.steps else None,
                 stall=window.fraction if window.steps else None,
                 gpu=self.gauge.read(),
             )
+            self.skipped.zero_()
             self.metrics.write(dataclasses.asdict(log))
             _log.info("%s", log.line(self.config.steps))
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, *, note: bool = True) -> None:
         """The loss on the first micro-batches of the validation split, if there is one."""
-        validation = self.loader.manifest.splits.get("validation")
-        if validation is None:
+        if "validation" not in self.loader.manifest.splits:
             return
         with (
             self.stall.cause("evaluation"),
             self._open_split("validation", num_workers=0, epochs=1) as feed,
         ):
             batches = itertools.islice(feed, self.config.eval_batches)
-            loss = evaluate(self.model, batches, self.precision)
-        self.metrics.write({"step": self.step, "validation_loss": loss})
-        _log.info("step %d | validation loss %.4f", self.step, loss)
+            loss = evaluate(self.model, batches, self.precision, self.least_slots)
+            if note:
+                self.metrics.write({"step": self.step, "validation_loss": loss})
+                _log.info("step %d | validation loss %.4f", self.step, loss)
 
     def _save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
-        progress = Progress(
-            step=self.step,
-            tokens=self.tokens,
-            slots=self.slots,
-            model=self.config.model,
-            vocabulary_size=self.vocabulary_size,
-            loader=self.loader.state_dict(),
-        )
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scaler": self.precision.state_dict(),
-            "random": random_state(self.device),
-        }
         with self.stall.cause("checkpoint"):
+            if not all_finite(self.model):
+                raise self._diverged("weights have become infinite")
+            progress = Progress(
+                step=self.step,
+                tokens=self.tokens,
+                slots=self.slots,
+                model=self.config.model,
+                vocabulary_size=self.vocabulary_size,
+                loader=self.loader.state_dict(),
+            )
+            state = {
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "scaler": self.precision.state_dict(),
+                "random": random_state(self.device),
+            }
             self.checkpoints.save(progress, state)
         self.saved_step = self.step
+
+    def _diverged(self, finding: str) -> ConfigError:
+        return ConfigError(
+            f"{finding} at step {self.step}. Lower --learning-rate or raise --warmup-steps, and "
+            f"{self.checkpoints.way_on()}. If a checkpoint leads here again, delete it to go on "
+            "from the one before."
+        )
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
         config = self.config
         progress, state = self.checkpoints.load(self.device)
-        if progress.step >= config.steps:
+        if progress.step > config.steps:
             raise ConfigError(
                 f"`--steps`={config.steps}: {config.run_dir} has trained {progress.step} steps "
                 "already. Raise it to go on."
@@ -247,13 +233,14 @@ class Trainer:
             run_dir=str(self.config.run_dir),
             finished=self.step == self.config.steps,
             steps=self.step,
+            skipped_steps=sum(self.metrics.values("skipped_steps")),
             tokens=self.tokens,
             seconds=time.perf_counter() - self._started_s,
-            real_tokens_per_s=reading.tokens_per_s,
+            real_tokens_per_s=reading.tokens_per_s if reading.steps else None,
             padding=1 - self.tokens / self.slots,
             stall=stall_report(reading, self.stall.method),
-            loss_first=losses[0],
-            loss_last=losses[-1],
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
             validation_loss_first=validation[0] if validation else None,
             validation_loss_last=validation[-1] if validation else None,
             model=self.config.model,
@@ -286,6 +273,10 @@ class Trainer:
 
     def _new_tally(self) -> Tally:
         return Tally(torch.zeros((), device=self.device))
+
+
+def _warmup_steps(steps: int) -> int:
+    return max(1, min(WARMUP_STEPS, steps // 2))
 
 
 def _refuse_difference(name: str, saved: object, ours: object) -> None:

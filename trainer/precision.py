@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config import DeviceName, PrecisionName
 
-__all__ = ["Precision", "choose_device", "device_name"]
+__all__ = ["Precision", "all_finite", "choose_device", "device_name"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -43,8 +43,9 @@ def device_name(device: torch.device) -> str:
 class Precision:
     """Autocast, and the way from a loss to a step of the optimizer.
 
-    With fp16 the loss is scaled up before backward and the gradients down again before clipping; a
-    step whose gradients overflow is skipped on the device, without a wait.
+    A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
+    and step count stay. With fp16 the loss is scaled up before backward and the gradients down
+    again before clipping, and such a step lowers the scale.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -53,7 +54,8 @@ class Precision:
         self._dtype = _DTYPES[self.name]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
         if device.type == "cuda":
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            # The older switch: after the newer one, whoever still reads the older gets an error.
+            torch.set_float32_matmul_precision("high")
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -70,12 +72,14 @@ class Precision:
     ) -> Tensor:
         """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
 
-        The norm stays on the device.
+        The norm stays on the device; where it is not finite, nothing was updated.
         """
         self._scaler.unscale_(optimizer)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_(gradients, scale)
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+        if not self._scaler.is_enabled():  # the scaler tells the fused kernel the same by itself
+            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self._scaler.step(optimizer)
         self._scaler.update()
         optimizer.zero_grad(set_to_none=True)
@@ -89,6 +93,11 @@ class Precision:
         """Go on with a scale found earlier; a run that had none starts with the default."""
         if state and self._scaler.is_enabled():
             self._scaler.load_state_dict(state)
+
+
+def all_finite(model: nn.Module) -> bool:
+    """Whether every weight is a finite number; waits for the device."""
+    return bool(torch.stack([p.isfinite().all() for p in model.parameters()]).all())
 
 
 def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:

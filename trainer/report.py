@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from tokenfeed.pipeline.format.storage import atomic_write
@@ -30,19 +31,22 @@ class Report:
     """False where a signal ended the run before its last step."""
     steps: int
     """Trained in all, those before a resume included."""
+    skipped_steps: int
+    """Of these, those that changed nothing: their gradients were not finite."""
     tokens: int
     """Real tokens trained in all."""
     seconds: float
     """Wall time of this session, set-up and evaluation included."""
-    real_tokens_per_s: float
-    """Real tokens of the measured steps by their wall time, stall included."""
+    real_tokens_per_s: float | None
+    """Real tokens of the measured steps by their wall time, stall included; None where the session
+    ended in its warm-up."""
     padding: float
     """Fraction of all token slots that held no token."""
     stall: dict[str, Any]
     """See `stall_report`."""
-    loss_first: float
-    """Of the first step."""
-    loss_last: float
+    loss_first: float | None
+    """Of the first step; None where metrics.jsonl was lost."""
+    loss_last: float | None
     """Mean over the steps of the last progress line."""
     validation_loss_first: float | None
     validation_loss_last: float | None
@@ -52,6 +56,14 @@ class Report:
     device: str
     precision: str
     versions: dict[str, str]
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "Report | None":
+        """The report that a run left; None where it left none that can be read."""
+        try:
+            return msgspec.json.decode((run_dir / REPORT_FILE).read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError):
+            return None
 
     def write(self, run_dir: Path) -> None:
         """Write report.json, atomically."""
@@ -63,33 +75,50 @@ class Report:
 
     def summary(self) -> str:
         """The report in a few lines."""
-        parts = ", ".join(
-            f"{cause} {part['fraction']:.2%}" for cause, part in self.stall["parts"].items()
-        )
-        loss = f"{self.loss_first:.4f} -> {self.loss_last:.4f}"
+        loss = _change(self.loss_first, self.loss_last)
         if self.validation_loss_first is not None:
-            loss += (
-                f", validation {self.validation_loss_first:.4f} -> {self.validation_loss_last:.4f}"
-            )
+            change = _change(self.validation_loss_first, self.validation_loss_last)
+            loss += f", validation {change}"
         end = "" if self.finished else ", stopped before the end: go on with --resume"
+        skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
         return "\n".join(
             [
                 f"model    {self.model}, {self.parameters / 1e6:.1f} M parameters, "
                 f"{self.precision} on {self.device}",
-                f"trained  {self.steps:,} steps, {self.tokens:,} real tokens{end}",
+                f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
                 f"loss     {loss}",
-                f"speed    {self.real_tokens_per_s:,.0f} real tok/s, padding {self.padding:.2%}",
-                f"stall    {self.stall['fraction']:.2%} ({parts})",
+                f"speed    {self._speed()}, padding {self.padding:.2%}",
+                f"stall    {self._stall()}",
                 f"report   {Path(self.run_dir) / REPORT_FILE}",
             ]
         )
 
+    def _speed(self) -> str:
+        if self.real_tokens_per_s is None:
+            return "not measured"
+        return f"{self.real_tokens_per_s:,.0f} real tok/s"
+
+    def _stall(self) -> str:
+        if self.stall["fraction"] is None:
+            return "not measured: the first steps are warm-up"
+        parts = ", ".join(
+            f"{cause} {part['fraction']:.2%}" for cause, part in self.stall["parts"].items()
+        )
+        return f"{self.stall['fraction']:.2%} ({parts})"
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "not known"
+    return f"{first:.4f} -> {last:.4f}"
+
 
 def stall_report(reading: StallReading, method: str) -> dict[str, Any]:
-    """The stall as report.json keeps it: total, parts that sum to it, window, method."""
+    """The stall as report.json keeps it: total, None before the first measured step; parts that sum
+    to it, window, method."""
     fractions = reading.cause_fractions
     return {
-        "fraction": reading.fraction,
+        "fraction": reading.fraction if reading.steps else None,
         "parts": {
             cause: {"fraction": fractions[cause], "seconds": seconds}
             for cause, seconds in reading.cause_seconds.items()

@@ -5,17 +5,40 @@ in the file and left out of the line. Asking the GPU for its memory and use is b
 NVML is missing or refuses, training goes on without these two figures.
 """
 
+import errno
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import torch
+from torch import Tensor
 
-from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.locking import hold
 
-__all__ = ["GpuGauge", "GpuUse", "Metrics", "StepLog"]
+__all__ = ["GpuGauge", "GpuUse", "Metrics", "StepLog", "Tally"]
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over micro-batches; the loss stays on the device, all else the host knows anyway."""
+
+    loss: Tensor
+    targets: int = 0
+    tokens: int = 0
+    slots: int = 0
+
+    def add(self, loss: Tensor, targets: int, tokens: int, slots: int) -> None:
+        """Add one micro-batch, or the sums of another tally."""
+        self.loss += loss
+        self.targets += targets
+        self.tokens += tokens
+        self.slots += slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +60,9 @@ class StepLog:
     """Mean per target token, in nats, over the steps since the line before."""
     learning_rate: float
     gradient_norm: float | None
-    """Of this step, before clipping; None where fp16 overflowed and the step was skipped."""
+    """Of this step, before clipping; None where it was not finite and the step was skipped."""
+    skipped_steps: int
+    """Steps since the line before that changed nothing: their gradients were not finite."""
     tokens: int
     """Real tokens trained since the first step."""
     real_tokens_per_s: float | None
@@ -59,44 +84,81 @@ class StepLog:
             parts.append("warming up")
         if self.gpu is not None:
             parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB {self.gpu.utilization:.0%}")
+        if self.skipped_steps:
+            parts.append(f"{self.skipped_steps} skipped")
         return " | ".join(parts)
 
 
-class Metrics:
-    """metrics.jsonl of a run directory: appended line by line, each flushed.
+class _Line(TypedDict):
+    """What is read again of a line."""
 
-    A resumed run first drops the lines after its checkpoint, which it is about to write again.
+    step: int
+    loss: NotRequired[float]
+    validation_loss: NotRequired[float]
+    skipped_steps: NotRequired[int]
+
+
+class Metrics:
+    """metrics.jsonl of a run: appended line by line, each written at once.
+
+    Who has it open holds the run's folder: a second run that opens it is refused.
     """
 
-    def __init__(self, path: Path, *, keep_until_step: int) -> None:
-        self._path = path
-        kept = [line for line in self.read() if line["step"] <= keep_until_step]
-        atomic_write(path, b"".join(map(_encode, kept)))
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._path = run_dir / METRICS_FILE
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
+        if not hold(self._file):
+            self.close()
+            raise ConfigError(
+                f"`--run-dir`: another run is writing into {run_dir}. Wait for it or end it, or "
+                "give another folder."
+            )
+
+    def keep(self, until_step: int) -> None:
+        """Drop the lines after a step, which are about to be written again."""
+        kept = [line for line in self.read() if line["step"] <= until_step]
+        self._file.truncate(sum(map(len, self._lines()[: len(kept)])))
 
     def write(self, values: dict[str, Any]) -> None:
         """Append a line; it holds at least `step`."""
-        self._file.write(_encode(values))
+        line = json.dumps(values).encode() + b"\n"
+        if self._file.write(line) < len(line):  # the last bytes that the disk had
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
     def values(self, key: str) -> list[Any]:
         """All values of `key` so far, in order."""
         return [line[key] for line in self.read() if key in line]
 
+    def has(self, key: str, step: int) -> bool:
+        """Whether `key` was written for a step."""
+        return any(key in line and line["step"] == step for line in self.read())
+
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; the last may be cut short where a run was killed."""
-        if not self._path.exists():
-            return []
-        whole = self._path.read_bytes().split(b"\n")[:-1]
-        try:
-            return [json.loads(line) for line in whole]
-        except ValueError as error:
-            raise ResumeError(
-                f"{self._path}: has a line that is no JSON ({error}). Delete that line."
-            ) from error
+        """All whole lines; the last may be cut short where a run was killed.
+
+        Raises:
+            ResumeError: One is no line of ours.
+        """
+        return [self._parse(number, line) for number, line in enumerate(self._lines(), 1)]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, and let go of the folder."""
         self._file.close()
+
+    def _lines(self) -> list[bytes]:
+        content = self._path.read_bytes()
+        return content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+
+    def _parse(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            values: dict[str, Any] = json.loads(line)
+            msgspec.convert(values, _Line)
+        except ValueError as error:
+            raise ResumeError(
+                f"{self._path}: line {number} is none of a run ({error}). Delete that line."
+            ) from error
+        return values
 
 
 class GpuGauge:
@@ -132,7 +194,3 @@ def _nvml_handle(device: torch.device) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except pynvml.NVMLError:
         return None
-
-
-def _encode(values: dict[str, Any]) -> bytes:
-    return json.dumps(values).encode() + b"\n"

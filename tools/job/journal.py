@@ -7,13 +7,13 @@ which then counts as not written. One run at a time holds it, by a file lock.
 """
 
 import dataclasses
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import IO, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
 from tokenfeed.tools.encoding.ledger import UnitResult
 
@@ -85,10 +85,10 @@ class Journal:
         self.close()
 
     def _lock(self) -> None:
+        opened = os.fstat(self._file.fileno())
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
-        except (BlockingIOError, FileNotFoundError):
+            held = hold(self._file) and os.path.samestat(opened, os.stat(self.path))
+        except FileNotFoundError:
             held = False
         if not held:  # locked by another run, or by one that has just ended and removed it
             self.close()

@@ -1,0 +1,93 @@
+"""What tests of training share: a corpus small enough to be learnt in seconds, runs of it, and what
+they leave."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.run import train
+
+__all__ = [
+    "VOCABULARY",
+    "Ids",
+    "assert_same_run",
+    "counting_rows",
+    "load_weights",
+    "make_config",
+    "read_metrics",
+    "run",
+    "write_counting",
+]
+
+VOCABULARY = 64
+
+Ids = tuple[np.ndarray, np.ndarray]
+
+
+def counting_rows(num_rows: int) -> Ids:
+    """Rows that count upwards from a random start, so that each token tells the next."""
+    rng = np.random.default_rng(num_rows)
+    lengths = rng.integers(4, 40, num_rows)
+    starts = rng.integers(0, VOCABULARY, num_rows)
+    nth = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return (np.repeat(starts, lengths) + nth) % VOCABULARY, lengths
+
+
+def write_counting(
+    write_dataset: Callable[..., Path],
+    folder: Path,
+    *,
+    rows: int = 2000,
+    validation_rows: int = 100,
+) -> Path:
+    """A data set of counting rows, by the fixture that writes data sets."""
+    splits = {"train": counting_rows(rows)}
+    if validation_rows:
+        splits["validation"] = counting_rows(validation_rows)
+    return write_dataset(folder, splits, VOCABULARY)
+
+
+def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+    settings: dict[str, Any] = {
+        "steps": 8,
+        "sequence_length": 32,
+        "micro_batch_tokens": 128,
+        "step_tokens": 256,
+        "warmup_steps": 2,
+        "eval_every": 4,
+        "save_every": 4,
+        "log_every": 1,
+        "device": "cpu",
+    }
+    return TrainConfig(shards=shards, run_dir=run_dir, **settings | changes)
+
+
+def run(config: TrainConfig, stop_after: int | None = None) -> Report:
+    asked = iter(range(1, 1_000_000))
+    return train(config, lambda: next(asked) == stop_after)
+
+
+def read_metrics(run_dir: Path, key: str) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    values = [(line["step"], line[key]) for line in lines if key in line]
+    assert len(dict(values)) == len(values), "a step was written twice"
+    return dict(values)
+
+
+def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    path = run_dir / "checkpoints" / f"step-{step:08d}" / "state.pt"
+    weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    return weights
+
+
+def assert_same_run(one: Path, other: Path, last_step: int) -> None:
+    for key in ("loss", "validation_loss", "tokens", "learning_rate", "gradient_norm"):
+        assert read_metrics(one, key) == read_metrics(other, key)
+    weights, others = load_weights(one, last_step), load_weights(other, last_step)
+    assert all(torch.equal(weights[name], others[name]) for name in weights)

@@ -1,0 +1,114 @@
+"""A run as it looks from outside: whether there is anything to train, and what its errors mean."""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+
+import torch
+
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.trainer.checkpoint import Checkpoints
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.report import Report
+
+__all__ = ["train"]
+
+_log = logging.getLogger(__name__)
+
+
+def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
+    """Run a whole training; `should_stop` is asked after each step.
+
+    A run that is finished already trains nothing and gives its report again: schedulers start
+    commands twice.
+
+    Raises:
+        TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
+    """
+    _refuse_ranks()
+    report = _finished_report(config)
+    if report is not None and _is_begun_alike(config):
+        _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
+        return report
+    _check_folder(config, finished=report is not None)
+    try:
+        with contextlib.closing(Trainer(config)) as trainer:
+            trainer.train(should_stop)
+            return trainer.finish()
+    except TokenfeedError:  # some are RuntimeErrors
+        raise
+    except RuntimeError as error:
+        message = _explain(error, config)
+        if message is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def _refuse_ranks() -> None:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ConfigError(
+            f"WORLD_SIZE={ranks}: `train` uses one device, and a launcher would start the same "
+            "training on every rank. Start it without one; examples/ has loops for many ranks."
+        )
+
+
+def _finished_report(config: TrainConfig) -> Report | None:
+    """The report of the run in this folder, if it has made all these steps and saved the last."""
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    if checkpoints.latest() != checkpoints.path(config.steps):
+        return None
+    report = Report.of_run(config.run_dir)
+    return report if report and report.finished and report.steps == config.steps else None
+
+
+def _is_begun_alike(config: TrainConfig) -> bool:
+    begun = TrainConfig.of_run(config.run_dir)
+    return begun == dataclasses.replace(config, resume=True, json=False)
+
+
+def _check_folder(config: TrainConfig, *, finished: bool) -> None:
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    if config.resume:
+        checkpoints.to_resume()
+    elif checkpoints.latest():
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} already holds a run. Add --resume to go on with it, or "
+            "give another folder."
+        )
+    if finished:
+        raise ConfigError(
+            f"`--steps`={config.steps}: {config.run_dir} has trained {config.steps} steps already. "
+            "Raise it to go on with other settings."
+        )
+
+
+def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
+    """What a user can do about an error of torch; None where it is a bug."""
+    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return _explain_memory(config)
+    if config.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+        reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
+        return (
+            f"`--compile`: torch cannot compile here ({reason}). Install what it asks for (a C "
+            "compiler, mostly), or leave --compile out."
+        )
+    return None
+
+
+def _explain_memory(config: TrainConfig) -> str:
+    """A saved position counts micro-batches, so their size stays what it was."""
+    too_large = (
+        f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
+    )
+    if Checkpoints.of_run(config.run_dir).latest() is None:
+        return f"{too_large}. Halve it: with --step-tokens unchanged, training is the same."
+    return (
+        f"{too_large}, and a run that has saved cannot change it. Go on with --resume where more "
+        "memory is free, or start a new run with half of it in another --run-dir."
+    )
