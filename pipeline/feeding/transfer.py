@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.feeding.batch import Batch, build_on_device, device_inputs
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.feeding.source import Lease, WindowSource
 from tokenfeed.pipeline.planning.share import RaggedBatch, Share
 
