@@ -11,7 +11,8 @@ from conftest import Span, plan_in_memory, random_rows, spans_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.feeding.batch import Batch, build_on_device, build_on_host, device_inputs
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.pipeline.planning.batching import plan_window

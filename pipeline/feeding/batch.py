@@ -1,10 +1,8 @@
-"""A micro-batch, and the two ways to build it: on the host with numpy, on a device with torch.
+"""A micro-batch, and how the host builds it with numpy; `on_device` gives the same with torch.
 
-Both start from ragged tokens in storage dtype and give the same tensors. On the host numpy fills
-through a boolean mask, and what nobody asks for is never built; on a device torch gathers, which
-needs no synchronisation because every shape is known on the host.
+Both start from ragged tokens in storage dtype. What nobody asks for is never built.
 
-Shapes: B sequences, T padded length, N tokens, P pieces, S segments.
+Shapes: B sequences, T padded length, P pieces, S segments.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,15 +15,23 @@ import torch
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
 from tokenfeed.pipeline.planning.share import RaggedBatch
 
-__all__ = ["Batch", "DeviceInputs", "build_on_device", "build_on_host", "device_inputs"]
+__all__ = [
+    "ATTENTION_MASK",
+    "POSITION_IDS",
+    "SEGMENTS",
+    "Batch",
+    "Recipe",
+    "Tensors",
+    "build_on_host",
+]
 
-ATTENTION_MASK, POSITION_IDS = "attention_mask", "position_ids"
+ATTENTION_MASK, POSITION_IDS, SEGMENTS = "attention_mask", "position_ids", "segments"
 _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
 _FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
-DeviceInputs = dict[str, torch.Tensor]
-"""What crosses to the device: columns with a value a token (ragged, storage dtype), and the host's
-`sequence_lengths`, `segments`, `ignored` and classes where the batch has them."""
+Tensors = dict[str, torch.Tensor]
+Recipe = Callable[[RaggedBatch, Tensors], torch.Tensor]
+"""Builds a tensor that is asked for from those that there are."""
 
 
 class Batch(Mapping[str, torch.Tensor]):
@@ -43,9 +49,12 @@ class Batch(Mapping[str, torch.Tensor]):
             no context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
     """
 
-    def __init__(self, ragged: RaggedBatch, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, ragged: RaggedBatch, tensors: Tensors, built_when_asked: Mapping[str, Recipe]
+    ) -> None:
         self._ragged = ragged
         self._tensors = tensors
+        self._built_when_asked = built_when_asked
         self._keys = _keys(ragged)
         self.lengths = ragged.sequence_lengths
         """Tokens of each sequence, numpy, [B]."""
@@ -63,7 +72,7 @@ class Batch(Mapping[str, torch.Tensor]):
         if key not in self._tensors:
             if key not in self._keys:
                 raise KeyError(key)
-            self._tensors[key] = _BUILT_WHEN_ASKED[key](self._ragged, self._tensors[INPUT_IDS])
+            self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
         return self._tensors[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -90,8 +99,8 @@ class Batch(Mapping[str, torch.Tensor]):
         if self.device == torch.device(device):
             return self
         tensors = {key: self[key] for key in self}
-        if self._ragged.has("segments"):
-            tensors["segments"] = self.cu_seqlens
+        if self._ragged.has(SEGMENTS):
+            tensors[SEGMENTS] = self.cu_seqlens
         moved = copy(self)
         moved._tensors = {
             key: tensor.to(device, non_blocking=non_blocking) for key, tensor in tensors.items()
@@ -135,14 +144,14 @@ class Batch(Mapping[str, torch.Tensor]):
     def cu_seqlens(self) -> torch.Tensor:
         """Packed batches: where documents and paddings begin in the flattened batch, and its end,
         [S + 1] int32 on the device, as variable-length attention takes it."""
-        if "segments" not in self._tensors:
-            self._tensors["segments"] = torch.from_numpy(self._ragged.slots("segments").copy())
-        return self._tensors["segments"]
+        if SEGMENTS not in self._tensors:
+            self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.slots(SEGMENTS).copy())
+        return self._tensors[SEGMENTS]
 
     @property
     def max_seqlen(self) -> int:
         """Packed batches: the longest segment."""
-        return int(np.diff(self._ragged.slots("segments")).max())
+        return int(np.diff(self._ragged.slots(SEGMENTS)).max())
 
     @property
     def document_ids(self) -> torch.Tensor:
@@ -162,79 +171,16 @@ def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
     if ragged.has(LABELS):
         labels = _padded(ragged, LABELS, IGNORED, mask)
         tensors[LABELS] = labels.fill_(IGNORED) if ragged.is_filler else labels
-    if mask is not None and not ragged.has("segments"):
+    if mask is not None and not ragged.has(SEGMENTS):
         tensors[ATTENTION_MASK] = torch.from_numpy(mask)
-    batch = Batch(ragged, tensors)
+    batch = Batch(ragged, tensors, _BUILT_WHEN_ASKED)
     ragged.drop_tokens()
     return batch
 
 
-def device_inputs(ragged: RaggedBatch) -> DeviceInputs:
-    """What has to cross to the device, as host tensors: views where they can be."""
-    ids = ragged.of_tokens(INPUT_IDS)
-    inputs = {INPUT_IDS: torch.from_numpy(ids.view(f"i{ids.itemsize}"))}  # torch computes little
-    for name in (TOKEN_TYPE_IDS, LABELS):  # with unsigned integers
-        if ragged.has(name):
-            inputs[name] = torch.from_numpy(ragged.of_tokens(name))
-    for name, values in ragged.staged().items():
-        inputs[name] = torch.from_numpy(values)
-    return inputs
-
-
-def build_on_device(inputs: DeviceInputs, ragged: RaggedBatch, pad_id: int) -> Batch:
-    """Widen, pad and label on the device of `inputs`; queues a few kernels, never synchronises.
-
-    Args:
-        inputs: `device_inputs` of the same micro-batch, copied.
-        ragged: The micro-batch on the host, for shapes and tracing.
-        pad_id: Fills the padding of input_ids.
-    """
-    ids_N = inputs[INPUT_IDS]
-    lengths_B = inputs["sequence_lengths"].long()
-    column_T = torch.arange(ragged.padded_length, device=ids_N.device)
-    mask_BT = column_T < lengths_B[:, None]
-    first_B = torch.cumsum(lengths_B, 0) - lengths_B
-    source_BT = (first_B[:, None] + column_T).clamp_(max=len(ids_N) - 1)
-    unsigned = (1 << 8 * ids_N.element_size()) - 1
-    ids_BT = ids_N[source_BT].long() & unsigned
-
-    def padded(name: str, fill: int) -> torch.Tensor:
-        return torch.where(mask_BT, inputs[name][source_BT].long(), fill)
-
-    tensors = {INPUT_IDS: torch.where(mask_BT, ids_BT, pad_id)}
-    if TOKEN_TYPE_IDS in inputs:
-        tensors[TOKEN_TYPE_IDS] = padded(TOKEN_TYPE_IDS, 0)
-    if "segments" in inputs:
-        tensors["segments"] = segments = inputs["segments"]
-        slots = torch.arange(mask_BT.numel(), dtype=torch.int32, device=ids_N.device)
-        start = segments[torch.bucketize(slots, segments[1:], right=True)]
-        tensors[POSITION_IDS] = (slots - start).long().view_as(mask_BT)
-    else:
-        tensors[ATTENTION_MASK] = mask_BT
-    if LABEL in inputs:
-        labels = inputs[LABEL].long()
-    elif LABELS in inputs:
-        labels = padded(LABELS, IGNORED)
-    else:
-        labels = torch.where(mask_BT, ids_BT, IGNORED)
-        _ignore_without_context(labels, inputs)
-    tensors[LABELS] = labels.fill_(IGNORED) if ragged.is_filler else labels
-    return Batch(ragged, tensors)
-
-
-def _ignore_without_context(labels_BT: torch.Tensor, inputs: DeviceInputs) -> None:
-    """Take from the labels what has no context, or is a prompt."""
-    if "ignored" in inputs:
-        labels_BT.view(-1).index_fill_(0, inputs["ignored"].long(), IGNORED)
-    elif "segments" in inputs:
-        labels_BT.view(-1).index_fill_(0, inputs["segments"][:-1].long(), IGNORED)
-    else:
-        labels_BT[:, 0] = IGNORED
-
-
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
     types = (TOKEN_TYPE_IDS,) if ragged.has(TOKEN_TYPE_IDS) else ()
-    packed = ragged.has("segments")
+    packed = ragged.has(SEGMENTS)
     return (INPUT_IDS, POSITION_IDS if packed else ATTENTION_MASK, *types, LABELS)
 
 
@@ -275,42 +221,41 @@ def _prefixes(length: int) -> np.ndarray:
     return np.tri(length + 1, length, -1, dtype=np.bool_)
 
 
-def _attention_mask(ragged: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
+def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     if ragged.is_full:
         return torch.ones(ragged.shape, dtype=torch.bool)
     return torch.from_numpy(_mask(ragged))
 
 
-def _position_ids(ragged: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
-    segments = ragged.slots("segments")
+def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    segments = ragged.slots(SEGMENTS)
     steps = np.ones(segments[-1], np.int64)  # from one slot's position to the next one's
     steps[0] = 0
     steps[segments[1:-1]] -= np.diff(segments)[:-1]
     return torch.from_numpy(np.cumsum(steps, out=steps).reshape(ragged.shape))
 
 
-def _labels(ragged: RaggedBatch, input_ids: torch.Tensor) -> torch.Tensor:
+def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     if ragged.has(LABEL):
         labels = torch.from_numpy(ragged.of_pieces(LABEL).astype(np.int64))
         return labels.fill_(IGNORED) if ragged.is_filler else labels
     if ragged.is_filler:
-        return torch.full_like(input_ids, IGNORED)
-    labels_BT = input_ids.numpy().copy()
+        return torch.full_like(tensors[INPUT_IDS], IGNORED)
+    labels_BT = tensors[INPUT_IDS].numpy().copy()
     if not ragged.is_full:
         np.copyto(labels_BT, IGNORED, where=~_mask(ragged))
     if ragged.has("ignored"):
         labels_BT.reshape(-1)[ragged.slots("ignored")] = IGNORED
-    elif ragged.has("segments"):
-        labels_BT.reshape(-1)[ragged.slots("segments")[:-1]] = IGNORED
+    elif ragged.has(SEGMENTS):
+        labels_BT.reshape(-1)[ragged.slots(SEGMENTS)[:-1]] = IGNORED
     else:
         labels_BT[:, 0] = IGNORED
     return torch.from_numpy(labels_BT)
 
 
-_Recipe = Callable[[RaggedBatch, torch.Tensor], torch.Tensor]
-_BUILT_WHEN_ASKED: dict[str, _Recipe] = {
+_BUILT_WHEN_ASKED: dict[str, Recipe] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
     LABELS: _labels,
 }
-"""How the host builds a tensor from the padded ids; token columns were built before."""
+"""The rest was built at once: token columns."""

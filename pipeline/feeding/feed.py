@@ -2,15 +2,17 @@
 
 import time
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.page_lock import PageLock
 from tokenfeed.pipeline.feeding.pool import WorkerPool
 from tokenfeed.pipeline.feeding.source import InlineSource, Lease, WindowSource
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.feeding.transfer import copy_ahead, page_lock, stage
+from tokenfeed.pipeline.feeding.transfer import Batches, copy_ahead, copy_stream
 from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
@@ -35,24 +37,27 @@ class Feed:
         counters: Counters,
     ) -> None:
         """Start the workers; they begin at once."""
-        on_device = device.type == "cuda"
+        copies = page_lock = None
+        if device.type == "cuda":
+            copies, page_lock = copy_stream(device), PageLock(device, counters)
         self._pool: WorkerPool | None = None
-        source: WindowSource
+        self._source: WindowSource
         if num_workers:
-            source = self._pool = WorkerPool(
+            self._source = self._pool = WorkerPool(
                 job,
                 start,
                 num_workers=num_workers,
                 timeout=timeout,
-                register=page_lock if on_device else None,
+                register=page_lock.lock if page_lock else None,
             )
         else:
-            source = InlineSource(job, start, stage if on_device else None)
-        self._end = weakref.finalize(self, source.close)  # also when the interpreter ends
-        measured = _Measured(source, self._pool, tuner, counters)
+            self._source = InlineSource(job, start, page_lock.stage if page_lock else None)
+        tune = partial(_tune, self._pool, tuner) if self._pool and tuner else None
+        measured = _Measured(self._source, counters, tune)
         self._batches = (
-            copy_ahead(measured, device, pad_id) if on_device else _on_host(measured, pad_id)
+            copy_ahead(measured, copies, pad_id) if copies else _on_host(measured, pad_id)
         )
+        self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
 
     def __next__(self) -> tuple[Batch, RaggedBatch]:
         return next(self._batches)
@@ -63,19 +68,29 @@ class Feed:
         return self._pool.num_workers if self._pool else 0
 
     def resize(self, num_workers: int) -> bool:
-        """Have another number of workers; False where a new feed is needed for that."""
-        if self._pool is None or num_workers == 0:
-            return num_workers == self.num_workers
-        self._pool.resize(num_workers)
-        return True
+        """Have another number of workers; False where a new feed is needed: from 0, and to 0."""
+        if self._pool and num_workers:
+            self._pool.resize(num_workers)
+        return bool(self._pool) == bool(num_workers)
 
     def close(self) -> None:
-        """Wait for copies that still run, end the workers."""
-        self._batches.close()
-        self._end()
+        """Wait for copies that still run, end the workers, whatever went wrong before."""
+        _end(self._batches, self._source)
+        self._finalizer.detach()
 
 
-def _on_host(source: WindowSource, pad_id: int) -> Generator[tuple[Batch, RaggedBatch], None, None]:
+def _end(batches: Batches, source: WindowSource) -> None:
+    """End a source once nothing is copied from its memory any more, which ends `batches`.
+
+    Runs when a feed is closed or dropped, or the interpreter ends; a second time does nothing.
+    """
+    try:
+        batches.close()
+    finally:
+        source.close()
+
+
+def _on_host(source: WindowSource, pad_id: int) -> Batches:
     while True:
         lease = source.take()
         for ragged in lease.share.batches():
@@ -91,24 +106,19 @@ class _Measured:
     def __init__(
         self,
         source: WindowSource,
-        pool: WorkerPool | None,
-        tuner: Tuner | None,
         counters: Counters,
+        tune: Callable[[float, float], None] | None,
     ) -> None:
-        self._source = source
-        self._pool, self._tuner = pool, tuner
-        self._counters = counters
+        """`tune` is told of each window the seconds it took to make and to use."""
+        self._source, self._counters, self._tune = source, counters, tune
         self._taken_s: float | None = None
 
     def take(self) -> Lease:
         """The next window."""
         asked_s = time.perf_counter()
         lease = self._source.take()
-        if self._tuner and self._pool and self._taken_s is not None:
-            self._tuner.add(made_s=lease.seconds, used_s=asked_s - self._taken_s)
-            suggested = self._tuner.suggest(self._pool.num_workers)
-            if suggested != self._pool.num_workers:
-                self._pool.resize(suggested)
+        if self._tune and self._taken_s is not None:
+            self._tune(lease.seconds, asked_s - self._taken_s)
         self._counters.add_window(lease.seconds, lease.ready)
         self._taken_s = time.perf_counter()
         return lease
@@ -120,3 +130,11 @@ class _Measured:
     def close(self) -> None:
         """End the source."""
         self._source.close()
+
+
+def _tune(pool: WorkerPool, tuner: Tuner, made_s: float, used_s: float) -> None:
+    """Count a window, and have as many workers as keep up."""
+    tuner.add(made_s, used_s)
+    suggested = tuner.suggest(pool.num_workers)
+    if suggested != pool.num_workers:
+        pool.resize(suggested)

@@ -6,9 +6,10 @@
     C ragged tokens, 2 bytes each, on a copy stream, ahead of use
     D widened, padded and labelled on that same stream; on the CPU by numpy instead
 
-Nothing in the path synchronises with the device, and nothing stops at the end of a window or an
-epoch. The state counts what the user was given, not what was prefetched, so a state saved at any
-batch continues with exactly the next one.
+In the steady state the host waits for no kernel, only for copies that were queued long before;
+page-locking, which the driver may do only when the device is idle, happens in the first windows.
+Nothing stops at the end of a window or an epoch. The state counts what the user was given, not what
+was prefetched, so a state saved at any batch continues with exactly the next one.
 """
 
 import time
@@ -289,6 +290,8 @@ def _resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"`device`={device!r} is not supported: cpu and cuda are.")
     if resolved.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # another may be current later
     return resolved
 
 

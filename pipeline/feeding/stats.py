@@ -43,6 +43,8 @@ class Stats:
     last_epoch_tokens: dict[str, int]
     """The same for the epoch before; empty where this loader did not see its end."""
     num_workers: int
+    pageable: bool
+    """Whether memory that a CUDA device copies from could not be page-locked: copies are slower."""
     wait_total_s: float
     """Seconds that the training loop waited inside `next`."""
     wait_s: Spread
@@ -62,6 +64,7 @@ class Counters:
 
     def __init__(self) -> None:
         self.batches = self.fillers = self.tokens = self.slots = self.cut_pieces = self.windows = 0
+        self.pageable = False
         self.wait_total_s = 0.0
         self.wait_s, self.decode_s, self.queue_depth = _Recent(), _Recent(), _Recent()
 
@@ -96,6 +99,7 @@ class Counters:
             epoch_tokens=epoch_tokens,
             last_epoch_tokens=last_epoch_tokens,
             num_workers=num_workers,
+            pageable=self.pageable,
             wait_total_s=self.wait_total_s,
             wait_s=self.wait_s.spread(),
             decode_s=self.decode_s.spread(),

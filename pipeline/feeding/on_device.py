@@ -1,0 +1,139 @@
+"""Builds a micro-batch on a device with torch: widens, pads and labels what was copied there.
+
+Nothing synchronises, because every shape is known on the host. Ids and labels are built at once;
+what not everybody asks for is built when it is asked for, on the stream that is current then, from
+tensors that were handed over with the batch.
+
+Shapes: B sequences, T padded length, N tokens, S segments.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tokenfeed.pipeline.feeding.batch import (
+    ATTENTION_MASK,
+    POSITION_IDS,
+    SEGMENTS,
+    Batch,
+    Recipe,
+    Tensors,
+)
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.planning.share import RaggedBatch
+
+__all__ = ["build_on_device", "device_inputs"]
+
+_LENGTHS = "sequence_lengths"
+
+
+def device_inputs(ragged: RaggedBatch) -> Tensors:
+    """What has to cross to the device, as host tensors: views where they can be.
+
+    Columns with a value a token are ragged, in storage dtype; besides, where the batch needs them,
+    the host's `sequence_lengths`, `segments`, `ignored` and classes.
+    """
+    ids = ragged.of_tokens(INPUT_IDS)
+    inputs = {INPUT_IDS: torch.from_numpy(ids.view(f"i{ids.itemsize}"))}  # torch computes little
+    for name in (TOKEN_TYPE_IDS, LABELS):  # with unsigned integers
+        if ragged.has(name):
+            inputs[name] = torch.from_numpy(ragged.of_tokens(name))
+    for name, values in ragged.staged().items():
+        if name != _LENGTHS or not ragged.is_full:
+            inputs[name] = torch.from_numpy(values)
+    return inputs
+
+
+def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
+    """Widen, pad and label on the device of `inputs`; queues a few kernels, never synchronises.
+
+    Args:
+        inputs: `device_inputs` of the same micro-batch, copied.
+        ragged: The micro-batch on the host, for shapes and tracing.
+        pad_id: Fills the padding of input_ids.
+    """
+    grid = _Grid.full(ragged) if ragged.is_full else _Grid.padded(inputs, ragged)
+    ids_N = inputs[INPUT_IDS]
+    unsigned = (1 << 8 * ids_N.element_size()) - 1
+    tensors = {INPUT_IDS: grid.lay(ids_N.long() & unsigned, pad_id)}
+    if TOKEN_TYPE_IDS in inputs:
+        tensors[TOKEN_TYPE_IDS] = grid.lay(inputs[TOKEN_TYPE_IDS].long(), 0)
+    if LABEL in inputs:
+        labels = inputs[LABEL].long()
+    elif LABELS in inputs:
+        labels = grid.lay(inputs[LABELS].long(), IGNORED)
+    else:
+        labels = grid.copy(tensors[INPUT_IDS], IGNORED)
+        _ignore_without_context(labels, inputs)
+    tensors[LABELS] = labels.fill_(IGNORED) if ragged.is_filler else labels
+    if SEGMENTS in inputs:
+        tensors[SEGMENTS] = inputs[SEGMENTS]
+    elif grid.mask_BT is not None:
+        tensors[ATTENTION_MASK] = grid.mask_BT
+    return Batch(ragged, tensors, _BUILT_WHEN_ASKED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Where the tokens of a batch go."""
+
+    shape: tuple[int, int]
+    mask_BT: torch.Tensor | None = None
+    """True on tokens; None where there is no padding."""
+    source_BT: torch.Tensor | None = None
+    """Which token each slot gets; any one where it gets none."""
+
+    @classmethod
+    def full(cls, ragged: RaggedBatch) -> "_Grid":
+        """Of a batch without padding: the tokens as they are."""
+        return cls(ragged.shape)
+
+    @classmethod
+    def padded(cls, inputs: Tensors, ragged: RaggedBatch) -> "_Grid":
+        """Of any batch."""
+        lengths_B = inputs[_LENGTHS].long()
+        column_T = torch.arange(ragged.padded_length, device=lengths_B.device)
+        first_B = torch.cumsum(lengths_B, 0) - lengths_B
+        source_BT = (first_B[:, None] + column_T).clamp_(max=len(inputs[INPUT_IDS]) - 1)
+        return cls(ragged.shape, column_T < lengths_B[:, None], source_BT)
+
+    def lay(self, values_N: torch.Tensor, fill: int) -> torch.Tensor:
+        """Values of tokens in [B, T], with padding."""
+        if self.mask_BT is None:
+            return values_N.view(self.shape)
+        return torch.where(self.mask_BT, values_N[self.source_BT], fill)
+
+    def copy(self, values_BT: torch.Tensor, fill: int) -> torch.Tensor:
+        """The same values with another padding."""
+        if self.mask_BT is None:
+            return values_BT.clone()
+        return torch.where(self.mask_BT, values_BT, fill)
+
+
+def _ignore_without_context(labels_BT: torch.Tensor, inputs: Tensors) -> None:
+    """Take from the labels what has no context, or is a prompt."""
+    if "ignored" in inputs:
+        labels_BT.view(-1).index_fill_(0, inputs["ignored"].long(), IGNORED)
+    elif SEGMENTS in inputs:
+        labels_BT.view(-1).index_fill_(0, inputs[SEGMENTS][:-1].long(), IGNORED)
+    else:
+        labels_BT[:, 0] = IGNORED
+
+
+def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    """That of a batch without padding: the others were built with theirs."""
+    return torch.ones(ragged.shape, dtype=torch.bool, device=tensors[INPUT_IDS].device)
+
+
+def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    segments = tensors[SEGMENTS]
+    rows, length = ragged.shape
+    slots = torch.arange(rows * length, dtype=torch.int32, device=segments.device)
+    first = segments[torch.bucketize(slots, segments[1:], right=True)]
+    return (slots - first).long().view(ragged.shape)
+
+
+_BUILT_WHEN_ASKED: dict[str, Recipe] = {
+    ATTENTION_MASK: _attention_mask,
+    POSITION_IDS: _position_ids,
+}
