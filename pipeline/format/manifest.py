@@ -61,6 +61,9 @@ class ShardInfo(FileInfo):
     batches: Count
     longest_row: Count
     """Tokens of the longest row."""
+    seal: str | None = None
+    """xxh3-64 over the checksums of all its record batches: tells it from a shard with other rows.
+    Absent in the first data sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +152,11 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
-        return xxhash.xxh3_64_hexdigest(_canonical(dataclasses.asdict(self)))
+        return xxhash.xxh3_64_hexdigest(_canonical(self.content()))
+
+    def content(self) -> dict[str, Any]:
+        """What the file holds beside its checksum."""
+        return dataclasses.asdict(self, dict_factory=_without_absent)
 
     def split(self, name: str) -> SplitInfo:
         """The split called `name`; a ManifestError names those there are."""
@@ -160,7 +167,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, atomically."""
-        content = dataclasses.asdict(self) | {_CHECKSUM: self.fingerprint}
+        content = self.content() | {_CHECKSUM: self.fingerprint}
         atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
     @classmethod
@@ -216,6 +223,11 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
     """
     exponents = np.frexp(lengths.astype(np.float64))[1] - 1
     return np.bincount(exponents, minlength=_HISTOGRAM_BINS)
+
+
+def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict without the keys that the first data sets lack, so that these keep fingerprints."""
+    return {name: value for name, value in items if value is not None or name != "seal"}
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -4,6 +4,7 @@ Tokens take two bytes while the vocabulary fits, else four: disk, page cache, in
 and the wire to the GPU all shrink with them. They are widened to int64 on the device, not before.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,6 +85,7 @@ def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint3
     return np.dtype(np.uint16) if vocabulary_size <= 1 << 16 else np.dtype(np.uint32)
 
 
+@functools.cache
 def shard_schema(vocabulary_size: int, columns: tuple[Column, ...] = ()) -> pa.Schema:
     """The Arrow schema of a shard: ids, `columns`, origin. Nothing is nullable."""
     ids = Column(name=INPUT_IDS, dtype=token_dtype(vocabulary_size).name, per="token")
