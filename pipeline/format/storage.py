@@ -22,8 +22,8 @@ _READ_BYTES = 1 << 20
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the name `path` only when the block ends well.
 
-    It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made if need be; on an error it is
-    deleted.
+    It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made
+    if need be; on an error it is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
