@@ -46,7 +46,7 @@ class ManifestError(TokenfeedError, ValueError):
 
 
 class ShardFormatError(TokenfeedError, ValueError):
-    """A shard that is missing, cut short, altered, or not the one the manifest names."""
+    """A shard that is missing, unreadable, cut short, altered, or not the one that is meant."""
 
 
 class LoaderError(TokenfeedError, RuntimeError):

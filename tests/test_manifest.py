@@ -1,10 +1,13 @@
 """The manifest survives a round trip and nothing else."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -85,3 +88,59 @@ def test_histogram_counts_by_power_of_two(lengths: list[int]) -> None:
     for length in lengths:
         expected[length.bit_length() - 1] += 1
     assert counts.tolist() == expected
+
+
+def forge(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the manifest, with the checksum that fits."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["manifest_xxh3"]
+    change(content)
+    packed = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    path.write_text(json.dumps(content | {"manifest_xxh3": xxhash.xxh3_64_hexdigest(packed)}))
+
+
+def set_column(content: dict[str, Any], **changes: str) -> None:
+    content["columns"] = [{"name": "label", "dtype": "int32", "per": "row"} | changes]
+
+
+def set_file(content: dict[str, Any], name: str) -> None:
+    content["splits"]["train"]["shards"][0]["file"] = name
+
+
+@pytest.mark.parametrize("dtype", ["int33", "object", "U5", ""])
+def test_a_column_of_unknown_type_is_refused(folder: Path, dtype: str) -> None:
+    forge(folder, lambda content: set_column(content, dtype=dtype))
+    with pytest.raises(ManifestError, match=r"manifest\.json: Invalid enum value"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize("name", ["", "\ud800", "Label"])
+def test_a_column_whose_name_is_none_is_refused(folder: Path, name: str) -> None:
+    forge(folder, lambda content: set_column(content, name=name))
+    with pytest.raises(ManifestError, match=r"manifest\.json: Expected `str` matching"):
+        Manifest.read(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a\0b", "/etc/passwd", "../other/0.arrow", "train/../../0.arrow", "..", "\ud800"]
+)
+def test_a_file_outside_the_folder_is_refused(folder: Path, name: str) -> None:
+    forge(folder, lambda content: set_file(content, name))
+    with pytest.raises(ManifestError, match=r"manifest\.json: .* is no file below") as caught:
+        Manifest.read(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_name_with_dots_is_read(folder: Path) -> None:
+    forge(folder, lambda content: set_file(content, "train/..a/b..arrow"))
+    assert Manifest.read(folder).split("train").shards[0].file == "train/..a/b..arrow"
+
+
+def test_json_too_deep_is_refused_wherever_the_depth_ends(folder: Path) -> None:
+    """Reading it, hashing it and typing it each end at a depth of their own."""
+    for depth in (*range(900, 1000), 100_000):
+        nested = "[" * depth + "]" * depth
+        (folder / "manifest.json").write_text(f'{{"format_version": 1, "task": {nested}}}')
+        with pytest.raises(ManifestError, match=r"manifest\.json: "):
+            Manifest.read(folder)

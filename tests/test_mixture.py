@@ -48,7 +48,7 @@ class Mixed:
 def sized(batches: int, tokens_per_batch: int, spare: int) -> Source:
     unknown: Any = None
     tokens = batches * tokens_per_batch + spare
-    return Source(Path("memory"), unknown, unknown, batches, tokens, batches)
+    return Source(Path("memory"), Path("/memory"), unknown, unknown, batches, tokens, batches)
 
 
 @st.composite

@@ -5,13 +5,16 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.shards import Cat, Verify
 from tokenfeed.tools.verify import find_problems
 
 TEXTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
@@ -99,6 +102,18 @@ def test_verify_refuses_a_damaged_manifest_in_one_line(out: Path) -> None:
     assert "holds no finished data set" in shards("inspect", out, expect=1)
 
 
+@pytest.mark.parametrize("damage", [b"{", None])
+def test_verify_says_in_json_that_the_manifest_is_damaged(
+    out: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None
+) -> None:
+    path = out / "manifest.json"
+    path.write_bytes(damage) if damage else path.unlink()
+    assert Verify(out=out, json=True).run() == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert [str(path) in problem for problem in result["problems"]] == [True]
+
+
 def test_verify_names_every_problem_with_file_and_batch(out: Path) -> None:
     shard = out / "train/00000.arrow"
     data = bytearray(shard.read_bytes())
@@ -156,6 +171,34 @@ def test_cat_gives_back_the_texts_with_their_origin(made: Path) -> None:
             assert row["file"].endswith("in.jsonl")
             found[row["record"]] = row["text"]
     assert found == dict(enumerate(TEXTS))
+
+
+@pytest.mark.parametrize(("task", "shown"), [("lm", "a label"), ("classify", "a label</s>")])
+def test_cat_leaves_out_an_end_token_only_where_it_ends_the_row(
+    write_dataset: Callable[..., Path],
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    shown: str,
+) -> None:
+    model = Tokenizer.from_file(str(tokenizer))
+    ids = np.array(model.encode("a label</s>").ids)
+    vocabulary_size, end_id = model.get_vocab_size(), model.token_to_id("</s>")
+    assert ids[-1] == end_id
+    folder = write_dataset(
+        tmp_path / "out", {"train": (ids, np.array([len(ids)]))}, vocabulary_size
+    )
+    manifest = Manifest.read(folder)
+    made_by = replace_file(folder, manifest.tokenizer, tokenizer.read_bytes())
+    dataclasses.replace(
+        manifest,
+        task=task,
+        tokenizer=dataclasses.replace(made_by, end_id=end_id),
+        sources=replace_file(folder, manifest.sources, b'{"path": "in.txt"}'),
+    ).write(folder)
+    assert Cat(out=folder, json=True).run() == 0
+    assert json.loads(capsys.readouterr().out)["text"] == shown
 
 
 def test_cat_starts_anywhere_and_crosses_shards(made: Path) -> None:

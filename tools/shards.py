@@ -1,6 +1,5 @@
 """`shards inspect|verify|cat OUT`: look into a data set, prove it whole, read it back as text."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, SplitInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
+    ENDED_TASKS,
     IGNORED,
     LABEL,
     LABELS,
@@ -50,7 +50,7 @@ class Inspect:
         """Print it."""
         manifest = Manifest.read(self.out)
         if self.json:
-            print_json(dataclasses.asdict(manifest) | {"fingerprint": manifest.fingerprint})
+            print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
             return 0
         console = Console()
         console.print(_splits_table(manifest))
@@ -71,7 +71,13 @@ class Verify:
 
     def run(self) -> int:
         """Check it, print every problem."""
-        manifest = Manifest.read(self.out)
+        try:
+            manifest = Manifest.read(self.out)
+        except ManifestError as error:
+            if not self.json:
+                raise
+            print_json({"ok": False, "problems": [str(error)]})
+            return 1
         problems = list(find_problems(self.out, manifest))
         num_shards = sum(len(split.shards) for split in manifest.splits.values())
         num_batches = sum(split.batches for split in manifest.splits.values())
@@ -138,16 +144,7 @@ def _command() -> int:
 
 def _splits_table(manifest: Manifest) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "split",
-        "shards",
-        "batches",
-        "rows",
-        "tokens",
-        "longest",
-        "MB",
-        "B/token",
-    ):
+    for name in ("split", "shards", "batches", "rows", "tokens", "longest", "MB", "B/token"):
         table.add_column(name, justify="left" if name == "split" else "right")
     for name, split in manifest.splits.items():
         num_bytes = sum(shard.bytes for shard in split.shards)
@@ -220,10 +217,10 @@ def _column_names(manifest: Manifest) -> list[str]:
 def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
     tokenizer = _stored_tokenizer(folder, manifest)
     sources = _checked_bytes(folder, manifest.sources).splitlines()
-    end_id = manifest.tokenizer.end_id
+    end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
     for row, rows in _wanted_rows(folder, manifest, wanted):
         ids = rows.ids.tolist()
-        text_ids = ids[:-1] if ids[-1] == end_id else ids
+        text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
         yield {
             "split": wanted.split,
             "row": row,

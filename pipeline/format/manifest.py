@@ -7,6 +7,7 @@ an edit by hand is refused instead of shifting the plan. Torch-free; read by loa
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,6 +40,8 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = "manifest_xxh3"
 _HISTOGRAM_BINS = 32
+_FILE_NAME = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0\ud800-\udfff]+", re.DOTALL)
+"""What any system can open, and no other place: neither from the root nor upwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,6 +64,9 @@ class ShardInfo(FileInfo):
     batches: Count
     longest_row: Count
     """Tokens of the longest row."""
+    seal: str | None = None
+    """xxh3-64 over the checksums of all its record batches: tells it from a shard with other rows.
+    Absent in the first data sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +155,11 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
-        return xxhash.xxh3_64_hexdigest(_canonical(dataclasses.asdict(self)))
+        return xxhash.xxh3_64_hexdigest(_canonical(self.content()))
+
+    def content(self) -> dict[str, Any]:
+        """What the file holds beside its checksum."""
+        return dataclasses.asdict(self, dict_factory=_without_absent)
 
     def split(self, name: str) -> SplitInfo:
         """The split called `name`; a ManifestError names those there are."""
@@ -160,7 +170,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, atomically."""
-        content = dataclasses.asdict(self) | {_CHECKSUM: self.fingerprint}
+        content = self.content() | {_CHECKSUM: self.fingerprint}
         atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
     @classmethod
@@ -179,7 +189,10 @@ class Manifest:
                 "Run `pretokenize` again, or use the tokenfeed release that wrote it."
             )
         checksum = content.pop(_CHECKSUM, None)
-        actual = xxhash.xxh3_64_hexdigest(_canonical(content))
+        try:
+            actual = xxhash.xxh3_64_hexdigest(_canonical(content))
+        except RecursionError as error:
+            raise _no_json(path, error) from error
         if checksum != actual:
             raise ManifestError(
                 f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
@@ -193,6 +206,7 @@ class Manifest:
         return manifest
 
     def _check(self, path: Path) -> None:
+        self._check_files(path)
         written = sum(split.rows for split in self.splits.values())
         ledger = self.ledger
         if written != ledger.written or ledger.read != (
@@ -203,6 +217,15 @@ class Manifest:
                 f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, rows "
                 f"in shards {written:,}. Run `pretokenize` again."
             )
+
+    def _check_files(self, path: Path) -> None:
+        shards = [shard for split in self.splits.values() for shard in split.shards]
+        for info in (self.tokenizer, self.sources, self.rejects, *shards):
+            if not _FILE_NAME.fullmatch(info.file):
+                raise ManifestError(
+                    f"{path}: {info.file!r} is no file below the data set's folder. Run "
+                    "`pretokenize` again."
+                )
 
 
 def length_histogram(lengths: np.ndarray) -> np.ndarray:
@@ -216,6 +239,11 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
     """
     exponents = np.frexp(lengths.astype(np.float64))[1] - 1
     return np.bincount(exponents, minlength=_HISTOGRAM_BINS)
+
+
+def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dict without the keys that the first data sets lack, so that these keep fingerprints."""
+    return {name: value for name, value in items if value is not None or name != "seal"}
 
 
 def _canonical(content: dict[str, Any]) -> bytes:
@@ -232,10 +260,12 @@ def _load_json(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise ManifestError(f"{path}: cannot be read: {error.strerror}.") from error
-    except ValueError as error:
-        raise ManifestError(
-            f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again."
-        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _no_json(path, error) from error
     if not isinstance(content, dict):
         raise ManifestError(f"{path}: expected a JSON object, got {type(content).__name__}.")
     return content
+
+
+def _no_json(path: Path, error: Exception) -> ManifestError:
+    return ManifestError(f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again.")

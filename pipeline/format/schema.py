@@ -4,13 +4,16 @@ Tokens take two bytes while the vocabulary fits, else four: disk, page cache, in
 and the wire to the GPU all shrink with them. They are widened to int64 on the device, not before.
 """
 
+import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 __all__ = [
+    "ENDED_TASKS",
     "FORMAT_VERSION",
     "IGNORED",
     "INPUT_IDS",
@@ -31,7 +34,10 @@ __all__ = [
 FORMAT_VERSION = 1
 
 Task = Literal["lm", "classify", "tag", "complete"]
+Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64"]
 TASKS: tuple[Task, ...] = ("lm", "classify", "tag", "complete")
+ENDED_TASKS: tuple[Task, ...] = ("lm", "complete")
+"""Their rows end in the tokenizer's end token, where it has one."""
 
 INPUT_IDS = "input_ids"
 TOKEN_TYPE_IDS = "token_type_ids"
@@ -55,8 +61,8 @@ IGNORED = -100
 class Column:
     """A column beside the ids: a value a token, or a value a row."""
 
-    name: str
-    dtype: str
+    name: Annotated[str, msgspec.Meta(pattern="^[a-z_]+$")]
+    dtype: Dtype
     """numpy's name of the type."""
     per: Literal["token", "row"]
 
@@ -84,9 +90,11 @@ def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint3
     return np.dtype(np.uint16) if vocabulary_size <= 1 << 16 else np.dtype(np.uint32)
 
 
+@functools.cache
 def shard_schema(vocabulary_size: int, columns: tuple[Column, ...] = ()) -> pa.Schema:
     """The Arrow schema of a shard: ids, `columns`, origin. Nothing is nullable."""
-    ids = Column(name=INPUT_IDS, dtype=token_dtype(vocabulary_size).name, per="token")
+    width: Dtype = "uint16" if token_dtype(vocabulary_size) == np.uint16 else "uint32"
+    ids = Column(name=INPUT_IDS, dtype=width, per="token")
     return pa.schema([_field(column) for column in (ids, *columns, *_ORIGIN)])
 
 

@@ -7,7 +7,6 @@ Reading is by `pread`, not by memory map: a file cut short under a map kills the
 docs/format.md is the specification. Torch-free; used by the loader and by `pretokenize`.
 """
 
-import struct
 from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
@@ -19,9 +18,18 @@ import xxhash
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.identity import (
+    FIRST_ROW_KEY,
+    SEAL_KEY,
+    UNSEALED,
+    batch_checksums,
+    set_seal,
+    shard_metadata,
+)
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
+from tokenfeed.pipeline.format.reading import damaged, open_to_read, refused
 from tokenfeed.pipeline.format.rows import Rows, batch_buffers, record_batch, rows_of_buffers
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column, shard_schema
+from tokenfeed.pipeline.format.schema import Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 
 __all__ = ["ShardReader", "ShardWriter"]
@@ -32,13 +40,6 @@ check, large enough that zstd has something to find."""
 BATCH_ROWS = 1 << 14
 ZSTD_LEVEL = 1
 """Level 3 saves 7 % more and costs a third more time to write, a tenth more to read."""
-
-_VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
-    b"tokenfeed.format_version",
-    b"tokenfeed.shard",
-    b"tokenfeed.vocabulary_size",
-)
-_CHECKSUM_KEY, _FIRST_ROW_KEY = "xxh3.", b"first_row"
 
 
 class ShardWriter:
@@ -59,9 +60,12 @@ class ShardWriter:
         self._file = atomic_file(self.path)
         schema = shard_schema(vocabulary_size, columns)
         options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", ZSTD_LEVEL), use_threads=False)
-        sink = self._file.__enter__()
-        described = schema.with_metadata(_metadata(name, vocabulary_size))
-        self._writer = ipc.new_file(sink, described, options=options)
+        self._sink = self._file.__enter__()
+        described = schema.with_metadata(
+            shard_metadata(name, vocabulary_size) | {SEAL_KEY: UNSEALED}
+        )
+        self._writer = ipc.new_file(self._sink, described, options=options)
+        self._seal = xxhash.xxh3_64()
         self._schema = schema
         self._pending: list[Rows] = []
         self._pending_tokens = self._pending_rows = 0
@@ -92,7 +96,9 @@ class ShardWriter:
         """Write what is left, sync, give the file its name."""
         if self._pending_rows:
             self._write_batch(Rows.concatenate(self._pending))
+        end, seal = self._sink.tell(), self._seal.hexdigest()
         self._writer.close()
+        set_seal(self._sink, end, seal)
         self._file.__exit__(None, None, None)
         self.info = ShardInfo(
             file=self._name,
@@ -102,6 +108,7 @@ class ShardWriter:
             tokens=self._tokens,
             batches=self._batches,
             longest_row=self._longest,
+            seal=seal,
         )
         return self.info
 
@@ -136,10 +143,11 @@ class ShardWriter:
 
     def _write_batch(self, rows: Rows) -> None:
         batch = record_batch(rows, self._schema)
-        checksums = _checksums(self._name, self._batches, self._rows, batch_buffers(batch))
+        checksums = batch_checksums(self._name, self._batches, self._rows, batch_buffers(batch))
         self._writer.write_batch(
-            batch, custom_metadata={_FIRST_ROW_KEY: str(self._rows)} | checksums
+            batch, custom_metadata={FIRST_ROW_KEY: str(self._rows)} | checksums
         )
+        self._seal.update(b"".join(checksums.values()))
         self._batches += 1
         self._rows += len(rows)
         self._tokens += len(rows.ids)
@@ -171,36 +179,19 @@ class ShardReader:
             only: Names of the columns to read; None for all.
 
         Raises:
-            ShardFormatError: It is missing, cut short, no Arrow file, or another shard.
+            ShardFormatError: It is missing, cannot be read, was cut short, is no Arrow file, or is
+                another shard.
         """
         self.path = folder / info.file
         self._info = info
-        expected = shard_schema(vocabulary_size, columns)
-        kept = [n for n, name in enumerate(expected.names) if only is None or name in only]
-        try:
-            size = self.path.stat().st_size
-            if size != info.bytes:
-                raise ShardFormatError(
-                    f"{self.path}: expected {info.bytes:,} bytes, got {size:,}: the file was cut "
-                    "short or replaced. Copy it again, or run `pretokenize` again."
-                )
-            self._reader = ipc.open_file(
-                pa.OSFile(str(self.path)),
-                options=ipc.IpcReadOptions(use_threads=False, included_fields=kept),
-            )
-        except FileNotFoundError as error:
-            raise ShardFormatError(
-                f"{self.path}: not found, but the manifest names it. Copy it again."
-            ) from error
-        except (OSError, pa.ArrowException) as error:
-            raise self._damaged("its header or footer cannot be read", error) from error
-        expected = pa.schema([expected.field(n) for n in kept])
-        expected = expected.with_metadata(_metadata(info.file, vocabulary_size))
-        if not self._reader.schema.equals(expected, check_metadata=True):
-            raise self._damaged("its schema is not the one the manifest implies")
+        schema = shard_schema(vocabulary_size, columns)
+        kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
+        self._reader = self._open(kept)
+        self._check_schema(pa.schema([schema.field(n) for n in kept]), vocabulary_size)
         if self._reader.num_record_batches != info.batches:
-            raise self._damaged(
-                f"expected {info.batches} record batches, got {self._reader.num_record_batches}"
+            raise damaged(
+                self.path,
+                f"expected {info.batches} record batches, got {self._reader.num_record_batches}",
             )
 
     @classmethod
@@ -224,53 +215,56 @@ class ShardReader:
             within the shard.
 
         Raises:
-            ShardFormatError: The batch cannot be decoded, or its checksum differs.
+            ShardFormatError: The batch cannot be read or decoded, or its checksum differs.
         """
         try:
             batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
             buffers = batch_buffers(batch)
-            first_row, stored = int(metadata[_FIRST_ROW_KEY]), dict(metadata.items())
+            first_row, stored = int(metadata[FIRST_ROW_KEY]), dict(metadata.items())
         except (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            raise self._damaged(f"record batch {batch_index} cannot be decoded", error) from error
-        actual = _checksums(self._info.file, batch_index, first_row, buffers)
+            what = f"record batch {batch_index} cannot be decoded"
+            raise refused(self.path, what, error) from error
+        actual = batch_checksums(self._info.file, batch_index, first_row, buffers)
         if not actual.items() <= stored.items():
-            raise self._damaged(f"record batch {batch_index} fails its checksum")
+            raise damaged(self.path, f"record batch {batch_index} fails its checksum")
         return rows_of_buffers(buffers, batch.schema), first_row
 
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""
-        if (actual := file_xxh3(self.path)) != self._info.xxh3:
-            raise self._damaged(f"the file has checksum {actual}, expected {self._info.xxh3}")
+        try:
+            actual = file_xxh3(self.path)
+        except OSError as error:
+            raise refused(self.path, "the file cannot be read", error) from error
+        if actual != self._info.xxh3:
+            raise damaged(self.path, f"the file has checksum {actual}, expected {self._info.xxh3}")
 
-    def _damaged(self, what: str, cause: BaseException | None = None) -> ShardFormatError:
-        because = f" ({cause})" if cause else ""
-        remedy = "Copy the shard again, or run `pretokenize` again."
-        return ShardFormatError(f"{self.path}: {what}{because}. {remedy}")
+    def _open(self, kept: list[int]) -> ipc.RecordBatchFileReader:
+        """Open the file, to read some of its columns."""
+        options = ipc.IpcReadOptions(use_threads=False, included_fields=kept)
+        try:
+            size = self.path.stat().st_size
+            if size != self._info.bytes:
+                raise ShardFormatError(
+                    f"{self.path}: expected {self._info.bytes:,} bytes, got {size:,}: the file was "
+                    "cut short or replaced. Copy it again, or run `pretokenize` again."
+                )
+            return ipc.open_file(open_to_read(self.path, size), options=options)
+        except FileNotFoundError as error:
+            raise ShardFormatError(
+                f"{self.path}: not found, but the manifest names it. Copy it again."
+            ) from error
+        except (OSError, MemoryError, pa.ArrowException) as error:
+            raise refused(self.path, "its header or footer cannot be read", error) from error
 
-
-def _metadata(name: str, vocabulary_size: int) -> dict[bytes, str]:
-    return {
-        _VERSION_KEY: str(FORMAT_VERSION),
-        _NAME_KEY: name,
-        _VOCABULARY_KEY: str(vocabulary_size),
-    }
-
-
-def _checksums(
-    shard: str, batch_index: int, first_row: int, buffers: dict[str, np.ndarray]
-) -> dict[bytes, bytes]:
-    """Metadata key and xxh3-64 of each column of a batch, over the decoded buffers and their place.
-
-    The place is shard, column, index, first row and number of rows: a footer that points at another
-    good batch is caught as well. Every column is hashed with the row offsets.
-    """
-    offsets = buffers[""]
-    place = struct.pack("<3Q", batch_index, first_row, len(offsets) - 1)
-    checksums = {}
-    for name, values in buffers.items():
-        if name:
-            digest = xxhash.xxh3_64(f"{shard}/{name}".encode() + place)
-            digest.update(offsets.data)
-            digest.update(values.data)
-            checksums[f"{_CHECKSUM_KEY}{name}".encode()] = digest.hexdigest().encode()
-    return checksums
+    def _check_schema(self, expected: pa.Schema, vocabulary_size: int) -> None:
+        """Refuse a shard of another name, vocabulary or columns; then one of other rows."""
+        stored = self._reader.schema.metadata or {}
+        seal = stored.pop(SEAL_KEY, None)
+        metadata = shard_metadata(self._info.file, vocabulary_size)
+        if stored != metadata or not self._reader.schema.equals(expected):
+            raise damaged(self.path, "its schema is not the one the manifest implies")
+        if seal != (self._info.seal and self._info.seal.encode()):
+            raise ShardFormatError(
+                f"{self.path}: holds other rows than the shard that the manifest names: it is of "
+                "another data set or of another run. Copy the one that belongs to the manifest."
+            )

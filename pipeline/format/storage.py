@@ -22,13 +22,13 @@ _READ_BYTES = 1 << 20
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the name `path` only when the block ends well.
 
-    The bytes go to `path` + ".tmp" in the same folder, which is made if need be; on an error it is
-    deleted.
+    It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made
+    if need be; on an error it is deleted.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

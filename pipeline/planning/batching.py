@@ -190,7 +190,8 @@ def _scramble(index: np.ndarray, key: int) -> np.ndarray:
 
 
 def _random_order(count: int, key: int) -> np.ndarray:
-    return np.argsort(mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key)), kind="stable")
+    keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
+    return np.argsort(keys)  # no two are equal, so any sort gives the same order
 
 
 def _length_gangs(

@@ -50,6 +50,9 @@ class Source:
     """One split of one data set, opened."""
 
     folder: Path
+    """As it was given, for messages."""
+    root: Path
+    """The same place whatever the working directory becomes."""
     manifest: Manifest
     split: SplitInfo
     rows: int
@@ -124,7 +127,7 @@ def _open(folder: Path, split: str) -> Source:
         raise ConfigError(
             f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."
         )
-    return Source(folder, manifest, info, info.rows, info.tokens, info.batches)
+    return Source(folder, folder.absolute(), manifest, info, info.rows, info.tokens, info.batches)
 
 
 def _refuse_difference(first: Source, other: Source) -> None:

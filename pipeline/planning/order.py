@@ -35,8 +35,15 @@ def stream_key(*parts: int) -> int:
     """One 64-bit key out of several integers (seed, epoch, window, ...); their order matters."""
     key = 0
     for part in parts:
-        key = int(mix64(np.array([(key + _GOLDEN + part) & _WORD], np.uint64))[0])
+        key = _mix_one((key + _GOLDEN + part) & _WORD)
     return key
+
+
+def _mix_one(value: int) -> int:
+    """What `mix64` makes of a single integer: in Python alone, a tenth of the time."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD
+    return value ^ value >> 31
 
 
 def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:

@@ -47,16 +47,33 @@ def concatenate(
         Row of each piece (P,) and the pieces' offsets (P + 1,), both in the order of the rows; the
         pieces in bin order (P,), and the bins' offsets into them (S + 1,); all int64.
     """
-    ends = np.cumsum(lengths[order])
-    edges = np.union1d(np.append(0, ends), np.arange(0, ends[-1], capacity))
-    laid = np.searchsorted(ends, edges[:-1], side="right")  # place of each piece's row in `order`
-    row_starts = np.cumsum(lengths) - lengths
-    starts = row_starts[order[laid]] + edges[:-1] - (ends - lengths[order])[laid]
-    by_row = np.argsort(starts)
-    pieces = np.empty(len(by_row), np.int64)
-    pieces[by_row] = np.arange(len(by_row))
-    bins = np.searchsorted(edges, np.append(np.arange(0, ends[-1], capacity), ends[-1]))
-    return order[laid][by_row], np.append(starts[by_row], ends[-1]), pieces, bins
+    laid = lengths[order]
+    ends = np.cumsum(laid)
+    bin_starts = np.arange(0, ends[-1], capacity)
+    place = np.searchsorted(ends, bin_starts, side="right")  # of the row that each bin begins in
+    into = bin_starts - (ends - laid)[place]  # how far into that row: 0 where nothing is cut
+    is_cut = into > 0
+    place_cut = place[is_cut]
+    cuts = np.bincount(place_cut, minlength=len(laid))
+    nth = is_cut.astype(np.int64)  # piece of its row that each bin begins with
+    nth[is_cut] += np.arange(len(place_cut)) - _starts(cuts)[place_cut]
+    counts = np.empty_like(cuts)
+    counts[order] = cuts + 1
+    first = _starts(counts)  # piece, by row
+    offsets = np.full(len(laid) + len(place_cut) + 1, ends[-1])
+    offsets[first] = _starts(lengths)
+    cut_rows = order[place_cut]
+    offsets[first[cut_rows] + nth[is_cut]] = _starts(lengths)[cut_rows] + into[is_cut]
+    first_laid = _starts(cuts + 1)
+    pieces = np.arange(len(offsets) - 1) + np.repeat(first[order] - first_laid, cuts + 1)
+    bins = np.append(first_laid[place] + nth, len(pieces))
+    return np.repeat(np.arange(len(laid)), counts), offsets, pieces, bins
+
+
+def _starts(sizes: np.ndarray) -> np.ndarray:
+    """Where each of several runs begins that follow each other."""
+    starts: np.ndarray = np.cumsum(sizes) - sizes
+    return starts
 
 
 class _OpenBins:

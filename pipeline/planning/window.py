@@ -20,6 +20,8 @@ from tokenfeed.pipeline.planning.rounds import Rounds
 __all__ = ["Spans", "Window", "WindowReader", "gather"]
 
 _OPEN_SHARDS = 64
+_KEPT_TOKENS = 1 << 20
+"""Sources of no more, all together, are decoded once: a few MB, and epochs of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Window:
 
 
 class WindowReader:
-    """Decodes any record batches of some sources; keeps the most recent shards open."""
+    """Decodes any record batches of some sources; keeps the most recent shards open, and of small
+    sources all that it has decoded."""
 
     def __init__(self, sources: tuple[Source, ...], columns: tuple[str, ...] | None = None) -> None:
         """Open nothing yet; `columns` are those to read beside the ids, None for all."""
@@ -41,25 +44,32 @@ class WindowReader:
         self._row_ends = np.cumsum([info.rows for _, info in self._shards])
         self._only = None if columns is None else (INPUT_IDS, *columns)
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
+        self._kept: dict[int, tuple[Rows, int]] = {}
 
     def read(self, batches: np.ndarray) -> Window:
         """Decode record batches, counted over all sources.
 
         Raises:
-            ShardFormatError: A shard or batch is missing or damaged; names it.
+            ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
         """
-        parts, firsts = [], []
-        for batch in batches.tolist():
-            shard = int(np.searchsorted(self._batch_ends, batch, side="right"))
-            _, info = self._shards[shard]
-            index = batch - int(self._batch_ends[shard]) + info.batches
-            rows, first_row = self._reader(shard).read(index)
-            parts.append(rows)
-            firsts.append(first_row + int(self._row_ends[shard]) - info.rows)
+        parts, firsts = zip(*map(self._decoded, batches.tolist()), strict=True)
         numbers = [
             np.arange(first, first + len(part)) for first, part in zip(firsts, parts, strict=True)
         ]
-        return Window(Rows.concatenate(parts), np.concatenate(numbers))
+        return Window(Rows.concatenate(list(parts)), np.concatenate(numbers))
+
+    def _decoded(self, batch: int) -> tuple[Rows, int]:
+        """A record batch, and the number of its first row within all sources."""
+        if batch in self._kept:
+            return self._kept[batch]
+        shard = int(np.searchsorted(self._batch_ends, batch, side="right"))
+        _, info = self._shards[shard]
+        rows, first_row = self._reader(shard).read(batch - self._batch_ends[shard] + info.batches)
+        decoded = rows, first_row + int(self._row_ends[shard]) - info.rows
+        if self._is_small:
+            self._kept[batch] = decoded
+        return decoded
 
     def _reader(self, shard: int) -> ShardReader:
         if shard not in self._open:
@@ -67,7 +77,7 @@ class WindowReader:
                 self._open.popitem(last=False)
             source, info = self._shards[shard]
             self._open[shard] = ShardReader.open(
-                source.folder, source.manifest, info, only=self._only
+                source.root, source.manifest, info, only=self._only
             )
         self._open.move_to_end(shard)
         return self._open[shard]

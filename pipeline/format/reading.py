@@ -1,0 +1,81 @@
+"""Reading a shard's file, and what to say where the machine refuses it.
+
+A shard that cannot be read need not be damaged: memory, file limits, rights and disks have other
+remedies than another copy.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+import pyarrow as pa
+
+from tokenfeed.pipeline.errors import ShardFormatError
+
+__all__ = ["damaged", "open_to_read", "refused"]
+
+_SMALL_BYTES = 1 << 16
+"""A file of no more is read at once; a loader keeps up to 64 of them."""
+
+_MEMORY, _FILES, _RIGHTS, _DISK = (
+    "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
+    "the shard is damaged: `shards verify` tells.",
+    "Too many files are open at once: close some, or raise the limit (`ulimit -n`).",
+    "Give the user of this process the right to read it.",
+    "The disk or its network failed, and the shard may be whole: mend that and go on.",
+)
+_REMEDIES = (
+    dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), _MEMORY)
+    | dict.fromkeys((errno.EMFILE, errno.ENFILE), _FILES)
+    | dict.fromkeys((errno.EACCES, errno.EPERM), _RIGHTS)
+    | dict.fromkeys(
+        (
+            errno.EIO,
+            errno.EREMOTEIO,
+            errno.ENXIO,
+            errno.ENODEV,
+            errno.ESTALE,
+            errno.ETIMEDOUT,
+            errno.ENOTCONN,
+            errno.ECONNRESET,
+            errno.EHOSTDOWN,
+            errno.EHOSTUNREACH,
+            errno.ENETUNREACH,
+        ),
+        _DISK,
+    )
+)
+
+
+def open_to_read(path: Path, size: int) -> pa.NativeFile:
+    """A file to read from, of any name the system allows; a small one comes from memory.
+
+    Arrow reads a footer in threads of its own: in memory that costs no change of threads.
+    """
+    if size <= _SMALL_BYTES:
+        return pa.BufferReader(path.read_bytes())
+    return pa.OSFile(os.fsencode(path))
+
+
+def damaged(path: Path, what: str, cause: BaseException | None = None) -> ShardFormatError:
+    """The error for a file that is not what it should be."""
+    because = f" ({_line(cause)})" if cause else ""
+    remedy = "Copy the shard again, or run `pretokenize` again."
+    return ShardFormatError(f"{path}: {what}{because}. {remedy}")
+
+
+def refused(path: Path, what: str, cause: Exception) -> ShardFormatError:
+    """The error for what failed: with the machine's remedy where that refused, else for damage."""
+    if isinstance(cause, MemoryError):
+        number: int | None = errno.ENOMEM
+    else:
+        number = cause.errno if isinstance(cause, OSError) else None
+    if number not in _REMEDIES:
+        return damaged(path, what, cause)
+    reason = os.strerror(number)
+    return ShardFormatError(f"{path}: {what}: {reason}. {_REMEDIES[number]}")
+
+
+def _line(cause: BaseException) -> str:
+    """What an error says, in one line: Arrow adds its own place in further ones."""
+    return " ".join(str(cause).split())
