@@ -69,7 +69,8 @@ class Delivered:
         digest = (self.digest + int(batch.of_round("digests"))) & _WORD
         tokens = tuple(map(add, self.tokens, batch.of_round("tokens").tolist()))
         if not batch.is_last:
-            position = self.position._replace(micro_batch=int(batch.of_round("position")))
+            epoch, window, _ = self.position
+            position = Position(epoch, window, int(batch.of_round("position")))
             return Delivered(plan, position, digest, tokens, last, self.trail)
         position = plan.next_window(self.position)
         trail = self._trail_to(position, digest)
