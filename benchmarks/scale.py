@@ -134,8 +134,9 @@ def turn_of_epoch(folder: Path, state: dict[str, Any]) -> float:
     """Seconds from the last batch of an epoch to the first of the next, without workers."""
     turning = make_loader(folder)
     turning.load_state_dict(state)
-    delivered = turning._delivered  # stand-ins do not sum up to what the manifest says
-    delivered.plan = replace(delivered.plan, epoch_tokens=(None,))
+    delivered = turning._delivery.delivered  # stand-ins do not sum up to what the manifest says
+    plan = replace(delivered.plan, epoch_tokens=(None,))
+    turning._delivery.delivered = replace(delivered, plan=plan)
     feed = iter(turning)
     while True:
         started = time.perf_counter()

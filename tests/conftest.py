@@ -188,7 +188,6 @@ def plan_in_memory(
         weights=(1.0,),
         row_ends=(rows,),
         epoch_tokens=(tokens,),
-        about=(rows, tokens),
         split="train",
         batching=batching,
         gang_size=gang_size,

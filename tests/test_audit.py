@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def deviate(loader: ShardLoader, after: int) -> State:
     """The state of a run that delivered something else in one of its windows."""
     for number, _ in enumerate(loader):
         if number == after:
-            loader._delivered.digest ^= 1
+            delivered = loader._delivery.delivered
+            loader._delivery.delivered = replace(delivered, digest=delivered.digest ^ 1)
         if loader.position.epoch == 2:
             break
     return loader.state_dict()
@@ -105,9 +107,6 @@ def test_what_is_no_state_is_refused(folder: Path, damage: Callable[[State], obj
     state = state_after(folder, 5)
     damaged = deepcopy(state)
     damage(damaged)
-    loader = open_loader(folder)
-    if "plan" in damaged:
+    for states in ((damaged, state), (state, damaged)):
         with pytest.raises(ResumeError, match="no loader state"):
-            loader.audit(damaged, state)
-    else:
-        assert "has data=None" in str(loader.audit(damaged, state))
+            open_loader(folder).audit(*states)

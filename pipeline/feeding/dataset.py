@@ -7,12 +7,15 @@ sequence is the same for any number of workers, none included.
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
-from tokenfeed.pipeline.planning.job import Job, check_epochs, check_rank
+from tokenfeed.pipeline.feeding.placement import resolve_ranks
+from tokenfeed.pipeline.planning import checks
+from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
 from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
@@ -68,8 +71,8 @@ class ShardDataset(IterableDataset[WindowShare]):
         epochs: int | None = 1,
         gang_size: int | None = None,
         window_tokens: int | None = None,
-        rank: int = 0,
-        world_size: int = 1,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:
         """Read the manifest and make the plan; no shard is opened yet.
 
@@ -80,40 +83,60 @@ class ShardDataset(IterableDataset[WindowShare]):
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: How many passes; None for no end.
-            gang_size: Micro-batches of one training step; None: `world_size`.
+            gang_size: Micro-batches of one training step; None: the ranks.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
-            rank: Whose share.
-            world_size: Number of ranks that share each gang.
+            rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
+            world_size: Ranks that share each gang; by default torch.distributed's, or 1.
 
         Raises:
             ManifestError: The folder holds no such data set or split.
             ConfigError: A setting is out of range, or does not fit the data.
         """
-        check_rank(rank, world_size)
-        check_epochs(epochs)
+        ranks = resolve_ranks(rank, world_size)
         sources = open_sources(path, split)
         plan = Plan.of(
             sources,
             path if isinstance(path, Mixture) else None,
             batching,
             split=split,
-            gang_size=world_size if gang_size is None else gang_size,
+            gang_size=ranks.world_size if gang_size is None else gang_size,
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
         )
-        self._job = Job(plan, WindowReader(sources, COLUMNS), rank, world_size)
+        self._job = Job(plan, WindowReader(sources, COLUMNS), ranks.rank, ranks.world_size)
         self._pad_id = sources[0].manifest.tokenizer.pad_id
-        self.epochs = epochs
-        self.epoch = 0
-        """The first epoch of the next iteration."""
+        self.epochs = checks.epochs(epochs)
+        self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self._share_epoch()
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch of the next iteration, also in workers that a DataLoader keeps; set it
+        between two iterations."""
+        return int(self._epoch)
+
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self._epoch.fill_(checks.whole("epoch", epoch))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy has a counter of its own, shared with its own workers."""
+        self.__dict__.update(state)
+        self._share_epoch()
 
     def __iter__(self) -> Iterator[WindowShare]:
         worker = get_worker_info()
-        worker_id, num_workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return self._shares(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
+
+    def _share_epoch(self) -> None:
+        """Let workers that a DataLoader keeps see the epoch change."""
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+
+    def _shares(self, epoch: int, worker: int, num_workers: int) -> Iterator[WindowShare]:
         windows = self._job.plan.order.num_windows
-        first = self.epoch * windows
-        for number in count(first + worker_id, num_workers):
+        first = epoch * windows
+        for number in count(first + worker, num_workers):
             if self.epochs is not None and number >= first + self.epochs * windows:
                 return
             share = self._job.read(Position(*divmod(number, windows), 0))

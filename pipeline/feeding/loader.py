@@ -12,7 +12,6 @@ Nothing stops at the end of a window or an epoch. The state counts what the user
 was prefetched, so a state saved at any batch continues with exactly the next one.
 """
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -20,16 +19,19 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-import torch.distributed
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.feed import Feed
-from tokenfeed.pipeline.feeding.stats import Counters, Stats
+from tokenfeed.pipeline.feeding.placement import resolve_device, resolve_ranks, resolve_workers
+from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.audit import audit
-from tokenfeed.pipeline.planning.job import Job, check_epochs, check_rank
+from tokenfeed.pipeline.planning.estimate import estimate_rounds
+from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
 from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
@@ -37,9 +39,6 @@ from tokenfeed.pipeline.planning.state import Delivered, gang_size_of, own_strea
 from tokenfeed.pipeline.planning.window import WindowReader
 
 __all__ = ["ShardLoader"]
-
-_WORKERS_PER_CORE = 16
-"""More could only be a slip of the finger, and would bring the machine down."""
 
 
 class ShardLoader:
@@ -52,6 +51,12 @@ class ShardLoader:
 
     Iterating goes on from the present position: leaving the loop and entering it again loses and
     repeats nothing, and after the last epoch of a pass the next pass begins, newly shuffled.
+
+    One thread at a time iterates, loads, resizes and closes; another one that comes in between gets
+    a LoaderError and disturbs nothing. `state_dict`, `position` and `stats` work in any thread and
+    in a signal handler, and wait for nothing: a state is that of a batch that was given out, though
+    not always of one that was trained on, so let a handler ask the loop to save after its step. A
+    batch on a CUDA device belongs to the stream that was current, in that thread, at `next`.
     """
 
     def __init__(
@@ -86,7 +91,8 @@ class ShardLoader:
             epochs: Epochs of a pass; None for no end.
             gang_size: Micro-batches of one training step, over all ranks (of a stream). Their rows
                 are of nearly equal length and the same on any number of ranks. None: that of a
-                loaded state, else `world_size`.
+                loaded state, else the ranks. With more ranks than that, several gangs make a round,
+                each of rows of its own length, so the work of its ranks is no longer equal.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
             timeout: Seconds after which a worker that does not answer counts as hung.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
@@ -98,19 +104,16 @@ class ShardLoader:
             ManifestError: The folder holds no such data set or split.
             ConfigError: A setting is out of range, or does not fit the data.
         """
-        self.rank, self.world_size, stream = _resolve_ranks(rank, world_size, num_streams)
-        if epochs is not None and num_streams > 1:
+        self._ranks = resolve_ranks(rank, world_size, num_streams)
+        if epochs is not None and self._ranks.num_streams > 1:
             raise ConfigError(
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
             )
-        check_epochs(epochs)
-        if timeout <= 0:
-            raise ConfigError(f"`timeout`={timeout}: expected seconds, more than 0.")
-        self.epochs = epochs
-        self.device = _resolve_device(device)
-        self._timeout = timeout
+        self.epochs = checks.epochs(epochs)
+        self.device = resolve_device(device)
+        self._timeout = checks.number("timeout", timeout)
         self._tuner = Tuner(num_cores()) if num_workers == "auto" else None
-        self._num_workers = 1 if num_workers == "auto" else _check_workers(num_workers)
+        self._num_workers = 1 if num_workers == "auto" else resolve_workers(num_workers)
         self._sources = open_sources(path, split)
         self._gang_size_is_given = gang_size is not None
         self._plan_with = partial(
@@ -122,14 +125,12 @@ class ShardLoader:
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
-            stream=stream,
-            num_streams=num_streams,
+            stream=self._ranks.stream,
+            num_streams=self._ranks.num_streams,
         )
-        self._plan = self._plan_with(gang_size=self.world_size if gang_size is None else gang_size)
-        self._delivered = Delivered(self._plan)
-        self._counters = Counters()
+        plan = self._plan_with(gang_size=self._ranks.group_size if gang_size is None else gang_size)
+        self._delivery = Delivery(Delivered(plan))
         self._length: int | None = None
-        self._feed: Feed | None = None
 
     @property
     def manifest(self) -> Manifest:
@@ -137,35 +138,34 @@ class ShardLoader:
         return self._sources[0].manifest
 
     @property
+    def rank(self) -> int:
+        """Whose share, among all ranks."""
+        return self._ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks, of every stream."""
+        return self._ranks.world_size
+
+    @property
     def position(self) -> Position:
         """What comes next, counted over all ranks."""
-        return self._delivered.position
+        return self._delivery.delivered.position
 
     @property
     def num_workers(self) -> int:
         """Reader processes now; may be set at any time, which ends "auto"."""
-        return self._feed.num_workers if self._feed else self._num_workers
+        running = self._delivery.num_workers
+        return self._num_workers if running is None else running
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
-        self._num_workers, self._tuner = _check_workers(number), None
-        if self._feed and not self._feed.resize(number):
-            self.close()
+        number = resolve_workers(number)
+        self._delivery.resize(number)
+        self._num_workers, self._tuner = number, None
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            started = time.perf_counter()
-            try:
-                batch, ragged = next(self._started())
-            except BaseException:
-                self.close()  # whoever mends the cause can go on: the position stayed
-                raise
-            self._counters.add_batch(batch, time.perf_counter() - started)
-            self._delivered.add(ragged)
-            ends_pass = self._stands_at_end_of_pass()
-            yield batch
-            if ends_pass:
-                return
+        return Pass(self._deliver)
 
     def __len__(self) -> int:
         """Batches of a pass, where known: an epoch is one window, and always of the same rows.
@@ -185,23 +185,25 @@ class ShardLoader:
 
     @property
     def estimated_batches(self) -> int:
-        """About how many batches each rank gets in a pass; from the manifest alone."""
+        """About how many batches each rank gets in a pass: a window is planned of rows as long as
+        the manifest has them. No shard is read; it takes as long as planning a window does."""
         if self.epochs is None:
             raise ConfigError("`epochs`=None has no end, so there is no number of batches.")
-        return self._plan.estimate_rounds(self.world_size) * self.epochs
+        return estimate_rounds(self._plan, self._sources, self.world_size) * self.epochs
 
     def stats(self) -> Stats:
         """What was delivered to this rank, and what it waited for."""
         names = [str(source.folder) for source in self._sources]
-        present = dict(zip(names, self._delivered.tokens, strict=True))
-        last = dict(zip(names, self._delivered.last_epoch_tokens, strict=False))
-        return self._counters.read(self.num_workers, present, last)
+        delivered = self._delivery.delivered
+        present = dict(zip(names, delivered.tokens, strict=True))
+        last = dict(zip(names, delivered.last_epoch_tokens, strict=False))
+        return self._delivery.counters.read(self.num_workers, present, last)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered up to the last batch given out: a few integers, the plan's settings
         and a digest. It does not depend on ranks, workers, prefetching or device; with
         `num_streams` it is that of the rank's own stream."""
-        return self._delivered.state()
+        return self._delivery.delivered.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, at once; only its window is read again.
@@ -213,10 +215,9 @@ class ShardLoader:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
         state = own_stream(state, self._plan.stream)
-        plan = self._plan_of(state)
-        delivered = Delivered.of(plan, state)
-        self.close()
-        self._plan, self._delivered, self._length = plan, delivered, None
+        delivered = Delivered.of(self._plan_of(state), state)
+        self._delivery.go_on_from(delivered)
+        self._length = None
 
     def audit(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
         """The first difference between what two runs delivered, from their states; None if none.
@@ -228,9 +229,7 @@ class ShardLoader:
 
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
-        if self._feed:
-            self._feed.close()
-            self._feed = None
+        self._delivery.close()
 
     def __enter__(self) -> Self:
         return self
@@ -243,69 +242,36 @@ class ShardLoader:
     ) -> None:
         self.close()
 
-    def _stands_at_end_of_pass(self) -> bool:
-        epoch, window, micro_batch = self.position
-        return not (self.epochs is None or epoch % self.epochs or window or micro_batch)
+    @property
+    def _plan(self) -> Plan:
+        return self._delivery.delivered.plan
+
+    def _deliver(self) -> tuple[Batch, bool]:
+        return self._delivery.next(self._start_feed, self.epochs)
 
     def _job(self) -> Job:
         return self._job_of(self._plan)
 
     def _job_of(self, plan: Plan) -> Job:
-        return Job(plan, WindowReader(self._sources, COLUMNS), self.rank, self.world_size)
+        ranks = self._ranks
+        return Job(
+            plan, WindowReader(self._sources, COLUMNS), ranks.rank_in_group, ranks.group_size
+        )
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
         """This loader's plan, with the gang size of a state where it was given none."""
         gang_size = None if self._gang_size_is_given else gang_size_of(state)
         return self._plan if gang_size is None else self._plan_with(gang_size=gang_size)
 
-    def _started(self) -> Feed:
-        """The feed that goes on from the present position."""
-        if self._feed is None:
-            self._feed = Feed(
-                self._job(),
-                self.position,
-                self.device,
-                self.manifest.tokenizer.pad_id,
-                num_workers=self._num_workers,
-                timeout=self._timeout,
-                tuner=self._tuner,
-                counters=self._counters,
-            )
-        return self._feed
-
-
-def _check_workers(num_workers: int) -> int:
-    most = _WORKERS_PER_CORE * num_cores()
-    if not isinstance(num_workers, int) or not 0 <= num_workers <= most:
-        raise ConfigError(f"`num_workers`={num_workers!r}: expected 0 to {most} here, or 'auto'.")
-    return num_workers
-
-
-def _resolve_device(device: str | torch.device) -> torch.device:
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise ConfigError(f"`device`={device!r} is no device of torch: try cpu or cuda.") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"`device`={device!r} is not supported: cpu and cuda are.")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())  # another may be current later
-    return resolved
-
-
-def _resolve_ranks(
-    rank: int | None, world_size: int | None, num_streams: int
-) -> tuple[int, int, int]:
-    """Rank and world size within a stream, and which stream; unsaid ones from torch.distributed."""
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank is None:
-        rank = torch.distributed.get_rank() if running else 0
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if running else 1
-    if num_streams < 1 or world_size % num_streams:
-        raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
-    check_rank(rank, world_size)
-    stream, rank = divmod(rank, world_size // num_streams)
-    return rank, world_size // num_streams, stream
+    def _start_feed(self) -> Feed:
+        """A feed that goes on from the present position."""
+        return Feed(
+            self._job(),
+            self.position,
+            self.device,
+            self.manifest.tokenizer.pad_id,
+            num_workers=self._num_workers,
+            timeout=self._timeout,
+            tuner=self._tuner,
+            counters=self._delivery.counters,
+        )

@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.state import Delivered, first_difference
+from tokenfeed.pipeline.planning.state import Delivered, first_difference, plan_settings_of
 
 __all__ = ["audit"]
 
@@ -30,8 +30,7 @@ def audit(job: Job, first: dict[str, Any], second: dict[str, Any]) -> str | None
     Raises:
         ResumeError: One of them is no state, or neither is one of this plan.
     """
-    settings = [dict(state.get("plan", {})) for state in (first, second)]
-    if difference := first_difference(*settings):
+    if difference := first_difference(plan_settings_of(first), plan_settings_of(second)):
         name, one, other = difference
         return f"the first run has {name}={one!r}, the second {name}={other!r}"
     runs = Delivered.of(job.plan, first), Delivered.of(job.plan, second)

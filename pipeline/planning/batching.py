@@ -5,9 +5,11 @@
     sequences -> gangs       neighbours in length, `gang_size` micro-batches at a time
     gang -> micro-batches    dealt like cards in order of length
 
-Because a gang is dealt like cards, its micro-batches differ by at most one row, and in tokens by at
-most one row's length: whoever takes them at the same time has the same work. A window's tail is an
-ordinary gang with fewer sequences, and with fewer micro-batches where sequences are too few.
+Because a gang is dealt like cards, its micro-batches differ by at most one sequence. Where a
+sequence is one row (Padded, Fixed), they differ in tokens by at most one row's length; packed, they
+have equal slots, of which some are fuller than others. So whoever takes them at the same time has
+the same work. A window's tail is an ordinary gang with fewer sequences, and with fewer
+micro-batches where sequences are too few.
 
 Nothing here knows ranks: a gang is what a training step is made of, whoever takes part in it.
 Every result depends on the arguments only: lengths, policy, gang size and key. Torch-free.

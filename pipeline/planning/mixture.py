@@ -6,17 +6,20 @@ how many record batches a source has given before window k is computed, never re
 Torch-free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
+from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.order import Stretch
 
-__all__ = ["Exhausted", "Mixture", "Source", "mix", "open_sources"]
+__all__ = ["Exhausted", "Mixture", "Source", "mix", "open_sources", "proportions"]
 
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
@@ -25,6 +28,10 @@ Exhausted = Literal["repeat", "stop", "continue"]
     stop      the epoch ends; of the other sources a rest stays unread
     continue  the others go on without it; the epoch is every row of every source once
 """
+
+
+_LARGEST_RATIO = 10**9
+"""Of two weights: with more, an epoch that repeats one of them has no end in sight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +43,21 @@ class Mixture:
     exhausted: Exhausted = "repeat"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.weights, Mapping):
+            raise checks.refusal("weights", self.weights, "a folder and its weight each, as a dict")
         if not self.weights:
             raise ConfigError("a Mixture needs at least one data set.")
-        for folder, weight in self.weights.items():
-            if not 0 < weight < float("inf"):
-                raise ConfigError(f"the weight of {folder} is {weight}: it must be above 0.")
-        if self.exhausted not in ("repeat", "stop", "continue"):
-            raise ConfigError(f"`exhausted`={self.exhausted!r}: expected repeat, stop or continue.")
+        weights = {folder: _weight(folder, weight) for folder, weight in self.weights.items()}
+        least = min(weights, key=weights.__getitem__)
+        most = max(weights, key=weights.__getitem__)
+        if weights[most] / _LARGEST_RATIO > weights[least]:
+            raise ConfigError(
+                f"the weight of {most} is {weights[most]}, that of {least} {weights[least]}: no "
+                f"weight may be more than {_LARGEST_RATIO:,} times another. Leave {least} out."
+            )
+        object.__setattr__(self, "weights", weights)
+        exhausted = checks.choice("exhausted", self.exhausted, get_args(Exhausted))
+        object.__setattr__(self, "exhausted", exhausted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +84,17 @@ def open_sources(path: str | Path | Mixture, split: str) -> tuple[Source, ...]:
         ConfigError: A split has no rows, or the data sets do not fit each other.
     """
     folders = path.weights if isinstance(path, Mixture) else [path]
-    sources = tuple(_open(Path(folder), split) for folder in folders)
+    sources = tuple(_open(_folder(folder), checks.text("split", split)) for folder in folders)
     for source in sources[1:]:
         _refuse_difference(sources[0], source)
+    _refuse_repetition(sources)
     return sources
+
+
+def proportions(weights: Iterable[float]) -> list[Fraction]:
+    """Each one's exact share of the whole."""
+    shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is a tenth
+    return [share / sum(shares) for share in shares]
 
 
 def mix(
@@ -87,7 +109,7 @@ def mix(
     batch a source, and where a source is read whole, to the last row.
     """
     tokens = [Fraction(source.tokens) for source in sources]
-    shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is a tenth
+    shares = proportions(weights)
     durations = [size / share for size, share in zip(tokens, shares, strict=True)]
     if exhausted == "continue":
         ends = sorted(set(durations))
@@ -117,6 +139,24 @@ def mix(
     return tuple(stretches)
 
 
+def _weight(folder: object, weight: object) -> float:
+    """A weight as a float that reads as it was written, so that 0.7 of any type is the same."""
+    _folder(folder)
+    try:
+        read = float(Fraction(str(weight)))
+    except (ValueError, OverflowError):  # Fraction knows no nan and no infinity
+        read = 0.0
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not read > 0:
+        raise ConfigError(f"the weight of {folder} is {weight!r}: it must be a number above 0.")
+    return read
+
+
+def _folder(path: object) -> Path:
+    if not isinstance(path, str | PathLike):
+        raise checks.refusal("path", path, "a folder, or a Mixture of several")
+    return Path(path)
+
+
 def _open(folder: Path, split: str) -> Source:
     manifest = Manifest.read(folder)
     try:
@@ -144,4 +184,16 @@ def _refuse_difference(first: Source, other: Source) -> None:
             raise ConfigError(
                 f"a mixture needs one {name}: {first.folder} has {left}, {other.folder} has "
                 f"{right}. Run `pretokenize` with the same settings."
+            )
+
+
+def _refuse_repetition(sources: tuple[Source, ...]) -> None:
+    """What is told of a source goes by its folder, so no folder may be two of them."""
+    seen: dict[Path, Path] = {}
+    for source in sources:
+        first = seen.setdefault(source.folder.resolve(), source.folder)
+        if first is not source.folder:
+            raise ConfigError(
+                f"{first} and {source.folder} are the same folder: a mixture takes each one once. "
+                "Raise its weight instead."
             )

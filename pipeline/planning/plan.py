@@ -12,6 +12,7 @@ import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.layout import lay_out
 from tokenfeed.pipeline.planning.ledger import digests, tokens_by_source
@@ -52,8 +53,6 @@ class Plan:
     """Where each source's rows end among all rows."""
     epoch_tokens: tuple[int | None, ...]
     """Tokens of each source in an epoch; None where the last reading of it is a part."""
-    about: tuple[int, int]
-    """Rows and tokens of an epoch; where a source is read in part, by its averages."""
     split: str
     batching: Batching
     gang_size: int
@@ -84,22 +83,26 @@ class Plan:
         """
         if not isinstance(batching, Padded | Packed | Fixed):
             raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
-        if gang_size < 1:
-            raise ConfigError(f"`gang_size`={gang_size} must be at least 1.")
+        gang_size = checks.whole("gang_size", gang_size, least=1, most=checks.MOST)
         _check_fit(sources, batching)
         if window_tokens is None:
             window_tokens = default_window_tokens(sources, batching, gang_size)
+        window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         exhausted = mixture.exhausted if mixture else "continue"
-        stretches = mix(sources, weights, exhausted, max(1, window_tokens))
-        order = EpochOrder(tuple(source.batches for source in sources), stretches, seed, shuffle)
+        stretches = mix(sources, weights, exhausted, window_tokens)
+        order = EpochOrder(
+            tuple(source.batches for source in sources),
+            stretches,
+            checks.seed(seed),
+            checks.flag("shuffle", shuffle),
+        )
         _check_epoch(sources, order, num_streams)
         return cls(
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
             _epoch_tokens(sources, order) if num_streams == 1 else (None,) * len(sources),
-            _about(sources, order),
             split,
             batching,
             gang_size,
@@ -155,20 +158,6 @@ class Plan:
             return Position(position.epoch, position.window + 1, 0)
         return Position(position.epoch + 1, 0, 0)
 
-    def estimate_rounds(self, world_size: int) -> int:
-        """About how many rounds an epoch has: micro-batches that each rank gets."""
-        rows, tokens = self.about
-        match self.batching:
-            case Padded(max_tokens=budget):
-                batches = tokens / budget
-            case Packed(sequence_length=length, rows=sequences):
-                batches = tokens / (length * sequences)
-            case Fixed(rows=sequences):
-                batches = rows / sequences
-        gangs = batches / self.num_streams / self.gang_size
-        together = max(1, world_size // self.gang_size)
-        return max(1, round(gangs * -(-self.gang_size // world_size) / together))
-
     def settings(self) -> dict[str, Any]:
         """What has to be equal for two plans to be: JSON-serialisable, part of a saved state."""
         return {
@@ -207,15 +196,6 @@ def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int |
     return tuple(
         None if rest else source.tokens * whole
         for source, (whole, rest) in zip(sources, times, strict=True)
-    )
-
-
-def _about(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int, int]:
-    """Rows and tokens of an epoch, by the averages of each source's record batches."""
-    pairs = list(zip(sources, order.batches_read, strict=True))
-    return (
-        sum(source.rows * batches // source.batches for source, batches in pairs),
-        sum(source.tokens * batches // source.batches for source, batches in pairs),
     )
 
 

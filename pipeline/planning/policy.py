@@ -4,14 +4,16 @@ They say what a micro-batch may be; `batching` and `packing` make it. Frozen, ha
 a saved state. Torch-free.
 """
 
-from dataclasses import dataclass
-from typing import Literal
+import ast
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.planning import checks
 
-__all__ = ["Batching", "Fixed", "LongRows", "Packed", "Padded", "round_up"]
+__all__ = ["Batching", "Fixed", "LongRows", "Packed", "Padded", "round_up", "settings_of"]
 
 LongRows = Literal["cut", "refuse"]
 """What happens to a row that is longer than a micro-batch may be: it is cut into pieces, which
@@ -29,13 +31,13 @@ class Padded:
     long_rows: LongRows = "cut"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "multiple_of")
+        _check_sizes(self, "max_tokens", "multiple_of")
         if self.max_tokens < self.multiple_of:
             raise ConfigError(
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
                 "Raise it."
             )
-        _check_long_rows(self.long_rows)
+        _check_long_rows(self)
 
     @property
     def longest_piece(self) -> int:
@@ -56,7 +58,7 @@ class Fixed:
     """Padded lengths are rounded up to this."""
 
     def __post_init__(self) -> None:
-        _require_positive(self, "rows", "multiple_of")
+        _check_sizes(self, "rows", "multiple_of")
 
     @property
     def long_rows(self) -> LongRows:
@@ -86,8 +88,9 @@ class Packed:
     long_rows: LongRows = "cut"
 
     def __post_init__(self) -> None:
-        _require_positive(self, "sequence_length", "rows")
-        _check_long_rows(self.long_rows)
+        _check_sizes(self, "sequence_length", "rows")
+        object.__setattr__(self, "split", checks.flag("split", self.split))
+        _check_long_rows(self)
         if self.split and self.long_rows == "refuse":
             raise ConfigError("`split`=True cuts documents, `long_rows`='refuse' forbids it.")
 
@@ -105,18 +108,45 @@ class Packed:
 Batching = Padded | Packed | Fixed
 """How micro-batches are made."""
 
+_POLICIES: dict[str, Any] = {policy.__name__: policy for policy in get_args(Batching)}
+
 
 def round_up(length: int, multiple_of: int) -> int:
     """The smallest multiple of `multiple_of` that is at least `length`."""
     return -(-length // multiple_of) * multiple_of
 
 
-def _require_positive(policy: Padded | Packed | Fixed, *names: str) -> None:
+def settings_of(described: object) -> object:
+    """What the repr of a policy says, as a class name and a value for every field; anything else
+    as it is.
+
+    A field that it does not name has its default, so that a policy saved before the field came is
+    the same as one that leaves it alone.
+    """
+    try:
+        call = ast.parse(str(described), mode="eval").body
+        policy = _POLICIES[call.func.id]  # type: ignore[attr-defined]
+        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}  # type: ignore[attr-defined]
+    except (
+        AttributeError,
+        KeyError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+        MemoryError,
+        RecursionError,
+    ):
+        return described
+    defaults = {field.name: field.default for field in fields(policy)}
+    return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
+
+
+def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
-        if (value := getattr(policy, name)) < 1:
-            raise ConfigError(f"`{name}`={value} must be at least 1.")
+        size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
+        object.__setattr__(policy, name, size)  # a plain int, whatever was given
 
 
-def _check_long_rows(choice: str) -> None:
-    if choice not in ("cut", "refuse"):
-        raise ConfigError(f"`long_rows`={choice!r}: expected 'cut' or 'refuse'.")
+def _check_long_rows(policy: Padded | Packed) -> None:
+    word = checks.choice("long_rows", policy.long_rows, get_args(LongRows))
+    object.__setattr__(policy, "long_rows", word)

@@ -5,52 +5,79 @@ was delivered. It does not know ranks, workers, prefetching or devices, so it co
 Torch-free.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Annotated, Any
+
+import msgspec
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.planning import checks
+from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.policy import settings_of
 from tokenfeed.pipeline.planning.share import RaggedBatch
 
-__all__ = ["Delivered", "first_difference", "gang_size_of", "merge_states", "own_stream"]
+__all__ = [
+    "Delivered",
+    "first_difference",
+    "gang_size_of",
+    "merge_states",
+    "own_stream",
+    "plan_settings_of",
+]
 
 _VERSION = 2
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
 class Delivered:
-    """Everything that all ranks together have delivered, up to some round."""
+    """Everything that all ranks together have delivered, up to some round.
+
+    It never changes: every round makes another one. So it can be read at any moment and from any
+    thread, and what is read belongs together.
+    """
 
     plan: Plan
     position: Position = _START
     digest: int = 0
     """Sum over all micro-batches; see `ledger`."""
-    tokens: list[int] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
     """Tokens of each source in the present epoch."""
-    last_epoch_tokens: list[int] = field(default_factory=list)
+    last_epoch_tokens: tuple[int, ...] = ()
     """The same for the epoch before; empty where this process did not see its end."""
-    trail: list[tuple[int, int]] = field(default_factory=list)
+    trail: tuple[tuple[int, int], ...] = ()
     """(windows, digest after them) at distances that double: where two runs still agreed."""
 
     def __post_init__(self) -> None:
-        self.tokens = self.tokens or [0] * len(self.plan.data)
+        if not self.tokens:
+            object.__setattr__(self, "tokens", (0,) * len(self.plan.data))
 
-    def add(self, batch: RaggedBatch) -> None:
-        """Count one more round."""
-        self.digest = (self.digest + int(batch.of_round("digests"))) & _WORD
-        for source, tokens in enumerate(batch.of_round("tokens").tolist()):
-            self.tokens[source] += tokens
+    def after(self, batch: RaggedBatch) -> "Delivered":
+        """The same and one more round.
+
+        Raises:
+            LoaderError: The round ends an epoch that did not have the tokens of the manifest.
+        """
+        plan, last = self.plan, self.last_epoch_tokens
+        digest = (self.digest + int(batch.of_round("digests"))) & _WORD
+        tokens = tuple(map(add, self.tokens, batch.of_round("tokens").tolist()))
         if not batch.is_last:
             epoch, window, _ = self.position
-            self.position = Position(epoch, window, int(batch.of_round("position")))
-            return
-        self.position = self.plan.next_window(self.position)
-        self._leave_trail()
-        if self.position.window == 0:
-            self._close_epoch()
+            position = Position(epoch, window, int(batch.of_round("position")))
+            return Delivered(plan, position, digest, tokens, last, self.trail)
+        position = plan.next_window(self.position)
+        trail = self._trail_to(position, digest)
+        if position.window:
+            return Delivered(plan, position, digest, tokens, last, trail)
+        _check_epoch(plan, self.position.epoch, tokens)
+        return Delivered(plan, position, digest, last_epoch_tokens=tokens, trail=trail)
 
     def state(self) -> dict[str, Any]:
         """As a JSON-serialisable dict."""
@@ -70,80 +97,82 @@ class Delivered:
         Raises:
             ResumeError: The state is damaged or belongs to another plan; says what differs.
         """
-        try:
-            version, theirs = state["version"], dict(state["plan"])
-            if version == _VERSION:
-                made = cls(
-                    plan,
-                    Position(*(int(state[name]) for name in Position._fields)),
-                    digest=int(state["digest"], 16),
-                    tokens=[int(tokens) for tokens in state["tokens"]],
-                    trail=[(int(windows), int(digest, 16)) for windows, digest in state["trail"]],
-                )
-                made._check()
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ResumeError(f"cannot resume: this is no loader state ({error!r}).") from error
-        if version != _VERSION:
+        saved = _read(state)
+        if difference := first_difference(plan.settings(), saved.plan):
+            name, ours, theirs = difference
             raise ResumeError(
-                f"cannot resume: expected loader state version {_VERSION}, got {version!r}."
-            )
-        if difference := first_difference(plan.settings(), theirs):
-            name, ours, saved = difference
-            raise ResumeError(
-                f"cannot resume: the state was saved with {name}={saved!r}, this loader has "
+                f"cannot resume: the state was saved with {name}={theirs!r}, this loader has "
                 f"{name}={ours!r}. Use the same, or start a new run."
             )
-        counted = len(state["tokens"])
-        if made.position.window >= plan.num_windows or counted != len(plan.data):
-            raise ResumeError(f"cannot resume: no such {made.position} of {counted} sources.")
-        return made
-
-    def _check(self) -> None:
-        """Refuse with a ValueError what no run can have delivered."""
-        digests = [self.digest, *(digest for _, digest in self.trail)]
-        if min(*self.position, *self.tokens, *digests) < 0 or max(digests) > _WORD:
-            raise ValueError("a number is out of range")
+        position, counted = (
+            Position(saved.epoch, saved.window, saved.micro_batch),
+            len(saved.tokens),
+        )
+        if position.window >= plan.num_windows or counted != len(plan.data):
+            raise ResumeError(f"cannot resume: no such {position} of {counted} sources.")
+        return cls(
+            plan,
+            position,
+            digest=int(saved.digest, 16),
+            tokens=saved.tokens,
+            trail=tuple((windows, int(digest, 16)) for windows, digest in saved.trail),
+        )
 
     def checkpoints(self) -> dict[int, int]:
         """Digests by the number of windows they cover, as far as they are remembered."""
         return dict(self.trail)
 
-    def _leave_trail(self) -> None:
-        """Keep for each power of two the last multiple of it, and the one before."""
-        windows = self.position.epoch * self.plan.num_windows + self.position.window
+    def _trail_to(self, position: Position, digest: int) -> tuple[tuple[int, int], ...]:
+        """For each power of two the last multiple of it, and the one before."""
+        windows = position.epoch * self.plan.num_windows + position.window
         steps = [1 << bit for bit in range(windows.bit_length())]
         kept = {windows // step * step - back for step in steps for back in (0, step)}
-        self.trail = [entry for entry in self.trail if entry[0] in kept]
-        self.trail.append((windows, self.digest))
+        return (*(entry for entry in self.trail if entry[0] in kept), (windows, digest))
 
-    def _close_epoch(self) -> None:
-        for source, (had, due) in enumerate(zip(self.tokens, self.plan.epoch_tokens, strict=True)):
-            if due is not None and had != due:
-                raise LoaderError(
-                    f"epoch {self.position.epoch - 1} delivered {had:,} tokens of source {source}, "
-                    f"its manifest has {due:,}. This is a bug of tokenfeed: please report it."
-                )
-        self.last_epoch_tokens = self.tokens
-        self.tokens = [0] * len(self.tokens)
+
+class _Saved(msgspec.Struct, frozen=True):
+    """A state as it was saved."""
+
+    version: int
+    plan: dict[str, Any]
+    epoch: _Count
+    window: _Count
+    micro_batch: _Count
+    digest: _Digest
+    tokens: tuple[_Count, ...]
+    trail: tuple[tuple[_Count, _Digest], ...]
 
 
 def first_difference(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[str, object, object] | None:
-    """Name and both values of the first setting in which two plans differ."""
+    """Name and both values of the first setting in which two plans differ.
+
+    Values are compared by what they mean: weights by their proportions, policies field by field.
+    """
     for name in dict.fromkeys([*ours, *theirs]):
-        if ours.get(name) != theirs.get(name):
-            return name, ours.get(name), theirs.get(name)
+        our, their = ours.get(name), theirs.get(name)
+        if our != their and _meaning(name, our) != _meaning(name, their):
+            return name, our, their
     return None
 
 
 def gang_size_of(state: dict[str, Any]) -> int | None:
     """The gang size a state was saved with; None if it says none, which is found out later."""
     try:
-        gang_size = int(state["plan"]["gang_size"])
-    except (KeyError, TypeError, ValueError):
+        gang_size = checks.as_int(state["plan"]["gang_size"])
+    except (KeyError, TypeError):
         return None
-    return gang_size if gang_size > 0 else None
+    return gang_size if gang_size and 0 < gang_size <= checks.MOST else None
+
+
+def plan_settings_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the plan that a state was saved with.
+
+    Raises:
+        ResumeError: It is no state.
+    """
+    return _read(state).plan
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -156,18 +185,16 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     Raises:
         ResumeError: A stream is missing, or they belong to different plans.
     """
-    try:
-        by_stream = {int(state["plan"]["stream"]): state for state in states}
-        plans = [dict(state["plan"]) | {"stream": 0} for state in by_stream.values()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ResumeError(f"this is no loader state ({error!r}).") from error
+    by_stream = {_stream_setting(plan_settings_of(state), "stream"): state for state in states}
+    plans = [plan_settings_of(state) | {"stream": 0} for state in by_stream.values()]
     for plan in plans[1:]:
         if difference := first_difference(plans[0], plan):
             name, one, other = difference
             raise ResumeError(f"states of different runs: {name} is {one!r} and {other!r}.")
-    wanted = set(range(plans[0]["num_streams"])) if plans else {0}
-    if missing := wanted - by_stream.keys():
-        raise ResumeError(f"no state of stream {min(missing)} of {len(wanted)} was given.")
+    count = _stream_setting(plans[0], "num_streams") if plans else 1
+    missing = next((stream for stream in range(count) if stream not in by_stream), None)
+    if missing is not None:
+        raise ResumeError(f"no state of stream {missing} of {count} was given.")
     return {"streams": [by_stream[stream] for stream in sorted(by_stream)]}
 
 
@@ -177,3 +204,45 @@ def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
     if not isinstance(streams, list):
         return state
     return streams[stream] if stream < len(streams) else {}
+
+
+def _read(state: object) -> _Saved:
+    """A saved state, its types and ranges checked."""
+    if not isinstance(state, Mapping) or "version" not in state:
+        raise ResumeError("cannot resume: this is no loader state, as `state_dict` gives it.")
+    if state["version"] != _VERSION:
+        raise ResumeError(
+            f"cannot resume: expected loader state version {_VERSION}, got {state['version']!r}."
+        )
+    try:
+        return msgspec.convert(dict(state), _Saved)
+    except msgspec.ValidationError as error:
+        raise ResumeError(f"cannot resume: this is no loader state ({error}).") from error
+
+
+def _stream_setting(plan: dict[str, Any], name: str) -> int:
+    number = checks.as_int(plan.get(name))
+    if number is None:
+        raise ResumeError(f"this is no loader state: {name} is {plan.get(name)!r}.")
+    return number
+
+
+def _meaning(name: str, value: Any) -> object:
+    """What a setting says, where it can be said in several ways; junk says itself."""
+    if name == "batching":
+        return settings_of(value)
+    if name != "weights" or not isinstance(value, list | tuple):
+        return value
+    try:
+        return [str(share) for share in proportions(value)]
+    except (TypeError, ValueError, ZeroDivisionError):
+        return value
+
+
+def _check_epoch(plan: Plan, epoch: int, tokens: tuple[int, ...]) -> None:
+    for source, (had, due) in enumerate(zip(tokens, plan.epoch_tokens, strict=True)):
+        if due is not None and had != due:
+            raise LoaderError(
+                f"epoch {epoch} delivered {had:,} tokens of source {source}, its manifest has "
+                f"{due:,}. This is a bug of tokenfeed: please report it."
+            )

@@ -1,0 +1,100 @@
+"""Where a loader stands: on which device, as which rank of how many, with how many workers."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.tuner import num_cores
+from tokenfeed.pipeline.planning import checks
+
+__all__ = ["Ranks", "resolve_device", "resolve_ranks", "resolve_workers"]
+
+_WORKERS_PER_CORE = 16
+"""More could only be a slip of the finger, and would bring the machine down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """A rank among all, and within the group of ranks that share a stream of windows."""
+
+    rank: int
+    world_size: int
+    num_streams: int = 1
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a group."""
+        return self.world_size // self.num_streams
+
+    @property
+    def stream(self) -> int:
+        """Which of the streams its group reads."""
+        return self.rank // self.group_size
+
+    @property
+    def rank_in_group(self) -> int:
+        """Which rank of its group."""
+        return self.rank % self.group_size
+
+
+def resolve_ranks(rank: int | None, world_size: int | None, num_streams: int = 1) -> Ranks:
+    """Which rank of how many; what is not said, torch.distributed knows, and is 0 of 1 without it.
+
+    Raises:
+        ConfigError: There is no such rank, or torch.distributed will know only later.
+    """
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if None in (rank, world_size) and not running and (launched := _launched_processes()) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={launched} says that {launched} processes train together, but which one "
+            "this is will be known after `init_process_group`, and each would get all rows. Make "
+            "the loader after it, or pass `rank` and `world_size`."
+        )
+    if rank is None:
+        rank = torch.distributed.get_rank() if running else 0
+    if world_size is None:
+        world_size = torch.distributed.get_world_size() if running else 1
+    world_size = checks.whole("world_size", world_size, least=1, most=checks.MOST)
+    num_streams = checks.whole("num_streams", num_streams, least=1)
+    if world_size % num_streams:
+        raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
+    rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
+    return Ranks(rank, world_size, num_streams)
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device of torch that is meant.
+
+    Raises:
+        ConfigError: torch knows no such device, finds none, or it is no CPU and no CUDA device.
+    """
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"`device`={device!r} is no device of torch: try cpu or cuda.") from None
+    if resolved.type not in ("cpu", "cuda"):
+        raise ConfigError(f"`device`={device!r} is not supported: cpu and cuda are.")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())  # another may be current later
+    return resolved
+
+
+def resolve_workers(num_workers: int) -> int:
+    """A number of workers that this machine can run.
+
+    Raises:
+        ConfigError: It is no number, or out of range.
+    """
+    most = _WORKERS_PER_CORE * num_cores()
+    return checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
+
+
+def _launched_processes() -> int:
+    """How many processes torchrun, or a launcher like it, says it has started."""
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() else 1
