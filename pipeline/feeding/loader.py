@@ -23,9 +23,10 @@ import torch.distributed
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.cores import cores_per_rank, num_cores
 from tokenfeed.pipeline.feeding.feed import Feed
 from tokenfeed.pipeline.feeding.stats import Counters, Stats
-from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
+from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.audit import audit
 from tokenfeed.pipeline.planning.job import Job, check_epochs, check_rank
@@ -79,7 +80,8 @@ class ShardLoader:
             split: Which split of the data set.
             device: Where batches are delivered.
             num_workers: Reader processes; 0 reads in this process, "auto" starts one and measures
-                how many keep up. The order never depends on it.
+                how many keep up, at most this rank's share of the cores. The order never depends
+                on it.
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
@@ -108,7 +110,7 @@ class ShardLoader:
         self.epochs = epochs
         self.device = _resolve_device(device)
         self._timeout = timeout
-        self._tuner = Tuner(num_cores()) if num_workers == "auto" else None
+        self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._num_workers = 1 if num_workers == "auto" else _check_workers(num_workers)
         self._sources = open_sources(path, split)
         self._gang_size_is_given = gang_size is not None
