@@ -34,12 +34,12 @@ class Feed:
         tuner: Tuner | None,
         counters: Counters,
     ) -> None:
-        """Start the workers; they begin at once."""
+        """Start nothing yet: the first batch does."""
         on_device = device.type == "cuda"
         self._pool: WorkerPool | None = None
-        source: WindowSource
+        self._source: WindowSource
         if num_workers:
-            source = self._pool = WorkerPool(
+            self._source = self._pool = WorkerPool(
                 job,
                 start,
                 num_workers=num_workers,
@@ -47,15 +47,28 @@ class Feed:
                 register=page_lock if on_device else None,
             )
         else:
-            source = InlineSource(job, start, stage if on_device else None)
-        self._end = weakref.finalize(self, source.close)  # also when the interpreter ends
-        measured = _Measured(source, self._pool, tuner, counters)
+            self._source = InlineSource(job, start, stage if on_device else None)
+        self._end = weakref.finalize(self, self._source.close)  # also when the interpreter ends
+        measured = _Measured(self._source, self._pool, tuner, counters)
         self._batches = (
             copy_ahead(measured, device, pad_id) if on_device else _on_host(measured, pad_id)
         )
+        self._in_step = True
 
     def __next__(self) -> tuple[Batch, RaggedBatch]:
+        self._in_step = False
         return next(self._batches)
+
+    def counted(self) -> None:
+        """The loader has counted what it was given last."""
+        self._in_step = True
+
+    def can_go_on(self) -> bool:
+        """Whether it stands where the loader stands: it may not, where Ctrl-C broke into either.
+
+        Nor can it go on in a forked child: the workers answer the parent.
+        """
+        return self._in_step and (self._pool is None or self._pool.is_ours())
 
     @property
     def num_workers(self) -> int:
@@ -64,15 +77,20 @@ class Feed:
 
     def resize(self, num_workers: int) -> bool:
         """Have another number of workers; False where a new feed is needed for that."""
+        if not self.can_go_on():
+            return False
         if self._pool is None or num_workers == 0:
             return num_workers == self.num_workers
+        self._in_step = False
         self._pool.resize(num_workers)
+        self._in_step = True
         return True
 
     def close(self) -> None:
-        """Wait for copies that still run, end the workers."""
+        """Wait for copies that still run, end the workers; again, if something broke into it."""
         self._batches.close()
-        self._end()
+        self._source.close()
+        self._end.detach()
 
 
 def _on_host(source: WindowSource, pad_id: int) -> Generator[tuple[Batch, RaggedBatch], None, None]:

@@ -25,6 +25,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.cores import cores_per_rank, num_cores
 from tokenfeed.pipeline.feeding.feed import Feed
+from tokenfeed.pipeline.feeding.process import check_workers_can_run
 from tokenfeed.pipeline.feeding.stats import Counters, Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -52,6 +53,7 @@ class ShardLoader:
 
     Iterating goes on from the present position: leaving the loop and entering it again loses and
     repeats nothing, and after the last epoch of a pass the next pass begins, newly shuffled.
+    A fork of the process goes on from there too, with workers of its own.
     """
 
     def __init__(
@@ -89,7 +91,8 @@ class ShardLoader:
                 are of nearly equal length and the same on any number of ranks. None: that of a
                 loaded state, else `world_size`.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
-            timeout: Seconds after which a worker that does not answer counts as hung.
+            timeout: Seconds after which a worker that does not answer counts as hung;
+                `float("inf")` for no limit.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
             world_size: Ranks that share each gang; by default torch.distributed's, or 1.
             num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
@@ -105,13 +108,15 @@ class ShardLoader:
                 f"`num_streams`={num_streams} needs `epochs`=None: streams end at different steps."
             )
         check_epochs(epochs)
-        if timeout <= 0:
-            raise ConfigError(f"`timeout`={timeout}: expected seconds, more than 0.")
+        if not (isinstance(timeout, int | float) and timeout > 0):
+            raise ConfigError(
+                f"`timeout`={timeout!r}: expected seconds, more than 0; float('inf') sets no limit."
+            )
         self.epochs = epochs
         self.device = _resolve_device(device)
         self._timeout = timeout
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
-        self._num_workers = 1 if num_workers == "auto" else _check_workers(num_workers)
+        self._num_workers = _check_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_sources(path, split)
         self._gang_size_is_given = gang_size is not None
         self._plan_with = partial(
@@ -157,12 +162,14 @@ class ShardLoader:
         while True:
             started = time.perf_counter()
             try:
-                batch, ragged = next(self._started())
+                feed = self._started()
+                batch, ragged = next(feed)
             except BaseException:
                 self.close()  # whoever mends the cause can go on: the position stayed
                 raise
             self._counters.add_batch(batch, time.perf_counter() - started)
             self._delivered.add(ragged)
+            feed.counted()
             ends_pass = self._stands_at_end_of_pass()
             yield batch
             if ends_pass:
@@ -261,6 +268,8 @@ class ShardLoader:
 
     def _started(self) -> Feed:
         """The feed that goes on from the present position."""
+        if self._feed and not self._feed.can_go_on():
+            self.close()
         if self._feed is None:
             self._feed = Feed(
                 self._job(),
@@ -279,6 +288,8 @@ def _check_workers(num_workers: int) -> int:
     most = _WORKERS_PER_CORE * num_cores()
     if not isinstance(num_workers, int) or not 0 <= num_workers <= most:
         raise ConfigError(f"`num_workers`={num_workers!r}: expected 0 to {most} here, or 'auto'.")
+    if num_workers:
+        check_workers_can_run()
     return num_workers
 
 

@@ -1,8 +1,9 @@
 """num_workers="auto": as many readers as keep up with the loop, found by measuring.
 
 A worker makes a window in d seconds, the loop uses one in c seconds of its own (waiting not
-counted), so d / c workers keep up. Order does not depend on their number, so it may change at any
-time. Pure: measurements in, a number out.
+counted), so d / c workers keep up. Waiting for a core is not part of d: more workers would make
+that longer. Order does not depend on their number, so it may change at any time. Pure: measurements
+in, a number out.
 """
 
 import statistics
