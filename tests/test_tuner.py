@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
+from tokenfeed.pipeline.feeding.tuner import Tuner
 
 
 def simulate(
@@ -74,7 +74,3 @@ def test_one_slow_window_changes_nothing() -> None:
 
 def test_it_measures_some_windows_before_it_changes_anything() -> None:
     assert simulate(1.0, 0.1)[:3] == [1, 1, 1]
-
-
-def test_there_is_at_least_one_core() -> None:
-    assert num_cores() >= 1

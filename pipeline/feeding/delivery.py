@@ -51,14 +51,14 @@ class Delivery:
         self._turn.take()
         try:
             started = time.perf_counter()
-            if self._feed is None:
-                self._feed = start()
-            taken = next(self._feed, None)
+            feed = self._running(start)
+            taken = next(feed, None)
             assert taken, "a feed has no end"
             batch, ragged = taken
             delivered = self.delivered.after(ragged)
             ends_pass = _ends_pass(delivered.position, epochs)
             self.counters.add_batch(batch, time.perf_counter() - started)
+            feed.counted()
             self.delivered = delivered  # no call from here on: signal handlers run after calls
             self._turn.holder = None
         except BaseException:
@@ -83,6 +83,14 @@ class Delivery:
         """End the feed; the position stays."""
         with self._turn:
             self._end_feed()
+
+    def _running(self, start: Callable[[], Feed]) -> Feed:
+        """The feed, or a new one where there is none that stands at the present position."""
+        if self._feed and not self._feed.can_go_on():
+            self._end_feed()
+        if self._feed is None:
+            self._feed = start()
+        return self._feed
 
     def _end_feed(self) -> None:
         feed, self._feed = self._feed, None  # first, so that what breaks in leaves no dead feed

@@ -36,7 +36,7 @@ class Feed:
         tuner: Tuner | None,
         counters: Counters,
     ) -> None:
-        """Start the workers; they begin at once."""
+        """Start nothing yet: the first batch does."""
         copies = page_lock = None
         if device.type == "cuda":
             copies, page_lock = copy_stream(device), PageLock(device, counters)
@@ -58,9 +58,22 @@ class Feed:
             copy_ahead(measured, copies, pad_id) if copies else _on_host(measured, pad_id)
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
+        self._in_step = True
 
     def __next__(self) -> tuple[Batch, RaggedBatch]:
+        self._in_step = False
         return next(self._batches)
+
+    def counted(self) -> None:
+        """The loader has counted what it was given last."""
+        self._in_step = True
+
+    def can_go_on(self) -> bool:
+        """Whether it stands where the loader stands: it may not, where Ctrl-C broke into either.
+
+        Nor can it go on in a forked child: the workers answer the parent.
+        """
+        return self._in_step and (self._pool is None or self._pool.is_ours())
 
     @property
     def num_workers(self) -> int:
@@ -68,13 +81,18 @@ class Feed:
         return self._pool.num_workers if self._pool else 0
 
     def resize(self, num_workers: int) -> bool:
-        """Have another number of workers; False where a new feed is needed: from 0, and to 0."""
+        """Have another number of workers; False where a new feed is needed: from 0, and to 0, and
+        where it cannot go on."""
+        if not self.can_go_on():
+            return False
         if self._pool and num_workers:
+            self._in_step = False
             self._pool.resize(num_workers)
+            self._in_step = True
         return bool(self._pool) == bool(num_workers)
 
     def close(self) -> None:
-        """Wait for copies that still run, end the workers, whatever went wrong before."""
+        """Wait for copies that still run, end the workers; again, if something broke into it."""
         _end(self._batches, self._source)
         self._finalizer.detach()
 

@@ -22,11 +22,12 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.feed import Feed
 from tokenfeed.pipeline.feeding.placement import resolve_device, resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
-from tokenfeed.pipeline.feeding.tuner import Tuner, num_cores
+from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.audit import audit
@@ -51,6 +52,7 @@ class ShardLoader:
 
     Iterating goes on from the present position: leaving the loop and entering it again loses and
     repeats nothing, and after the last epoch of a pass the next pass begins, newly shuffled.
+    A fork of the process goes on from there too, with workers of its own.
 
     One thread at a time iterates, loads, resizes and closes; another one that comes in between gets
     a LoaderError and disturbs nothing. `state_dict`, `position` and `stats` work in any thread and
@@ -85,7 +87,8 @@ class ShardLoader:
             split: Which split of the data set.
             device: Where batches are delivered.
             num_workers: Reader processes; 0 reads in this process, "auto" starts one and measures
-                how many keep up. The order never depends on it.
+                how many keep up, at most this rank's share of the cores. The order never depends
+                on it.
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
@@ -94,7 +97,8 @@ class ShardLoader:
                 loaded state, else the ranks. With more ranks than that, several gangs make a round,
                 each of rows of its own length, so the work of its ranks is no longer equal.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
-            timeout: Seconds after which a worker that does not answer counts as hung.
+            timeout: Seconds after which a worker that does not answer counts as hung;
+                `float("inf")` for no limit.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
             world_size: Ranks that share each gang; by default torch.distributed's, or 1.
             num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
@@ -112,8 +116,8 @@ class ShardLoader:
         self.epochs = checks.epochs(epochs)
         self.device = resolve_device(device)
         self._timeout = checks.number("timeout", timeout)
-        self._tuner = Tuner(num_cores()) if num_workers == "auto" else None
-        self._num_workers = 1 if num_workers == "auto" else resolve_workers(num_workers)
+        self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
+        self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_sources(path, split)
         self._gang_size_is_given = gang_size is not None
         self._plan_with = partial(

@@ -7,7 +7,8 @@ import torch
 import torch.distributed
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.tuner import num_cores
+from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.feeding.process import check_workers_can_run
 from tokenfeed.pipeline.planning import checks
 
 __all__ = ["Ranks", "resolve_device", "resolve_ranks", "resolve_workers"]
@@ -88,10 +89,13 @@ def resolve_workers(num_workers: int) -> int:
     """A number of workers that this machine can run.
 
     Raises:
-        ConfigError: It is no number, or out of range.
+        ConfigError: It is no number or out of range, or workers cannot run here.
     """
     most = _WORKERS_PER_CORE * num_cores()
-    return checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
+    checked = checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
+    if checked:
+        check_workers_can_run()
+    return checked
 
 
 def _launched_processes() -> int:

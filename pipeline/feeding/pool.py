@@ -7,34 +7,33 @@ stays in its slot, and is read there, until its lease is released.
 
 import contextlib
 import itertools
-import mmap
 import os
-import pickle
-import signal
-import socket
-import subprocess
-import tempfile
+import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import wait
 
 from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.feeding.process import (
+    END_S,
+    SLOTS,
+    Pending,
+    Register,
+    WorkerProcess,
+    start_undisturbed,
+)
 from tokenfeed.pipeline.feeding.source import Lease
-from tokenfeed.pipeline.feeding.worker import ENVIRONMENT, Failure, Made, Task, command, map_slot
+from tokenfeed.pipeline.feeding.worker import Made
 from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.share import Share
 
 __all__ = ["WorkerPool"]
 
-_SLOTS = 3
-"""Of each worker: one in use, one ready, one being made; with a single worker on a GPU the copies
-of the window before may still run."""
-
-Register = Callable[[mmap.mmap], Callable[[], None]]
-"""Prepares the memory of a slot for a device; returns what undoes it."""
+_LONGEST_WAIT_S = 3600.0  # the system's own waits have a limit; a timeout may be longer, or inf
 
 
 class WorkerPool:
@@ -49,7 +48,7 @@ class WorkerPool:
         timeout: float,
         register: Register | None = None,
     ) -> None:
-        """Start the workers; they begin at once.
+        """Start nothing yet: the first `take` does, and the workers go on from then.
 
         Args:
             job: What to make.
@@ -63,28 +62,22 @@ class WorkerPool:
         self._timeout = timeout
         self._register = register
         self._names = itertools.count()
-        self._workers: list[_Worker] = []
-        self._pending: deque[_Pending] = deque()  # in the order of the windows
-        try:
-            self.resize(num_workers)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def num_workers(self) -> int:
+        self._workers: list[WorkerProcess] = []
+        self._pending: deque[Pending] = deque()  # in the order of the windows
+        self._parent = os.getpid()
+        self._closed = False
+        self._changing = threading.RLock()  # the list of workers; a fork may find it locked
+        self.num_workers = num_workers
         """Processes that get new work."""
-        return sum(not worker.leaving for worker in self._workers)
+
+    def is_ours(self) -> bool:
+        """Whether this process made it; a fork of that one, which has a copy, did not."""
+        return os.getpid() == self._parent
 
     def resize(self, num_workers: int) -> None:
         """Start more workers, or let some leave when what they made was used."""
-        staying = [worker for worker in self._workers if not worker.leaving]
-        for worker in staying[num_workers:]:
-            worker.leaving = True
-        for _ in range(num_workers - len(staying)):
-            self._workers.append(_Worker(next(self._names), self._job))
-        self._dismiss()
-        self._assign()
+        self.num_workers = num_workers
+        self._staff()
 
     def take(self) -> Lease:
         """The next window.
@@ -93,26 +86,66 @@ class WorkerPool:
             LoaderError: The worker died, or did not answer within the timeout; names the window.
             TokenfeedError: What the worker met.
         """
-        self._assign()
-        head = self._pending[0]
-        made = self._answer_of(head)
-        ready = sum(1 for _ in itertools.takewhile(lambda p: p.answer is not None, self._pending))
-        self._pending.popleft()
-        memory = head.worker.slot_memory(head.slot, made.size, self._register)
-        share = Share.read(made.header, memoryview(memory))
-        return Lease(share, made.seconds, ready, lambda: self._release(head))
+        with self._while_open():
+            self._staff()
+            head = self._pending[0]
+            made = self._answer_of(head)
+            ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
+            self._pending.popleft()
+            memory = head.worker.slot_memory(head.slot, made.size, self._register)
+            share = Share.read(made.header, memoryview(memory))
+            return Lease(share, made.seconds, ready, lambda: self._release(head))
 
     def is_ready(self) -> bool:
         """Whether the next window is made."""
-        self._drain(0)
-        return bool(self._pending) and self._pending[0].answer is not None
+        with self._while_open():
+            self._drain(0)
+            return bool(self._pending) and self._pending[0].is_answered()
 
     def close(self) -> None:
-        """End all workers."""
-        for worker in self._workers:
-            worker.end()
-        self._workers.clear()
-        self._pending.clear()
+        """End all workers, within seconds whatever they do; again, if something broke into it."""
+        self._closed = True
+        with self._changing if self.is_ours() else contextlib.nullcontext():
+            for worker in self._workers:
+                worker.kill()
+            deadline = time.monotonic() + END_S
+            for worker in self._workers:
+                worker.end(deadline)
+            self._workers.clear()
+            self._pending.clear()
+
+    @contextlib.contextmanager
+    def _while_open(self) -> Iterator[None]:
+        """Explain what fails because another thread closed the pool."""
+        try:
+            self._check_open()
+            yield
+        except Exception:
+            self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if not self._closed:
+            return
+        if not threading.main_thread().is_alive():
+            sys.exit()  # the interpreter ends, and this thread with it, quietly
+        raise LoaderError("another thread closed the loader while this one read from it.") from None
+
+    def _staff(self) -> None:
+        """Start the workers that are missing, let go those that are too many; all get work."""
+        staying = [worker for worker in self._workers if not worker.leaving]
+        for worker in staying[self.num_workers :]:
+            worker.leaving = True
+        if (missing := self.num_workers - len(staying)) > 0:
+            start_undisturbed(partial(self._start, missing))
+        self._dismiss()
+        self._assign()
+
+    def _start(self, missing: int) -> None:
+        with self._changing:
+            for _ in range(missing):
+                if not self._closed:
+                    self._workers.append(WorkerProcess(next(self._names), self._job))
 
     def _assign(self) -> None:
         """Give every free slot a window, workers with the least to do first."""
@@ -121,12 +154,12 @@ class WorkerPool:
             if not free:
                 return
             worker = max(free, key=lambda worker: len(worker.free))
-            pending = _Pending(self._next, worker, worker.free.pop())
+            pending = Pending(self._next, worker, worker.free.pop())
             self._pending.append(pending)
             self._next = self._job.plan.next_window(self._next)
             worker.begin(pending)
 
-    def _answer_of(self, head: "_Pending") -> Made:
+    def _answer_of(self, head: Pending) -> Made:
         """Wait until a window is made."""
         deadline = time.monotonic() + self._timeout
         while head.answer is None:
@@ -144,11 +177,11 @@ class WorkerPool:
 
     def _drain(self, timeout: float) -> None:
         """Take in whatever workers have answered; wait for one answer at most `timeout` seconds."""
-        busy = {worker.connection: worker for worker in self._workers if worker.tasks}
-        for connection in wait(list(busy), timeout):
+        busy = {worker.socket: worker for worker in self._workers if worker.tasks}
+        for connection in wait(list(busy), min(timeout, _LONGEST_WAIT_S)):
             busy[connection].collect()  # type: ignore[index]
 
-    def _release(self, pending: "_Pending") -> None:
+    def _release(self, pending: Pending) -> None:
         pending.worker.free.append(pending.slot)
         self._dismiss()
         if self._workers:
@@ -156,123 +189,6 @@ class WorkerPool:
 
     def _dismiss(self) -> None:
         """End workers that leave and whose slots are all free."""
-        for worker in [w for w in self._workers if w.leaving and len(w.free) == _SLOTS]:
+        for worker in [w for w in self._workers if w.leaving and len(w.free) == SLOTS]:
+            worker.end(time.monotonic() + END_S)
             self._workers.remove(worker)
-            worker.end()
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A window that a worker makes or has made."""
-
-    position: Position
-    worker: "_Worker"
-    slot: int
-    answer: Made | Failure | None = None
-    """A failure is raised when its window's turn has come."""
-
-    def __str__(self) -> str:
-        epoch, window, _ = self.position
-        name, pid = self.worker.name, self.worker.process.pid
-        return f"loader worker {name} (process {pid}), at window {window} of epoch {epoch},"
-
-
-class _Worker:
-    """One process, its socket and its slots."""
-
-    def __init__(self, name: int, job: Job) -> None:
-        self.name = name
-        self.leaving = False
-        self.tasks: deque[_Pending] = deque()
-        self.free = list(range(_SLOTS))
-        self._fds = [os.memfd_create("tokenfeed") for _ in range(_SLOTS)]
-        self._memory: dict[int, mmap.mmap] = {}
-        self._unregister: dict[int, Callable[[], None]] = {}
-        ours, theirs = socket.socketpair()
-        self.connection = Connection(ours.detach())
-        with theirs, tempfile.TemporaryFile() as file:
-            pickle.dump((job, self._fds), file)  # a socket's buffer would be too small for some
-            file.seek(0)
-            handed = (theirs.fileno(), file.fileno())
-            with _signals_blocked():  # the worker inherits that, and keeps it
-                self.process = self._start(command(*handed), (*handed, *self._fds))
-
-    def _start(self, arguments: list[str], fds: tuple[int, ...]) -> "subprocess.Popen[bytes]":
-        try:
-            return subprocess.Popen(arguments, pass_fds=fds, env=os.environ | ENVIRONMENT)
-        except OSError as error:
-            self.connection.close()
-            for fd in self._fds:
-                os.close(fd)
-            raise LoaderError(
-                f"loader worker {self.name} cannot be started: {error.strerror}. Use fewer workers "
-                "(`num_workers`); 0 reads in this process."
-            ) from error
-
-    def begin(self, pending: _Pending) -> None:
-        """Ask for a window."""
-        self.tasks.append(pending)
-        with contextlib.suppress(
-            ConnectionError
-        ):  # it died: the answer that is missing will say so
-            self.connection.send(Task(pending.position, pending.slot))
-
-    def collect(self) -> None:
-        """Take in an answer, or that there will be none."""
-        try:
-            self.tasks[0].answer = self.connection.recv()
-            self.tasks.popleft()
-        except (EOFError, ConnectionError):
-            reason = self._exit_reason()
-            for pending in self.tasks:
-                error = LoaderError(
-                    f"{pending} died ({reason}). Often the machine ran out of memory: use fewer "
-                    "workers (`num_workers`)."
-                )
-                pending.answer = Failure(error, "")
-            self.tasks.clear()
-
-    def slot_memory(self, slot: int, size: int, register: Register | None) -> mmap.mmap:
-        """The memory of a slot, which the worker may have enlarged."""
-        memory = self._memory.get(slot)
-        if memory is None or len(memory) != size:
-            self._unregister.pop(slot, _nothing)()
-            memory = self._memory[slot] = map_slot(self._fds[slot], size)
-            if register:
-                self._unregister[slot] = register(memory)
-        return memory
-
-    def _exit_reason(self) -> str:
-        """How the process ended, in words."""
-        try:
-            code = self.process.wait(timeout=1)
-        except subprocess.TimeoutExpired:
-            return "it closed its socket"
-        return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
-
-    def end(self) -> None:
-        """Close the socket, which ends the process; kill it if it does not hear."""
-        self.connection.close()
-        self.process.kill()
-        self.process.wait()
-        for undo in self._unregister.values():
-            undo()
-        for fd in self._fds:
-            os.close(fd)
-        self.tasks.clear()  # they point back here, and the memory shall go at once
-        self._memory.clear()
-        self._unregister.clear()
-
-
-@contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """Hold back the signals that a worker must not end from."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _nothing() -> None:
-    pass

@@ -50,7 +50,8 @@ class Stats:
     wait_s: Spread
     """Seconds of each `next`."""
     decode_s: Spread
-    """Seconds that making a window took a worker: reading, decoding, planning, gathering."""
+    """Seconds that making a window took a worker: reading, decoding, planning, gathering; waiting
+    for a core is not counted."""
     queue_depth: Spread
     """Windows that were ready when one was taken."""
 

@@ -1,16 +1,16 @@
 """num_workers="auto": as many readers as keep up with the loop, found by measuring.
 
 A worker makes a window in d seconds, the loop uses one in c seconds of its own (waiting not
-counted), so d / c workers keep up. Order does not depend on their number, so it may change at any
-time. Pure: measurements in, a number out.
+counted), so d / c workers keep up. Waiting for a core is not part of d: more workers would make
+that longer. Order does not depend on their number, so it may change at any time. Pure: measurements
+in, a number out.
 """
 
-import os
 import statistics
 from collections import deque
 from math import ceil
 
-__all__ = ["Tuner", "num_cores"]
+__all__ = ["Tuner"]
 
 _HEADROOM = 1.25  # a worker more than needed costs memory; one too few costs the GPU
 _DEAD_BAND = 0.75  # workers leave when even fewer than this share of them would do
@@ -22,7 +22,7 @@ class Tuner:
     """Suggests a number of workers after each window."""
 
     def __init__(self, most: int) -> None:
-        """`most` workers at the most, the cores this process may use."""
+        """`most` workers at the most: this rank's share of the cores."""
         self._most = most
         self._made_s: deque[float] = deque(maxlen=_KEPT)
         self._used_s: deque[float] = deque(maxlen=_KEPT)
@@ -45,8 +45,3 @@ class Tuner:
         if _DEAD_BAND * (num_workers - 1) < wanted < num_workers:
             return min(num_workers, self._most)  # one less might do: no coming and going
         return needed
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -1,38 +1,71 @@
 """A loader worker: a process that makes windows for a training process, in memory both can see.
 
 It is a program of its own, not a fork: it inherits no CUDA handle, no lock and no copy of the
-model, and imports no torch. It ends when its socket closes, so nothing outlives a killed parent;
-the memory is anonymous (memfd), so nothing is left behind either. Terminals and schedulers signal
-workers as well, but whether the run ends is the parent's decision: a worker begins with SIGINT and
-SIGTERM blocked, and leaves it so. Torch-free.
+model, and imports no torch. It ends when its socket closes or its parent is gone, so nothing
+outlives a killed parent; the memory is anonymous (memfd), so nothing is left behind either.
+Terminals and schedulers signal workers as well, but whether the run ends is the parent's decision:
+a worker begins with all signals blocked that ask for something, and leaves it so. Torch-free.
 """
 
+import contextlib
+import errno
 import mmap
 import os
 import pickle
+import socket
 import sys
 import time
 import traceback
-from multiprocessing.connection import Connection
-from typing import NamedTuple
+from collections.abc import Iterator
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
-from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
 from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.share import Header
 
-__all__ = ["ENVIRONMENT", "Failure", "Made", "Task", "command", "map_slot"]
+__all__ = [
+    "Failure",
+    "Made",
+    "Orders",
+    "Task",
+    "command",
+    "environment",
+    "map_slot",
+    "receive",
+    "send",
+]
 
-ENVIRONMENT = {
+_DEFAULTS = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
+_ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "OMP_NUM_THREADS": "1",  # importing numpy would start a thread a core, in every worker
+    "OPENBLAS_NUM_THREADS": "1",
 }
 """Keeps freed memory in the process: a window's arrays are as large as those of the one before, so
 their pages need not come from the kernel again: 17 page faults a window, where there were 4,646."""
 
 _GROWTH = 1.25  # a slot that was too small gets this much more than it needs
 _PAGE = 1 << 21
+_LONGEST = 1 << 16  # bytes of a message; an answer is some 2,000, a slot holds the rest
+_LONGEST_TRACEBACK = 1 << 14
+_PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
+_SCHEDULING = Path("/proc/self/schedstat")
+
+_REFUSALS = (errno.ENOMEM, errno.ENOSPC, errno.EFBIG)
+_USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit -a` names."
+
+
+class Orders(NamedTuple):
+    """What a worker is told when it starts."""
+
+    parent: int
+    job: Job
+    slots: list[int]
+    """Descriptors of the memory."""
 
 
 class Task(NamedTuple):
@@ -49,6 +82,7 @@ class Made(NamedTuple):
     size: int
     """Bytes of the slot."""
     seconds: float
+    """Time it took, waiting for a core not counted."""
 
 
 class Failure(NamedTuple):
@@ -59,44 +93,109 @@ class Failure(NamedTuple):
     traceback: str
 
 
-def command(socket_fd: int, job_fd: int) -> list[str]:
-    """The command line of a worker that finds the same modules as this process."""
+def command(socket_fd: int, orders_fd: int) -> list[str]:
+    """The command line of a worker; the file holds the module search path, then its orders.
+
+    Nothing but built-in modules is imported before that path is set.
+    """
     code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        f"from tokenfeed.pipeline.feeding.worker import main; main({socket_fd}, {job_fd})"
+        f"import sys, marshal; file = open({orders_fd}, 'rb'); sys.path[:] = marshal.load(file); "
+        f"from tokenfeed.pipeline.feeding.worker import main; main({socket_fd}, file)"
     )
     return [sys.executable, "-c", code]
 
 
+def environment() -> dict[str, str]:
+    """The environment of a worker: this one, set up for a single thread that keeps its memory."""
+    return _DEFAULTS | os.environ | _ENVIRONMENT
+
+
+def send(connection: socket.socket, message: Task | Made | Failure) -> None:
+    """Send a message as one packet: it arrives whole or not at all."""
+    connection.send(pickle.dumps(message))
+
+
+def receive(connection: socket.socket) -> Any:
+    """The next message.
+
+    Raises:
+        EOFError: The other end is closed.
+    """
+    if packet := connection.recv(_LONGEST):
+        return pickle.loads(packet)
+    raise EOFError
+
+
 def map_slot(fd: int, size: int) -> mmap.mmap:
-    """The memory of a slot."""
-    return mmap.mmap(fd, size)
+    """The memory of a slot.
+
+    Raises:
+        LoaderError: The system refuses so much.
+    """
+    with _refusals_explained(size):
+        return mmap.mmap(fd, size)
 
 
-def main(socket_fd: int, job_fd: int) -> None:
-    """Serve tasks until the parent closes the socket."""
-    connection = Connection(socket_fd)
-    with open(job_fd, "rb") as file:
-        job, slot_fds = pickle.load(file)
-    slots = [_Slot(fd) for fd in slot_fds]
+@contextlib.contextmanager
+def _refusals_explained(size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REFUSALS:
+            raise
+        raise LoaderError(
+            f"a window takes {size:,} bytes of shared memory, which the system refuses "
+            f"({error.strerror}). {_USE_LESS}"
+        ) from error
+
+
+def main(socket_fd: int, file: BinaryIO) -> None:
+    """Serve tasks until the parent closes the socket, or is gone."""
+    connection = socket.socket(fileno=socket_fd)
+    with file:
+        orders: Orders = pickle.load(file)
+    slots = [_Slot(fd) for fd in orders.slots]
     try:
         while True:
-            task: Task = connection.recv()
-            connection.send(_serve(job, task, slots[task.slot]))
+            task = _next_task(connection, orders.parent)
+            send(connection, _serve(orders.job, task, slots[task.slot]))
     except (EOFError, ConnectionError):
         os._exit(os.EX_OK)  # the parent is gone, or wants no more
 
 
+def _next_task(connection: socket.socket, parent: int) -> Task:
+    """Wait for a task; EOFError when there will be none."""
+    while not wait([connection], _PARENT_CHECK_S):
+        if os.getppid() not in (parent, 0):  # 0: it lives in an outer PID namespace
+            raise EOFError
+    task: Task = receive(connection)
+    return task
+
+
 def _serve(job: Job, task: Task, slot: "_Slot") -> Made | Failure:
-    started = time.perf_counter()
+    started, waited_s = time.perf_counter(), _waited_for_core_s()
     try:
         share = job.read(task.position)
         header = share.write(slot.at_least(share.num_bytes))
-        return Made(header, slot.size, time.perf_counter() - started)
+        waited_s = _waited_for_core_s() - waited_s
+        return Made(header, slot.size, max(0.0, time.perf_counter() - started - waited_s))
     except TokenfeedError as error:
         return Failure(error, "")
+    except MemoryError:
+        return Failure(LoaderError(f"a loader worker ran out of memory. {_USE_LESS}"), "")
     except Exception:  # a bug: the parent raises it with this worker's traceback
-        return Failure(None, traceback.format_exc())
+        return Failure(None, traceback.format_exc()[-_LONGEST_TRACEBACK:])
+
+
+def _waited_for_core_s() -> float:
+    """Seconds in which this process could run, but had no core; 0 where the kernel keeps no count.
+
+    Time of the CPU alone would leave out the disk, for which more workers are a remedy.
+    """
+    try:
+        return int(_SCHEDULING.read_bytes().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 class _Slot:
@@ -110,7 +209,8 @@ class _Slot:
     def at_least(self, size: int) -> memoryview:
         """The memory, at least `size` bytes of it."""
         if self._memory is None or self.size < size:
-            self.size = -(-int(size * _GROWTH) // _PAGE) * _PAGE
-            os.ftruncate(self._fd, self.size)
-            self._memory = map_slot(self._fd, self.size)
+            size = -(-int(size * _GROWTH) // _PAGE) * _PAGE
+            with _refusals_explained(size):
+                os.ftruncate(self._fd, size)
+            self._memory, self.size = map_slot(self._fd, size), size
         return memoryview(self._memory)
