@@ -53,6 +53,19 @@ def test_every_end_is_one_line_and_a_code(body: str, code: int, line: str | None
     assert (result.returncode, result.stderr.splitlines()) == (code, [line] if line else [])
 
 
+def test_a_second_signal_waits_for_nothing() -> None:
+    result = run_body(
+        "try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except KeyboardInterrupt:\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        finally:\n"
+        "            print('what takes long')\n"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "interrupted\n")
+
+
 def test_a_bug_of_ours_keeps_its_traceback() -> None:
     result = run_body("raise KeyError('x')")
     assert result.returncode == 1
