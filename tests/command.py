@@ -16,6 +16,7 @@ __all__ = [
     "run",
     "run_json",
     "texts",
+    "write_ballast",
     "write_long_corpus",
 ]
 
@@ -74,6 +75,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 def texts(num_documents: int, seed: int = 0) -> list[str]:
     draw = random.Random(seed)
     return [" ".join(draw.choices(WORDS, k=draw.randint(1, 400))) for _ in range(num_documents)]
+
+
+def write_ballast(folder: Path) -> None:
+    """Make a corpus large enough for worker processes: one record more, without text."""
+    record = {"text": "", "unused": "x" * 2_000_000}
+    (folder / "zz-ballast.jsonl").write_text(json.dumps(record) + "\n")
 
 
 def write_long_corpus(folder: Path, num_lines: int = 3000) -> None:

@@ -24,7 +24,19 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
         ("raise ConfigError('`--x` 0')", 2, "error: `--x` 0"),
         ("raise KeyboardInterrupt", 130, "interrupted"),
         ("raise KeyboardInterrupt('all is kept')", 130, "interrupted: all is kept"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 130, "interrupted"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "interrupted"),
+        (
+            "raise OSError(errno.EMFILE, 'Too many open files', 'a')",
+            1,
+            "error: a: Too many open files",
+        ),
+        (
+            "raise MemoryError('Unable to allocate 9 GiB')",
+            1,
+            "error: there is not enough memory (Unable to allocate 9 GiB). Raise its limit, or use "
+            "fewer processes.",
+        ),
         ("raise OSError(errno.ENOSPC, 'No space left', 'out')", 1, "error: out: No space left"),
         (
             "open('/proc/nothing/here', 'w')",
@@ -39,6 +51,19 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
 def test_every_end_is_one_line_and_a_code(body: str, code: int, line: str | None) -> None:
     result = run_body(body)
     assert (result.returncode, result.stderr.splitlines()) == (code, [line] if line else [])
+
+
+def test_a_second_signal_waits_for_nothing() -> None:
+    result = run_body(
+        "try:\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    except KeyboardInterrupt:\n"
+        "        try:\n"
+        "            os.kill(os.getpid(), signal.SIGINT)\n"
+        "        finally:\n"
+        "            print('what takes long')\n"
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (143, "", "interrupted\n")
 
 
 def test_a_bug_of_ours_keeps_its_traceback() -> None:

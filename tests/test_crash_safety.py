@@ -11,7 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
-from command import COMMAND, error_of, files_of, run, run_json, texts, write_long_corpus
+from command import (
+    COMMAND,
+    error_of,
+    files_of,
+    run,
+    run_json,
+    texts,
+    write_ballast,
+    write_long_corpus,
+)
 
 from tokenfeed.pipeline.format.manifest import Manifest
 
@@ -89,7 +98,7 @@ def test_an_interruption_ends_in_one_line_and_leaves_no_process(
         time.sleep(0.01)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=20)
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     (line,) = stderr.splitlines()
     assert line.startswith("interrupted: ")
     assert "the same command continues" in line
@@ -196,6 +205,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     """A limit on the size of files refuses writes in the middle of a shard, as a full disk does."""
+    write_ballast(corpus)
     options = ("--tokenizer", tokenizer, "--shard-size", "2MB", "--workers", "1")
     run(corpus, tmp_path / "undisturbed", *options)
     out = tmp_path / "out"

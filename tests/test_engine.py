@@ -158,7 +158,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     """An environment in which `import gigatoken` finds the false engine."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake/gigatoken.py").write_text(FALSE_ENGINE)
-    return os.environ | {"PYTHONPATH": str(tmp_path / "fake")}
+    paths = [str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def run(
@@ -195,6 +196,7 @@ def write_corpus(folder: Path, extra: str) -> Path:
     draw = random.Random(0)
     texts = ["".join(draw.choices(SENTENCES, k=draw.randint(1, 60))) for _ in range(300)]
     lines = [json.dumps({"text": text}) + "\n" for text in [*texts, extra, *texts[:50]]]
+    lines.append(json.dumps({"text": "", "unused": "x" * 2_000_000}) + "\n")  # enough for a crew
     (folder / "lines.jsonl").write_text("".join(lines))
     return folder
 

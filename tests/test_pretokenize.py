@@ -6,7 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from command import COMMAND, error_of, files_of, run, run_json, texts, write_long_corpus
+from command import (
+    COMMAND,
+    error_of,
+    files_of,
+    run,
+    run_json,
+    texts,
+    write_ballast,
+    write_long_corpus,
+)
 
 from tokenfeed.pipeline.format.manifest import Manifest
 
@@ -14,6 +23,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 def test_output_is_the_same_bytes_with_one_and_two_workers(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
+    write_ballast(corpus)
     options = ("--tokenizer", tokenizer, "--shard-size", "30KB", "--validation", "0.1")
     for workers in (1, 2):
         run(corpus, tmp_path / f"out{workers}", *options, "--workers", workers)
@@ -97,7 +107,9 @@ def test_a_finished_data_set_is_not_touched(corpus: Path, tmp_path: Path, tokeni
     out = tmp_path / "out"
     run(corpus, out, "--tokenizer", tokenizer)
     before = files_of(out)
-    assert "finished data set" in error_of(corpus, out, "--tokenizer", tokenizer, expect=2)
+    run(corpus, out, "--tokenizer", tokenizer)
+    other = (corpus, out, "--tokenizer", tokenizer, "--shard-size", "1MB")
+    assert "finished data set" in error_of(*other, expect=2)
     assert files_of(out) == before
 
 

@@ -71,7 +71,7 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path, num_workers:
         assert len(list(islice(feed, 40))) == 40  # all have started by now
         pid = workers_of()[-1]
         os.kill(pid, signal.SIGSTOP)
-        loader._feed._pool._timeout = 1.0  # type: ignore[union-attr]
+        loader._delivery._feed._pool._timeout = 1.0  # type: ignore[union-attr]
         message = rf"loader worker \d \(process {pid}\), at window \d+ of epoch \d+, did not answer"
         with pytest.raises(LoaderError, match=message):
             list(feed)

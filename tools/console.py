@@ -2,7 +2,8 @@
 
 A command is a function that returns an exit code or None. What a user can cause ends in one line on
 stderr and an exit code (1 an error, 2 a setting that cannot work, like the command line's own
-mistakes, 130 an interruption); everything else is a bug of ours and keeps its traceback.
+mistakes, 130 an interruption, 143 a SIGTERM); everything else is a bug of ours and keeps its
+traceback. What this file imports is little: from its first line on a Ctrl-C should find it ready.
 """
 
 import errno
@@ -19,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 
 __all__ = ["print_json", "run_command"]
 
-_FAILED, _USAGE, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141
+_FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _MACHINE_REFUSES = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -33,16 +34,26 @@ _MACHINE_REFUSES = {
     errno.EEXIST,
     errno.EISDIR,
     errno.ENAMETOOLONG,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.EAGAIN,
 }
 """Errors of the operating system that are the user's to solve: full disks, missing rights, paths
-that lead nowhere."""
+that lead nowhere, limits on files, memory and processes."""
+_NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
+"""What the system's loader says where there is no memory for a library."""
+
+_received: list[int] = []
+"""Signals that came to end the command."""
+_said = False
 
 
 def run_command(body: Callable[[], int | None]) -> NoReturn:
     """Run a command's body and leave the process with its exit code.
 
     Raise `KeyboardInterrupt("what is kept, how to go on")` to say more than `interrupted`; SIGTERM
-    arrives in the body as a KeyboardInterrupt too.
+    arrives in the body as a KeyboardInterrupt too. A second signal ends the process at once.
     """
     _set_up()
     try:
@@ -53,11 +64,19 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush stays quiet
         code = _PIPE_CLOSED
     except KeyboardInterrupt as interruption:
-        code = _say(f"interrupted{': ' if str(interruption) else ''}{interruption}", _INTERRUPTED)
+        number = _received[0] if _received else signal.SIGINT
+        detail = f": {interruption}" if str(interruption) else ""
+        code = _say(f"interrupted{detail}", _BY_SIGNAL + number)
     except ConfigError as error:
         code = _say(f"error: {error}", _USAGE)
     except TokenfeedError as error:
         code = _say(f"error: {error}", _FAILED)
+    except MemoryError as error:
+        code = _say(_out_of_memory(error), _FAILED)
+    except ImportError as error:
+        if not any(words in str(error) for words in _NO_ROOM):
+            raise
+        code = _say(_out_of_memory(error), _FAILED)
     except OSError as error:
         if error.errno not in _MACHINE_REFUSES:
             raise
@@ -72,6 +91,9 @@ def print_json(value: Any) -> None:
 
 
 def _set_up() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    _insist_on_utf8()
     logger = logging.getLogger("tokenfeed")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -81,14 +103,36 @@ def _set_up() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # odd file names under an ASCII locale
-    signal.signal(signal.SIGTERM, _interrupt)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    """End the body; the second time the process, whatever it is doing."""
+    _received.append(number)
+    if len(_received) == 1:
+        raise KeyboardInterrupt
+    if not _said:
+        os.write(2, b"interrupted\n")
+    os._exit(_BY_SIGNAL + _received[0])
+
+
+def _insist_on_utf8() -> None:
+    """Begin again in Python's UTF-8 mode where the locale has file names read otherwise.
+
+    The same bytes of a name, on the command line or in a folder, are then the same name anywhere.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _out_of_memory(error: Exception) -> str:
+    detail = f" ({error})" if str(error) else ""
+    return f"error: there is not enough memory{detail}. Raise its limit, or use fewer processes."
 
 
 def _say(line: str, code: int) -> int:
+    global _said
+    _said = True
     print(" ".join(line.split("\n")), file=sys.stderr)
     return code
 

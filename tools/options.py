@@ -9,11 +9,12 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
@@ -21,10 +22,15 @@ from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 __all__ = ["Options", "parse_options"]
 
 _LARGEST_VOCABULARY = 10_000_000
-_FIELDS = (
-    *("text_field", "pair_field", "label_field", "tokens_field", "tags_field"),
-    *("prompt_field", "completion_field"),
-)
+_FIELDS: dict[TaskName, tuple[str, ...]] = {
+    "lm": ("text_field",),
+    "classify": ("text_field", "pair_field", "label_field"),
+    "tag": ("tokens_field", "tags_field"),
+    "complete": ("prompt_field", "completion_field"),
+}
+"""The options that name the fields of a task."""
+_TRAINING = ("vocab_size", "seed")
+"""Options of a tokenizer that is trained."""
 _SIZE_UNITS = {
     "B": 1,
     "KB": 10**3,
@@ -47,7 +53,7 @@ class Options:
 
     paths: tyro.conf.Positional[
         Annotated[
-            tuple[Path, ...],
+            tuple[str, ...],
             tyro.conf.arg(metavar="CORPUS... OUT", help_behavior_hint="(required)"),
         ]
     ]
@@ -120,12 +126,12 @@ class Options:
     @property
     def corpus(self) -> tuple[str, ...]:
         """The input: all paths but the last."""
-        return tuple(map(str, self.paths[:-1]))
+        return tuple(str(Path(path)) for path in self.paths[:-1])
 
     @property
     def out(self) -> Path:
         """The output folder: the last path."""
-        return self.paths[-1]
+        return Path(self.paths[-1])
 
     @property
     def shard_bytes(self) -> int | None:
@@ -179,16 +185,6 @@ class Options:
             )
         return Lm(text_field=self.text_field, add_special_tokens=special)
 
-    def _fields(self) -> tuple[str | None, ...]:
-        """The fields that the task reads."""
-        if self.task == "classify":
-            return self.text_field, self.pair_field, self.label_field
-        if self.task == "tag":
-            return self.tokens_field, self.tags_field
-        if self.task == "complete":
-            return self.prompt_field, self.completion_field
-        return (self.text_field,)
-
     def check(self) -> None:
         """Refuse what cannot work, before anything is read.
 
@@ -199,6 +195,9 @@ class Options:
             raise ConfigError(
                 "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
             )
+        if "" in self.paths:
+            raise ConfigError("a path is empty: expected CORPUS... OUT; is a variable not set?")
+        self._check_meaning()
         if self.validation is not None and not 0 <= self.validation < 1:
             raise ConfigError(f"`--validation` {self.validation}: expected a part from 0 up to 1.")
         if not SMALLEST_VOCABULARY <= self.vocab_size <= _LARGEST_VOCABULARY:
@@ -208,10 +207,10 @@ class Options:
             )
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
-        for name in ("tokenizer", "end_token", *_FIELDS):
+        for name in ("tokenizer", "end_token", *_FIELDS[self.task]):
             if getattr(self, name) == "":
-                raise ConfigError(f"`--{name.replace('_', '-')}` is empty: expected a name.")
-        fields = [field for field in self._fields() if field is not None]
+                raise ConfigError(f"`{_flag(name)}` is empty: expected a name.")
+        fields = [field for name in _FIELDS[self.task] if (field := getattr(self, name))]
         if len(set(fields)) < len(fields):
             raise ConfigError(
                 f"`--task {self.task}` needs fields of different names, got {', '.join(fields)}."
@@ -228,6 +227,42 @@ class Options:
             )
         if self.shard_bytes == 0:
             raise ConfigError("`--shard-size` 0: expected a size like 256MB, or auto.")
+        self._check_tokenizer()
+
+    def _check_meaning(self) -> None:
+        """Refuse options that say something, but nothing about this command."""
+        of_tasks = dict.fromkeys(name for names in _FIELDS.values() for name in names)
+        given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
+        for name in of_tasks:
+            if name in given and name not in _FIELDS[self.task]:
+                tasks = " and ".join(task for task, names in _FIELDS.items() if name in names)
+                raise ConfigError(
+                    f"`{_flag(name)}` {getattr(self, name)!r}: is for `--task` {tasks}, and "
+                    f"this is `--task {self.task}`."
+                )
+        for name in _TRAINING:
+            if name in given and self.tokenizer:
+                raise ConfigError(
+                    f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
+                    "and `--tokenizer` names one. Leave one of them out."
+                )
+
+    def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
+        return bool(getattr(self, field.name) != field.default)
+
+    def _check_tokenizer(self) -> None:
+        """Refuse a pipe, which could be waited for in vain, and anything else that is no file."""
+        path = Path(self.tokenizer or "")
+        path = path / TOKENIZER_FILE if path.is_dir() else path
+        if self.tokenizer and path.exists() and not path.is_file():
+            raise ConfigError(
+                f"`--tokenizer` {self.tokenizer}: is no regular file. Give a tokenizer.json, a "
+                "folder that holds one, or a hub id."
+            )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def parse_options() -> Options:
@@ -239,4 +274,4 @@ def parse_options() -> Options:
     options, others = parse(return_unknown_args=True)
     if any(other.startswith("-") and other != "-" for other in others):
         parse()  # ends with a message that says what may have been meant
-    return dataclasses.replace(options, paths=(*options.paths, *map(Path, others)))
+    return dataclasses.replace(options, paths=(*options.paths, *others))

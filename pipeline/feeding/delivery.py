@@ -93,9 +93,9 @@ class Delivery:
         return self._feed
 
     def _end_feed(self) -> None:
-        feed, self._feed = self._feed, None  # first, so that what breaks in leaves no dead feed
-        if feed:
-            feed.close()
+        if self._feed:
+            self._feed.close()  # again, where something broke into it: until then it is not used
+            self._feed = None
 
 
 class Pass:

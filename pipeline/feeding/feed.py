@@ -1,5 +1,6 @@
 """The feed: batches without an end from some position on, and what was measured on the way."""
 
+import inspect
 import time
 import weakref
 from collections.abc import Callable
@@ -69,7 +70,8 @@ class Feed:
         self._in_step = True
 
     def can_go_on(self) -> bool:
-        """Whether it stands where the loader stands: it may not, where Ctrl-C broke into either.
+        """Whether it stands where the loader stands: not once Ctrl-C broke into either, or into
+        its end.
 
         Nor can it go on in a forked child: the workers answer the parent.
         """
@@ -93,6 +95,7 @@ class Feed:
 
     def close(self) -> None:
         """Wait for copies that still run, end the workers; again, if something broke into it."""
+        self._in_step = False
         _end(self._batches, self._source)
         self._finalizer.detach()
 
@@ -100,10 +103,12 @@ class Feed:
 def _end(batches: Batches, source: WindowSource) -> None:
     """End a source once nothing is copied from its memory any more, which ends `batches`.
 
-    Runs when a feed is closed or dropped, or the interpreter ends; a second time does nothing.
+    Runs when a feed is closed or dropped, or the interpreter ends; a second time does nothing. Then
+    a daemon thread may still be in `batches`: it ends there, when it finds its source closed.
     """
     try:
-        batches.close()
+        if inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING:
+            batches.close()
     finally:
         source.close()
 

@@ -115,7 +115,7 @@ class ShardLoader:
             )
         self.epochs = checks.epochs(epochs)
         self.device = resolve_device(device)
-        self._timeout = checks.number("timeout", timeout)
+        self._timeout = checks.number("timeout", timeout, unit="seconds")
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_sources(path, split)

@@ -5,6 +5,7 @@ crash, a full disk or a kill leaves no half-written file that could pass for a g
 """
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["atomic_file", "atomic_write", "file_xxh3", "sync_folder"]
 
 TEMPORARY_SUFFIX = ".tmp"
 _READ_BYTES = 1 << 20
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
@@ -33,8 +35,10 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            error.filename = str(path)  # the system says only that there is no room
         raise
     sync_folder(path.parent)
 

@@ -81,14 +81,14 @@ def as_int(value: Any) -> int | None:
         return None
 
 
-def number(name: str, value: object) -> float:
-    """A number above 0, infinity included.
+def number(name: str, value: object, *, unit: str) -> float:
+    """A number above 0 of some unit, infinity included.
 
     Raises:
         ConfigError: It is no number, or not above 0.
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-        raise refusal(name, value, "a number above 0")
+        raise refusal(name, value, f"{unit}, more than 0; float('inf') sets no limit")
     return float(value)
 
 

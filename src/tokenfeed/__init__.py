@@ -9,10 +9,10 @@ not pay for torch.
 """
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from tokenfeed.pipeline.feeding.batch import Batch as Batch
     from tokenfeed.pipeline.feeding.dataset import ShardDataset as ShardDataset
     from tokenfeed.pipeline.feeding.loader import ShardLoader as ShardLoader
@@ -41,10 +41,12 @@ _HOME = {
 
 __all__ = ["__version__", *sorted(_HOME)]
 
-__version__ = version("tokenfeed")
-
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version  # 0.04 s that no command should start with
+
+        return version("tokenfeed")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.pipeline.{_HOME[name]}"), name)

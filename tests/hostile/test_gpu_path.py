@@ -259,11 +259,20 @@ def test_a_forked_child_leaves_the_device_alone(
     folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = started(folder)
+    feed = loader._delivery._feed
+    assert feed
+    assert feed._pool
+    processes = [worker.process for worker in feed._pool._workers]
     before = list(cuda.marks)
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    loader.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        loader.close()
     assert cuda.marks == before
     assert cuda.locked, "the parent still uses it"
+    for process in processes:
+        assert process.poll() is None, "the parent's workers go on"
+        process.kill()
+        process.wait()
 
 
 def test_an_interrupt_while_a_loader_is_closed_leaves_it_to_be_closed_again(

@@ -132,7 +132,7 @@ def test_an_interruption_before_a_batch_is_counted_does_not_lose_it(
     with open_loader(folder, num_workers=1) as loader:
         delivered = [spans(batch) for batch in islice(loader, 5)]
         with monkeypatch.context() as patch:
-            patch.setattr(loader._counters, "add_batch", interrupted)
+            patch.setattr(loader._delivery.counters, "add_batch", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iter(loader))
         delivered += [spans(batch) for batch in loader]
@@ -212,7 +212,7 @@ def read():
 
 threading.Thread(target=read, daemon=True).start()
 begun.wait()
-pool = loader._feed._pool
+pool = loader._delivery._feed._pool
 while any(pending.answer for pending in pool._pending):
     time.sleep(0.01)
 """
@@ -225,6 +225,6 @@ def test_a_daemon_thread_that_reads_ends_quietly_with_the_interpreter(folder: Pa
 def test_a_loader_that_another_thread_closes_is_an_error_in_one_line(folder: Path) -> None:
     with open_loader(folder, num_workers=1, epochs=None) as loader:
         next(iter(loader))
-        loader._feed._pool.close()  # type: ignore[union-attr]
+        loader._delivery._feed._pool.close()  # type: ignore[union-attr]
         with pytest.raises(LoaderError, match="another thread closed the loader"):
             list(loader)

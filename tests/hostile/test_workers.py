@@ -66,7 +66,7 @@ def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
     with open_loader(folder, num_workers=1, epochs=None, timeout=60) as loader:
         next(iter(loader))
         [pid] = workers_of()
-        loader._feed._pool._timeout = 0.1  # type: ignore[union-attr]
+        loader._delivery._feed._pool._timeout = 0.1  # type: ignore[union-attr]
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "kill", lambda process: None)
             os.kill(pid, signal.SIGSTOP)
@@ -151,5 +151,5 @@ def test_a_hung_worker_in_the_middle_of_an_answer_cannot_be(folder: Path) -> Non
     """An answer is one packet: there is no half of one to wait for."""
     with open_loader(folder, num_workers=1) as loader:
         next(iter(loader))
-        [worker] = loader._feed._pool._workers  # type: ignore[union-attr]
+        [worker] = loader._delivery._feed._pool._workers  # type: ignore[union-attr]
         assert worker.socket.type == socket.SOCK_SEQPACKET

@@ -160,7 +160,7 @@ class FastEngine:
             with signals_held():  # their C extensions turn an interruption into an ImportError
                 import awkward  # noqa: F401 - gigatoken would, at some later moment
                 import gigatoken  # an extra, and 0.3 s that only its users should pay
-        except ImportError as error:
+        except Exception as error:  # under PYTHONDEVMODE awkward fails by a LookupError
             raise EngineFailure(
                 f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
             ) from None

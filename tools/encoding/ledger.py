@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -42,19 +41,6 @@ class UnitResult:
     """Texts of a sample that both engines encoded."""
     differing: list[str] = field(default_factory=list)
     """Those whose ids differed."""
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> "UnitResult":
-        """Build it from a line of the journal."""
-        return cls(
-            unit=content["unit"],
-            shards={split: ShardInfo(**shard) for split, shard in content["shards"].items()},
-            histograms=content["histograms"],
-            sources=[SourceCounts(**counts) for counts in content["sources"]],
-            rejects=[(source, record, reason) for source, record, reason in content["rejects"]],
-            audited=content["audited"],
-            differing=content["differing"],
-        )
 
 
 class UnitLedger:

@@ -68,12 +68,15 @@ class UnitEncoder:
         self,
         job: Job,
         on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
+        engine: Engine | None = None,
     ) -> None:
-        """Args: `on_progress` is told the weight and tokens of each batch that is done."""
+        """Args: `on_progress` is told the weight and tokens of each batch that is done; `engine`
+        is the job's, if it is loaded already.
+        """
         self._job = job
         self._threshold = np.uint64(int(job.validation * 2**64))
         self._on_progress = on_progress
-        self._engine = _load_engine(job)
+        self._engine = engine or _load_engine(job)
 
     def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
         """Write the shards of `unit` and count what became of its records.

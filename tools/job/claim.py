@@ -1,43 +1,62 @@
 """Whose folder is this? Decides whether a command may write into its output folder.
 
 A new or empty folder may be begun; an unfinished run may be continued by the command that began it
-and by no other; a finished data set and anything else are never touched.
+and by no other; a finished data set and anything else are never touched. What command and input
+made a data set is kept in `.made_by.json`: not in the manifest, for it has the paths and times of
+this machine.
 """
 
+import contextlib
+import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE
+from tokenfeed.pipeline.format.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+)
+from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.job.journal import Journal
 
-__all__ = ["claim", "is_unfinished"]
+__all__ = ["MADE_BY_FILE", "State", "claim", "recognise", "remember", "state_of", "withdraw"]
+
+MADE_BY_FILE = ".made_by.json"
+
+State = Literal["new", "unfinished", "finished"]
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Whether `folder` holds an unfinished run; if not, it is new or empty.
+def state_of(folder: Path) -> State:
+    """What `folder` holds: nothing or nothing yet, an unfinished run, or a finished data set.
 
     Raises:
-        ConfigError: It holds a finished data set or anything else, or is no folder.
+        ConfigError: It holds anything else, or a data set that does not say what made it, or is no
+            folder.
     """
     if not os.path.lexists(folder):
         _check_can_be_made(folder)
-        return False
+        return "new"
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder. Give a new or empty folder for the output.")
     names = set(os.listdir(folder))
     if JOURNAL_FILE in names:
-        return True
+        return "unfinished"
+    if {MANIFEST_FILE, MADE_BY_FILE} <= names:
+        return "finished"
     if MANIFEST_FILE in names:
         raise ConfigError(
-            f"{folder}: already holds a finished data set. Give another folder, or delete this one."
+            f"{folder}: already holds a finished data set, and no {MADE_BY_FILE} that says what "
+            "made it. Give another folder, or delete this one."
         )
     if others := sorted(names):
         raise ConfigError(
             f"{folder}: already holds other data ({others[0]}). Give a new or empty folder."
         )
-    return False
+    return "new"
 
 
 def _check_can_be_made(folder: Path) -> None:
@@ -57,24 +76,72 @@ def claim(folder: Path, job: dict[str, Any]) -> Journal:
     Raises:
         ConfigError: The unfinished run there is of another command or another input.
     """
-    is_unfinished(folder)
     journal = Journal.open(folder, job)
     if journal.is_new and (folder / MANIFEST_FILE).exists():  # another run has just finished
         journal.remove()
         journal.close()
-        is_unfinished(folder)
-    differences = [
-        f"{name} was {_shown(journal.job.get(name))}, is {_shown(job.get(name))}"
-        for name in sorted(job.keys() | journal.job.keys())
-        if job.get(name) != journal.job.get(name)
-    ]
-    if differences:
+        raise ConfigError(
+            f"{folder}: already holds a finished data set, which another run has just made."
+        )
+    if differences := _differences(journal.job, job):
         journal.close()
         raise ConfigError(
-            f"{folder}: holds an unfinished run of another command or input: "
-            f"{'; '.join(differences)}. Repeat the first command, or give another folder."
+            f"{folder}: holds an unfinished run of another command or input: {differences}. "
+            "Repeat the first command, or give another folder."
         )
     return journal
+
+
+def remember(folder: Path, job: dict[str, Any]) -> None:
+    """Keep what makes the data set in `folder`, for `recognise`."""
+    atomic_write(folder / MADE_BY_FILE, json.dumps(job, indent=1).encode() + b"\n")
+
+
+def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
+    """The manifest of the finished data set in `folder`, if `job` is what made it.
+
+    Raises:
+        ConfigError: It was another command or another input.
+        ManifestError: The manifest is damaged.
+    """
+    try:
+        made_by = json.loads((folder / MADE_BY_FILE).read_bytes())
+    except ValueError:
+        made_by = None
+    if not isinstance(made_by, dict):
+        raise ConfigError(
+            f"{folder / MADE_BY_FILE}: is damaged, so what made this finished data set is unknown. "
+            "Give another folder, or delete this one."
+        )
+    if differences := _differences(made_by, job):
+        raise ConfigError(
+            f"{folder}: already holds a finished data set, of another command or input: "
+            f"{differences}. Give another folder, or delete this one."
+        )
+    return Manifest.read(folder)
+
+
+def withdraw(journal: Journal, splits: Iterable[str]) -> None:
+    """Leave nothing of a run that came to nothing: no file, and no folder that is empty then."""
+    folder = journal.path.parent
+    for split in splits:
+        for shard in (folder / split).glob("*.arrow*"):
+            shard.unlink()
+    for name in (TOKENIZER_FILE, MADE_BY_FILE):
+        (folder / name).unlink(missing_ok=True)
+    journal.remove()
+    for emptied in (*(folder / split for split in splits), folder, *journal.made_folders):
+        with contextlib.suppress(OSError):
+            emptied.rmdir()
+
+
+def _differences(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """In words, what of two jobs differs; nothing where they are the same."""
+    return "; ".join(
+        f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
+        for name in sorted(now.keys() | was.keys())
+        if now.get(name) != was.get(name)
+    )
 
 
 def _shown(value: Any) -> str:

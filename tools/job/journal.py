@@ -7,25 +7,34 @@ which then counts as not written. One run at a time holds it, by a file lock.
 """
 
 import dataclasses
+import io
 import json
+import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
+
+import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.locking import hold
-from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, ShardInfo
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.encoding.ledger import UnitResult
 
 __all__ = ["Journal"]
 
+logger = logging.getLogger(__name__)
+
 _DISTRUSTED = "distrusted"
+_Line = dict[str, Any]
 
 
 class Journal:
     """The journal of an output folder, locked for this process until it is closed."""
 
-    def __init__(self, folder: Path, file: IO[bytes]) -> None:
+    def __init__(self, folder: Path, file: io.FileIO) -> None:
         """Use `open`."""
         self.path = folder / JOURNAL_FILE
         self.job: dict[str, Any] = {}
@@ -34,6 +43,8 @@ class Journal:
         self.distrusted = False
         """Whether the fast engine was found wrong, so that the reference makes all ids."""
         self.is_new = False
+        self.made_folders: list[Path] = []
+        """Folders above the output folder that had to be made, the innermost first."""
         self._file = file
         self._lock()
         self._load()
@@ -46,8 +57,11 @@ class Journal:
             ConfigError: Another run is writing into this folder.
             ManifestError: The journal is damaged.
         """
+        missing = [parent for parent in folder.parents if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        journal = cls(folder, open(folder / JOURNAL_FILE, "a+b"))  # noqa: SIM115 - open as long as the run
+        path = folder / JOURNAL_FILE
+        journal = cls(folder, open(path, "a+b", buffering=0))  # noqa: SIM115 - open as long as the run
+        journal.made_folders = missing
         if not journal.job:
             journal._write(job)
             journal.job = job
@@ -66,9 +80,14 @@ class Journal:
         self.results = {}
 
     def _write(self, content: dict[str, Any]) -> None:
-        self._file.write(_line(content))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        rest = memoryview(json.dumps(content).encode() + b"\n")
+        try:
+            while rest:  # unbuffered: what a full disk refuses, closing the file does not try again
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def remove(self) -> None:
         """Delete the journal of a run that needs it no longer."""
@@ -96,35 +115,52 @@ class Journal:
                 f"{self.path.parent}: another run is writing here. Wait for it or end it."
             )
 
-    def _has_shards(self, result: UnitResult) -> bool:
-        """Whether a unit's shards are where it left them; if not, it is simply run again."""
-        paths = {self.path.parent / shard.file: shard.bytes for shard in result.shards.values()}
-        return all(path.exists() and path.stat().st_size == n for path, n in paths.items())
-
     def _load(self) -> None:
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         try:
-            lines = [json.loads(line) for line in content[:whole].splitlines()]
+            lines = [msgspec.json.decode(line, type=_Line) for line in content[:whole].splitlines()]
             self.job = lines[0] if lines else {}
             for line in lines[1:]:
                 self._enter(line)
-        except (ValueError, TypeError, KeyError) as error:
+        except msgspec.MsgspecError as error:
             self.close()
             raise ManifestError(
                 f"{self.path}: is damaged ({error}). Delete the folder {self.path.parent} and "
                 "start again."
             ) from error
         self._file.truncate(whole)
+        self._drop_damaged()
 
     def _enter(self, line: dict[str, Any]) -> None:
         if _DISTRUSTED in line:
             self.distrusted = True
             self.results = {}
-        elif self._has_shards(result := UnitResult.from_json(line)):
+        else:
+            result = msgspec.convert(line, UnitResult)
             self.results[result.unit] = result
 
+    def _drop_damaged(self) -> None:
+        """Forget units whose shards are not as they were left; they are simply run again."""
+        with ThreadPoolExecutor() as threads:
+            are_whole = list(threads.map(self._is_whole, self.results.values()))
+        damaged = [unit for unit, whole in zip(self.results, are_whole, strict=True) if not whole]
+        for unit in damaged:
+            del self.results[unit]
+        if damaged:
+            logger.warning(
+                "%s: shards of %d finished units are missing or damaged, and made again",
+                self.path.parent,
+                len(damaged),
+            )
 
-def _line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode() + b"\n"
+    def _is_whole(self, result: UnitResult) -> bool:
+        return all(map(self._is_as_written, result.shards.values()))
+
+    def _is_as_written(self, shard: ShardInfo) -> bool:
+        path = self.path.parent / shard.file
+        try:
+            return path.stat().st_size == shard.bytes and file_xxh3(path) == shard.xxh3
+        except FileNotFoundError:
+            return False

@@ -1,13 +1,11 @@
 """What a run of `pretokenize` has to say at its end, for people and for scripts."""
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
@@ -52,6 +50,8 @@ class Summary:
     """Of those, how many differed; with any, the reference made all ids."""
     length_histogram: list[int]
     """Rows by powers of two of their tokens, all splits together."""
+    already_finished: bool
+    """Whether there was nothing left to do."""
     units: int
     resumed_units: int
     """Units that an earlier, interrupted run had finished."""
@@ -71,7 +71,9 @@ class Summary:
         vocabulary_wanted: int | None,
         skipped_binary: int,
         units: int,
-        resumed: Iterable[UnitResult],
+        resumed_units: int,
+        new_bytes: int,
+        already_finished: bool,
         seconds: float,
         tokenizer_seconds: float,
     ) -> "Summary":
@@ -79,8 +81,6 @@ class Summary:
         ledger, splits = manifest.ledger, manifest.splits
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
-        resumed = list(resumed)
-        resumed_bytes = sum(counts.bytes for result in resumed for counts in result.sources)
         return cls(
             out=str(folder),
             files=ledger.files,
@@ -106,11 +106,12 @@ class Summary:
                 sum(counts)
                 for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
             ],
+            already_finished=already_finished,
             units=units,
-            resumed_units=len(resumed),
+            resumed_units=resumed_units,
             seconds=round(seconds, 2),
             tokenizer_seconds=round(tokenizer_seconds, 2),
-            mb_per_s=round((ledger.bytes - resumed_bytes) / 1e6 / (seconds - tokenizer_seconds), 2),
+            mb_per_s=round(new_bytes / 1e6 / (seconds - tokenizer_seconds), 2),
         )
 
     def as_json(self) -> dict[str, Any]:

@@ -1,0 +1,218 @@
+"""Make a data set: a run as a whole.
+
+Find the input, cut it into units, settle the tokenizer, have the units encoded, freeze the result
+under a manifest. What is written depends on the input and the options alone. The journal goes first
+and the manifest last, so a folder is at any time new, unfinished or finished.
+"""
+
+import logging
+import time
+from typing import Any
+
+import xxhash
+
+from tokenfeed.pipeline.errors import CorpusError, TokenizerError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.tools.corpus.sources import Corpus
+from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
+from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.tasks import ENDING_TASKS
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import Job
+from tokenfeed.tools.job.claim import State, claim, recognise, remember, state_of, withdraw
+from tokenfeed.tools.job.crew import Server
+from tokenfeed.tools.job.freeze import freeze
+from tokenfeed.tools.job.journal import Journal
+from tokenfeed.tools.job.plan import Plan
+from tokenfeed.tools.job.runner import EngineRefused, Run, is_small, run_units
+from tokenfeed.tools.job.summary import Summary
+from tokenfeed.tools.options import Options
+
+__all__ = ["make_dataset"]
+
+logger = logging.getLogger(__name__)
+
+
+def make_dataset(options: Options, server: Server | None = None) -> Summary:
+    """Make the data set that `options` describe, or finish it, and say what became of the input.
+
+    Args:
+        options: What is wanted.
+        server: A program to fork workers from, if one was started already.
+
+    Raises:
+        TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
+            and the same options continue it.
+    """
+    started = time.perf_counter()
+    options.check()
+    state = state_of(options.out)
+    plan = Plan.of(options)
+    tokenizer_started = time.perf_counter()
+    tokenizer = _settle_tokenizer(options, plan, state)
+    tokenizer_seconds = time.perf_counter() - tokenizer_started
+    _advise(options, tokenizer)
+    plan.task.frame(tokenizer)  # an error here is one before anything is written
+    job = _describe(options, plan, tokenizer)
+    if state == "finished":
+        manifest = recognise(options.out, job)
+        logger.info("already finished: the same command and input made this data set")
+        resumed_units, new_bytes = len(plan.units), 0
+    else:
+        with claim(options.out, job) as journal:
+            resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
+            manifest = _encode(options, plan, tokenizer, journal, server)
+        new_bytes = manifest.ledger.bytes - resumed_bytes
+    return Summary.of(
+        manifest,
+        folder=options.out,
+        tokenizer=tokenizer,
+        vocabulary_wanted=None if options.tokenizer else options.vocab_size,
+        skipped_binary=plan.corpus.skipped_binary,
+        units=len(plan.units),
+        resumed_units=resumed_units,
+        new_bytes=new_bytes,
+        already_finished=state == "finished",
+        seconds=time.perf_counter() - started,
+        tokenizer_seconds=tokenizer_seconds,
+    )
+
+
+def _text_bytes(journal: Journal) -> int:
+    """Text of the units that are done."""
+    results = journal.results.values()
+    return sum(counts.bytes for result in results for counts in result.sources)
+
+
+def _encode(
+    options: Options,
+    plan: Plan,
+    tokenizer: TextTokenizer,
+    journal: Journal,
+    server: Server | None,
+) -> Manifest:
+    """Everything that writes."""
+    atomic_write(options.out / TOKENIZER_FILE, tokenizer.json_bytes)
+    run = _plan_run(options, plan, tokenizer, server)
+    try:
+        job = run_units(run, journal)
+    except TokenizerError as error:  # another command may do better, here too
+        if isinstance(error, EngineRefused) or not journal.results:
+            withdraw(journal, plan.splits)
+        raise
+    results = [journal.results[unit.number] for unit in plan.units]
+    if not any(result.shards for result in results):
+        withdraw(journal, plan.splits)
+        raise _no_document(plan.corpus, results)
+    remember(options.out, journal.job)
+    manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
+    journal.remove()
+    return manifest
+
+
+def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Server | None) -> Run:
+    """Who encodes: the reference where it was asked for, and where the input is small."""
+    falls_back = options.engine == "auto"
+    is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
+    audit = Audit(tokenizer, plan.units, plan.task.fields, options.seed)
+    job = Job(
+        folder=options.out,
+        task=plan.task,
+        engine=ReferenceEngine.name if is_reference else FastEngine.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        frame=plan.task.frame(tokenizer),
+        validation=plan.validation,
+        splits=plan.splits,
+        splits_special=tokenizer.splits_special,
+        max_rejects=options.allowed_rejects,
+    )
+    return Run(
+        job=job,
+        tokenizer=tokenizer,
+        units=plan.units,
+        sources=plan.corpus.sources,
+        workers=options.num_workers,
+        audit=None if is_reference else audit,
+        falls_back=falls_back,
+        server=server,
+    )
+
+
+def _settle_tokenizer(options: Options, plan: Plan, state: State) -> TextTokenizer:
+    """The tokenizer asked for, or the one an earlier run has trained, or a newly trained one."""
+    trained = options.out / TOKENIZER_FILE
+    origin: object = options.tokenizer or trained
+    if options.tokenizer:
+        json_bytes = fetch_tokenizer_json(options.tokenizer)
+    elif state != "new" and trained.exists():
+        json_bytes = trained.read_bytes()
+    else:
+        logger.info("training a tokenizer on a sample of the corpus")
+        json_bytes = train_tokenizer_json(
+            plan.units,
+            fields=plan.task.fields,
+            vocabulary_size=options.vocab_size,
+            seed=options.seed,
+        )
+    return TextTokenizer.load(
+        json_bytes,
+        origin=origin,
+        end_token=options.end_token,
+        splits_special=options.special_tokens_in_text == "split",
+    )
+
+
+def _advise(options: Options, tokenizer: TextTokenizer) -> None:
+    """Say what a user of this tokenizer may not have expected."""
+    ends = options.task in ENDING_TASKS
+    if ends and tokenizer.end_token is None:
+        logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
+    if not ends and tokenizer.has_template and not options.add_special_tokens:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
+
+
+def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """All that the output depends on, in words a user can compare."""
+    sources = plan.corpus.sources
+    states = [(source.name, source.bytes, source.state, source.split) for source in sources]
+    states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
+    training = None if options.tokenizer else [options.vocab_size, options.seed]
+    return {
+        "CORPUS": list(options.corpus),
+        "--exclude": list(options.exclude),
+        "--split": list(options.split),
+        "--task": plan.task.name,
+        "the fields": list(plan.task.fields),
+        "the labels": list(plan.task.label_names),
+        "--validation": plan.validation,
+        "--shard-size": plan.shard_bytes,
+        "--tokenizer": options.tokenizer,
+        "--vocab-size and --seed": training,
+        "--end-token": options.end_token,
+        "--add-special-tokens": options.add_special_tokens,
+        "--special-tokens-in-text": options.special_tokens_in_text,
+        "the tokenizer's checksum": tokenizer.xxh3,
+        "--engine": options.engine,
+        "the engines": installed_engines(),
+        "the number of input files": len(states),
+        "the bytes of the input": sum(source.bytes for source in sources),
+        "the names, sizes and times of the input files": states_xxh3,
+    }
+
+
+def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
+    rejects = [reject for result in results for reject in result.rejects]
+    files = f"{len(corpus.sources):,} input file{'s' if len(corpus.sources) > 1 else ''}"
+    if not rejects:
+        return CorpusError(f"no text in {files}: every document is empty.")
+    source, record, reason = rejects[0]
+    return CorpusError(
+        f"no usable document in {files}: {len(rejects):,} rejected, the first in "
+        f"{corpus.sources[source].name}, record {record}: {reason}."
+    )
