@@ -189,9 +189,10 @@ class Crew:
 
 def _command(socket_fd: int) -> list[str]:
     """The command line of a program that finds the same modules as this process."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
 import sys
-sys.path[:] = {sys.path!r}
+sys.path[:] = {path!r}
 try:
     from tokenfeed.tools.job.worker import main
 except (ImportError, MemoryError):  # there is no room for it, which the parent will say
