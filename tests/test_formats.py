@@ -19,38 +19,19 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from command import COMMAND, error_of, files_of, run, run_json, texts
+from corpora import read, read_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.corpus import tables
+from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 Write = Callable[[Path, list[str]], Path]
-Found = tuple[dict[int, Any], dict[int, str]]
 TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
-
-
-def read(path: Path, kind: Kind = Kind.TEXT) -> Found:
-    """Texts and reasons for rejection, by record."""
-    good: dict[int, Any] = {}
-    bad: dict[int, str] = {}
-    corpus = find_corpus((str(path),), out=path.parent / "out", field="text")
-    for part in (part for unit in cut_units(corpus.sources, 10**9) for part in unit.parts):
-        for records in read_records(part, {"text": kind}):
-            numbers = records.numbers.tolist()
-            assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
-            good |= zip(numbers, records.fields["text"], strict=True)
-            bad |= records.rejects
-    return good, bad
-
-
-def read_bytes(path: Path, data: bytes) -> Found:
-    path.write_bytes(data)
-    return read(path)
 
 
 def write_lines(path: Path, rows: list[str]) -> Path:
@@ -65,9 +46,18 @@ def write_list(path: Path, rows: list[str]) -> Path:
 
 def write_csv(path: Path, rows: list[str]) -> Path:
     file = io.StringIO(newline="")
-    dialect = "excel-tab" if path.name.startswith("a.tsv") else "excel"
-    csv.writer(file, dialect).writerows([("id", "text"), *enumerate(rows)])
-    data = file.getvalue().encode("utf-8-sig")
+    csv.writer(file).writerows([("id", "text"), *enumerate(rows)])
+    return write_packed(path, file.getvalue())
+
+
+def write_tsv(path: Path, rows: list[str]) -> Path:
+    return write_packed(
+        path, "".join(f"{number}\t{row}\n" for number, row in [("id", "text"), *enumerate(rows)])
+    )
+
+
+def write_packed(path: Path, text: str) -> Path:
+    data = text.encode("utf-8-sig")
     packed = {".gz": gzip.compress(data), ".zst": zstandard.compress(data)}
     path.write_bytes(packed.get(path.suffix, data))
     return path
@@ -106,7 +96,8 @@ def write_loadable(path: Path, rows: list[str]) -> Path:
 WRITERS: dict[str, Write] = {
     **dict.fromkeys(("a.jsonl", "a.ndjson", "lines.json"), write_lines),
     "list.json": write_list,
-    **dict.fromkeys(("a.csv", "a.tsv", "a.csv.gz", "a.tsv.zst"), write_csv),
+    **dict.fromkeys(("a.csv", "a.csv.gz"), write_csv),
+    **dict.fromkeys(("a.tsv", "a.tsv.zst"), write_tsv),
     **dict.fromkeys(("file.arrow", "stream.arrow"), write_arrow),
     "a.feather": write_feather,
     "a.parquet": write_parquet,
@@ -153,8 +144,9 @@ def test_the_same_texts_give_the_same_shards_in_every_format(
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
-    good, bad = read(WRITERS[name](tmp_path / name, TEXTS))
-    assert (list(good.values()), bad) == ([text.encode() for text in TEXTS], {})
+    rows = [" ".join(text.split()) for text in TEXTS] if ".tsv" in name else TEXTS
+    good, bad = read(WRITERS[name](tmp_path / name, rows))
+    assert (list(good.values()), bad) == ([row.encode() for row in rows], {})
 
 
 VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
@@ -164,7 +156,7 @@ ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
 @settings(max_examples=300)
 @given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
 @example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)
-@pytest.mark.parametrize("block_bytes", [130, 1 << 24])
+@pytest.mark.parametrize("block_bytes", [7, 130, 1 << 24])
 def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
     tmp_path_factory: pytest.TempPathFactory,
     block_bytes: int,
@@ -177,7 +169,7 @@ def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
 
     data = eol.join([b"id,text", *map(line, rows)]) + (eol if last or not rows else b"")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "_CSV_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
         good, bad = read_bytes(tmp_path_factory.mktemp("csv") / "a.csv", data)
     expected = {i: row.encode() for i, row in enumerate(rows) if isinstance(row, str)}
     assert good == expected
@@ -187,7 +179,7 @@ def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
 def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     assert read_bytes(path, b"id,text\n") == ({}, {})
-    for data, words in {b"": "Empty CSV", b"id,body\n1,a\n": "Column 'text'"}.items():
+    for data, words in {b"": "Empty CSV", b"id,body\n1,a\n": "no column `text`"}.items():
         good, bad = read_bytes(path, data)
         assert (good, list(bad)) == ({}, [0])
         assert words in bad[0]

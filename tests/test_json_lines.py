@@ -170,6 +170,44 @@ def test_objects_are_of_one_line_even_where_the_counts_cancel_out(pieces: str) -
     check_equals_careful(pieces.encode(), {"text": Kind.TEXT}, 0)
 
 
+HUGE = ["9" * 20, "9" * 400, "9" * 4301, "-" + "1" * 9000, "1e999", "1" * 5000 + "e5", "NaN"]
+DEEP = ["[" * depth + "]" * depth for depth in (900, 990, 993, 996, 999, 1100)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([*HUGE, *DEEP, "1", '"x"', "null"]), min_size=1, max_size=5),
+    bad=st.sampled_from(["", "{", "[1]", '{"text": 5}', '{"text": "\\ud800"}']),
+    fields=st.sampled_from(FIELDS[:2]),
+    newline=st.sampled_from(["\n", "\r\n"]),
+)
+def test_the_fate_of_a_line_does_not_depend_on_its_neighbours(
+    values: list[str], bad: str, fields: Fields, newline: str
+) -> None:
+    lines = [f'{{"text": "a", "label": 1, "label": {value}, "x": {value}}}' for value in values]
+    check_is_what_each_line_gives_alone(newline.join([*lines, bad, lines[0], ""]).encode(), fields)
+    lines = [f'{{"text": "a", "label": 1, "x": {value}}}' for value in values]
+    check_is_what_each_line_gives_alone(newline.join([*lines, bad, lines[0], ""]).encode(), fields)
+
+
+@settings(max_examples=300)
+@given(block=blocks(), fields=st.sampled_from(FIELDS))
+def test_any_block_gives_what_each_of_its_lines_gives_alone(block: bytes, fields: Fields) -> None:
+    check_is_what_each_line_gives_alone(block, fields)
+
+
+def check_is_what_each_line_gives_alone(block: bytes, fields: Fields) -> None:
+    decoder = JsonLines(fields)
+    numbers, values, rejects = as_tuple(decoder.decode(block, 0)[0])
+    alone = [
+        as_tuple(decoder.decode(line, number)[0]) for number, line in enumerate(block.split(b"\n"))
+    ]
+    assert numbers == [number for found, _, _ in alone for number in found]
+    assert rejects == [reject for _, _, found in alone for reject in found]
+    for name in fields:
+        assert values[name] == [value for _, found, _ in alone for value in found[name]]
+
+
 @pytest.mark.parametrize("digits", [400])
 def test_a_huge_number_that_nobody_wants_is_judged_alike(digits: int) -> None:
     block = f'{{"text": "a", "x": {"1" * digits}}}\n'.encode()

@@ -16,6 +16,7 @@ import tyro
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
+from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 
@@ -217,7 +218,7 @@ class Options:
             )
         for given in self.split:
             name, _, glob = given.partition("=")
-            if not re.fullmatch(r"[\w-]+", name) or not glob:
+            if not is_split_name(name) or not glob:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )

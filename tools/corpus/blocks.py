@@ -10,11 +10,11 @@ import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import zstandard
 
-__all__ = ["READ_ERRORS", "Blocks", "Compression", "whole_lines"]
+__all__ = ["READ_ERRORS", "Blocks", "Compression", "has_checksum", "whole_lines"]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
@@ -25,10 +25,13 @@ _BLOCK_BYTES = 1 << 22
 _PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
 """What is unpacked at once: so much may be lost before a damage, however late it comes."""
 
-_OPENERS: dict[Compression, Callable[[IO[bytes]], Any]] = {
-    "gz": gzip.open,
-    "bz2": bz2.open,
-    "xz": lzma.open,
+_ZSTD_HEADER_BYTES = 18
+_LARGEST_WINDOW_BYTES = 1 << 31
+"""What `zstd --long=31` makes; it takes memory only as far as text fills it."""
+_DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
+    "bz2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor,
+    "zst": lambda: _ZstdMember(),
 }
 
 
@@ -51,9 +54,9 @@ class Blocks:
     def __iter__(self) -> Iterator[bytes]:
         if self._compression is None:
             return self._plain()
-        if self._compression == "zst":
-            return self._zstd()
-        return self._through(_OPENERS[self._compression])
+        if self._compression == "gz":
+            return self._gzip()
+        return self._members(_DECOMPRESSORS[self._compression])
 
     def _plain(self) -> Iterator[bytes]:
         with open(self._path, "rb", buffering=0) as file:
@@ -66,8 +69,8 @@ class Blocks:
                 self.consumed_bytes += len(block)
                 yield block
 
-    def _through(self, opener: Callable[[IO[bytes]], Any]) -> Iterator[bytes]:
-        with open(self._path, "rb") as raw, opener(raw) as file:
+    def _gzip(self) -> Iterator[bytes]:
+        with open(self._path, "rb") as raw, gzip.open(raw) as file:
             while block := file.read(_UNPACKED_BYTES):
                 self.consumed_bytes = raw.tell()
                 yield block
@@ -78,19 +81,54 @@ class Blocks:
             for start in range(0, len(block), _PACKED_BYTES):
                 yield block[start : start + _PACKED_BYTES]
 
-    def _zstd(self) -> Iterator[bytes]:
-        """Frame after frame by hand: zstandard's stream reader takes a cut-off file for its end."""
-        frame: Any = None
-        for rest in self._slices():
-            while rest:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                if block := frame.decompress(rest):
-                    yield block
-                rest = frame.unused_data if frame.eof else b""
-                if frame.eof:
-                    frame = None
-        if frame is not None:
-            raise EOFError("the zstd stream ended before its end marker")
+    def _members(self, make: Callable[[], Any]) -> Iterator[bytes]:
+        """Stream after stream by hand: the libraries' own files take damage for the end."""
+        member: Any = None
+        for packed in self._slices():
+            while packed := (packed if member else packed.lstrip(b"\0")):  # zeros may pad
+                member = member or make()
+                yield from _unpacked(member, packed)
+                packed = member.unused_data if member.eof else b""
+                if member.eof:
+                    member = None
+        if member:
+            raise EOFError("the compressed stream ended before its end marker")
+
+
+class _ZstdMember:
+    """A zstandard frame with the methods that the standard library's decompressors have."""
+
+    def __init__(self) -> None:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_LARGEST_WINDOW_BYTES)
+        self._frame = decompressor.decompressobj()
+
+    @property
+    def eof(self) -> bool:
+        return self._frame.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._frame.unused_data
+
+    def decompress(self, packed: bytes, max_length: int) -> bytes:
+        return self._frame.decompress(packed) if packed else b""
+
+
+def has_checksum(path: str) -> bool:
+    """Whether the first frame of a .zst has a checksum of its content, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            header = zstandard.get_frame_parameters(file.read(_ZSTD_HEADER_BYTES))
+    except READ_ERRORS:
+        return True
+    return bool(header.has_checksum)
+
+
+def _unpacked(member: Any, packed: bytes) -> Iterator[bytes]:
+    """What `packed` holds of one stream, about `_UNPACKED_BYTES` at a time."""
+    while not member.eof and (block := member.decompress(packed, _UNPACKED_BYTES)):
+        yield block
+        packed = b""
 
 
 def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:

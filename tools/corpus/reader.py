@@ -3,24 +3,20 @@
 A damaged file costs what follows the damage, and gives one reject there.
 """
 
-import errno
 import functools
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-import pyarrow as pa
-
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, whole_lines
+from tokenfeed.tools.corpus.blocks import Blocks, whole_lines
+from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.delimited import read_delimited
 from tokenfeed.tools.corpus.json_lines import JsonLines, json_list
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, records_of
-from tokenfeed.tools.corpus.tables import column_problem, read_arrow, read_csv, read_parquet
+from tokenfeed.tools.corpus.records import Fields, Kind, Records, records_of, rejected
+from tokenfeed.tools.corpus.tables import column_problem, read_arrow, read_parquet
 from tokenfeed.tools.corpus.units import Part, table_schema
 
 __all__ = ["read_records", "read_texts"]
 
-_DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
-_MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 
 
@@ -38,11 +34,11 @@ def read_records(part: Part, fields: Fields) -> Iterator[Records]:
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)
             yield records
-    except _DAMAGE as error:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) in _MACHINE_IS_FULL:
-            raise
+            part.source.check_unchanged()  # what is mapped into memory must not be cut off
+    except DAMAGE as error:
+        reason = damage_reason(error)
         part.source.check_unchanged()  # then that is the reason
-        yield _rejected(behind, fields, f"cannot be read from here on: {_reason(error)}")
+        yield rejected(behind, fields, f"cannot be read from here on: {reason}")
     part.source.check_unchanged()
 
 
@@ -78,36 +74,31 @@ def _read_json_list(part: Part, fields: Fields) -> Iterator[Records]:
     yield replace(json_list(b"".join(_blocks(part)), fields), weight_bytes=part.weight_bytes)
 
 
-def _read_csv(part: Part, fields: Fields) -> Iterator[Records]:
+def _read_delimited(part: Part, fields: Fields) -> Iterator[Records]:
     blocks, consumed = _blocks(part), 0
-    for records in read_csv(blocks, fields, _DELIMITERS[part.source.format]):
+    delimiter = _DELIMITERS[part.source.format]
+    for records in read_delimited(blocks, fields, name=part.source.name, delimiter=delimiter):
         yield replace(records, weight_bytes=_weight(part, blocks.consumed_bytes - consumed))
         consumed = blocks.consumed_bytes
 
 
 def _read_table(part: Part, fields: Fields) -> Iterator[Records]:
     """Parquet or Arrow; where a column is missing, the file is one reject."""
-    path = part.source.path
     if problem := column_problem(table_schema(part.source), fields):
         if not part.start:  # once for the file
-            yield _rejected(part.first_record, fields, problem)
+            yield rejected(part.first_record, fields, problem)
         return
     read = read_parquet if part.source.format == "parquet" else read_arrow
-    for records in read(path, fields, part.start, part.stop):
-        yield Records(
-            records.numbers + np.uint64(part.first_record),
-            records.fields,
-            [Reject(part.first_record + record, reason) for record, reason in records.rejects],
-            records.weight_bytes * part.weight_bytes,
-        )
+    for records in read(part.source.path, fields, part.start, part.stop, part.first_record):
+        yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
 
 
 _READERS = {
     "text": _read_text,
     "jsonl": _read_json_lines,
     "json": _read_json_list,
-    "csv": _read_csv,
-    "tsv": _read_csv,
+    "csv": _read_delimited,
+    "tsv": _read_delimited,
     "parquet": _read_table,
     "arrow": _read_table,
 }
@@ -125,13 +116,3 @@ def _blocks(part: Part) -> Blocks:
 def _weight(part: Part, consumed_bytes: int) -> float:
     whole = part.source.bytes if part.stop is None else part.stop - part.start
     return part.weight_bytes * consumed_bytes / max(whole, 1)
-
-
-def _rejected(record: int, fields: Fields, reason: str) -> Records:
-    no_values: dict[str, list[object]] = {name: [] for name in fields}
-    return Records(np.empty(0, np.uint64), no_values, [Reject(record, reason)])
-
-
-def _reason(error: Exception) -> str:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(reason.split())

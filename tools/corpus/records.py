@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Fields", "Kind", "Records", "Reject", "Unusable", "checked", "records_of"]
+__all__ = ["Fields", "Kind", "Records", "Reject", "Unusable", "checked", "records_of", "rejected"]
 
 
 class Kind(Enum):
@@ -55,6 +55,8 @@ class Records:
     """Records between these that could not be used."""
     weight_bytes: float = 0
     """The part of the file's weight that they stand for: for progress."""
+    warning: str | None = None
+    """What should be said about them, by whoever writes them."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -87,6 +89,12 @@ def records_of(
         for column, value in zip(values.values(), found, strict=True):
             column.append(value)
     return Records(np.array(numbers, np.uint64), values, rejects, weight_bytes)
+
+
+def rejected(record: int, fields: Fields, reason: str) -> Records:
+    """No record, and one reject."""
+    no_values: dict[str, list[Any]] = {name: [] for name in fields}
+    return Records(np.empty(0, np.uint64), no_values, [Reject(record, reason)])
 
 
 def checked(value: Any, kind: Kind) -> Any:
@@ -135,6 +143,8 @@ def _label(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | bytes):
+        if not value:
+            raise Unusable(f"is empty, expected {Kind.LABEL.value}")
         return _text(value).decode()
     if isinstance(value, int) and value >= 0:
         return str(value)

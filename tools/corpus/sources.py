@@ -6,44 +6,26 @@ two ways lead to is read once. To tell binary from text, and JSON Lines from oth
 of a file is read here. What `Dataset.save_to_disk` wrote is read as its Arrow files.
 """
 
-import fnmatch
-import json
 import logging
+import operator
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
-from tokenfeed.tools.corpus.blocks import Compression
+from tokenfeed.tools.corpus.blocks import Compression, has_checksum
+from tokenfeed.tools.corpus.formats import Format, format_by_content, format_by_name, is_archive
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
-from tokenfeed.tools.corpus.sniff import holds_objects, is_binary, json_format
+from tokenfeed.tools.corpus.patterns import is_split_name, matching
+from tokenfeed.tools.corpus.saved import saved_entries
+from tokenfeed.tools.corpus.sniff import is_binary, json_format
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
 
 __all__ = ["Corpus", "Format", "Source", "find_corpus"]
 
 logger = logging.getLogger(__name__)
-
-Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
-
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
-_FORMATS: dict[str, Format] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
-_SPLIT = re.compile(r"\w[\w-]*")
-_ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
-_SAVED_SET, _SAVED_INFO, _SAVED_SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-"""What `save_to_disk` leaves in the folder of a data set, and in that of several splits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +42,7 @@ class Source:
     state: int
     """Changes when the file does: its modification time; for standard input its checksum."""
     format: Format
-    """By the name's ending; what has no ending of a known format is text: one document."""
+    """What has no ending of a known format is text, one document, unless its content says more."""
     compression: Compression | None
     split: str | None = None
     """The split that all its records belong to; None draws it for each."""
@@ -117,6 +99,7 @@ def find_corpus(
     for path in paths:
         search.add(path)
     search.check_splits()
+    search.name_unchecked()
     if not search.sources:
         binary = (
             f" ({search.skipped_binary:,} binary files skipped)" if search.skipped_binary else ""
@@ -148,6 +131,8 @@ class _Search:
         self._exclude = exclude
         self._splits = splits
         self._seen: set[str] = set()
+        self._used = [False] * len(splits)
+        """Which patterns of splits have matched."""
 
     def add(self, path: str) -> None:
         if path == STANDARD_INPUT:
@@ -156,7 +141,8 @@ class _Search:
         if path.startswith(HUB_PREFIX):
             for file, split in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
-                self._append(self._source(name, file), name, split)
+                if not self._excluded(f"{path}/{split}", path) and not self._excluded(name, path):
+                    self._append(self._source(name, file), path, split)
             return
         real = os.path.realpath(path)
         if os.path.commonpath([real, self._out]) == self._out:
@@ -165,7 +151,7 @@ class _Search:
             for found, of_split in self._walk(path, path):
                 self._add_file(found, path, of_split, explicit=False)
         elif os.path.isfile(path):
-            if set(Path(path.lower()).suffixes[-2:]) & _ARCHIVES:
+            if is_archive(path):
                 raise CorpusError(f"{path}: is an archive of files. Unpack it and give the folder.")
             self._add_file(path, path, None, explicit=True)
         elif os.path.lexists(path):
@@ -188,37 +174,18 @@ class _Search:
         if _is_data_set(names):
             logger.info("%s: left out, it is a data set of pretokenize", folder)
             return
-        if {_SAVED_SET, _SAVED_INFO} <= set(names) or _SAVED_SPLITS in names:
-            yield from self._walk_saved(folder, root, split, names)
-            return
-        for name in names:
-            path = os.path.join(folder, name)
-            if name.startswith(".") or name == "__pycache__" or self._excluded(path, root):
+        saved = saved_entries(folder, names, split)
+        entries = _visible(folder, names, split) if saved is None else saved
+        for path, of_split in entries:
+            if self._excluded(path, root):
                 continue
             if os.path.isdir(path):
-                yield from self._walk(path, root, split)
-            elif os.path.isfile(path):
-                yield path, split
-
-    def _walk_saved(
-        self, folder: str, root: str, split: str | None, names: list[str]
-    ) -> Iterator[_Found]:
-        """The Arrow files of a folder that `save_to_disk` wrote, for it names them itself."""
-        try:
-            if _SAVED_SPLITS in names:
-                for name in json.loads(Path(folder, _SAVED_SPLITS).read_bytes())["splits"]:
-                    yield from self._walk(os.path.join(folder, name), root, name)
-                return
-            files = json.loads(Path(folder, _SAVED_SET).read_bytes())["_data_files"]
-            for file in files:
-                yield os.path.join(folder, file["filename"]), split
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CorpusError(
-                f"{folder}: looks like a saved data set, but cannot be read as one: {error}."
-            ) from error
+                yield from self._walk(path, root, of_split)
+            elif saved is not None or os.path.isfile(path):
+                yield path, of_split
 
     def _excluded(self, path: str, root: str) -> bool:
-        return any(_matches(path, root, pattern) for pattern in self._exclude)
+        return any(matching(self._exclude, path, root))
 
     def _add_file(self, path: str, root: str, split: str | None, *, explicit: bool) -> None:
         real = os.path.realpath(path)
@@ -226,41 +193,59 @@ class _Search:
             return
         self._seen.add(real)
         source = self._source(path, path)
-        is_text = source.format == "text"
-        if not explicit and is_text and is_binary(path, source.compression):
-            self.skipped_binary += 1
-            return
-        is_json = ".json" in Path(path).suffixes
-        if explicit and is_text and is_json and holds_objects(path, source.compression):
-            logger.warning(
-                "%s: its records have no field `%s`, so it is read as one text", path, self._field
-            )
+        if source.format == "text":
+            if explicit:
+                found = format_by_content(path, path, self._field)
+                if found != "text":
+                    logger.info("%s: read as .%s, for it holds such records", path, found)
+                source = replace(source, format=found)
+            elif is_binary(path, source.compression):
+                self.skipped_binary += 1
+                return
         self._append(source, root, split)
 
     def _append(self, source: Source, root: str, split: str | None) -> None:
         """Add a source to the split that an option says it is of, or else to `split`."""
-        matching = (name for name, glob in self._splits if _matches(source.name, root, glob))
-        split = next(matching, split)
-        if split is not None and not _SPLIT.fullmatch(split):
+        matches = matching([glob for _, glob in self._splits], source.name, root)
+        self._used = list(map(operator.or_, self._used, matches))
+        named = (name for (name, _), does in zip(self._splits, matches, strict=True) if does)
+        split = next(named, split)
+        if split is not None and not is_split_name(split):
             raise CorpusError(f"{source.name}: {split!r} cannot be the name of a split.")
         self.sources.append(replace(source, split=split))
 
     def check_splits(self) -> None:
         """Refuse a pattern that no file matches: it is a slip of the pen."""
-        for split, glob in self._splits:
-            if all(source.split != split for source in self.sources):
+        found = {source.split for source in self.sources}
+        for (split, glob), is_used in zip(self._splits, self._used, strict=True):
+            if not is_used:
                 raise ConfigError(f"`--split {split}={glob}`: no input file matches it.")
+            if split not in found:
+                raise ConfigError(
+                    f"`--split {split}={glob}`: patterns before it take all that it matches."
+                )
+
+    def name_unchecked(self) -> None:
+        """Say once which files may be damaged and not show it."""
+        unchecked = [
+            source.name
+            for source in self.sources
+            if source.compression == "zst" and not has_checksum(source.path)
+        ]
+        if unchecked:
+            others = f" and {len(unchecked) - 1:,} more" if unchecked[1:] else ""
+            logger.info(
+                "%s%s: no checksum of the content, so that damage may go unseen (`zstd` adds one)",
+                *(unchecked[0], others),
+            )
 
     def _add_stdin(self) -> None:
-        """Standard input, as JSON Lines if it looks like it, else as one text."""
+        """Standard input, as records if it looks like it, else as one text."""
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
         path, checksum = spool_stdin(Path(self._out))
         source = self._source(STANDARD_INPUT, path)
-        is_json_lines = json_format(path, None, self._field) == "jsonl"
-        format_: Format = "jsonl" if is_json_lines else "text"
-        if not is_json_lines and holds_objects(path, None):
-            logger.warning("-: its records have no field `%s`: read as one text", self._field)
+        format_ = format_by_content(STANDARD_INPUT, path, self._field)
         source = replace(source, format=format_, state=checksum)
         self._append(source, STANDARD_INPUT, None)
 
@@ -269,11 +254,7 @@ class _Search:
             status = os.stat(path)
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
-        stem, ending = os.path.splitext(name.lower())
-        compression = _COMPRESSIONS.get(ending)
-        format_ = _FORMATS.get(os.path.splitext(stem)[1] if compression else ending, "text")
-        if format_ in ("parquet", "arrow") and compression:
-            format_ = "text"
+        format_, compression = format_by_name(name)
         source = Source(
             index=len(self.sources),
             name=name,
@@ -288,9 +269,10 @@ class _Search:
         return source
 
 
-def _matches(path: str, root: str, glob: str) -> bool:
-    forms = os.path.basename(path), os.path.relpath(path, root)
-    return any(fnmatch.fnmatchcase(form, glob.rstrip("/")) for form in forms)
+def _visible(folder: str, names: list[str], split: str | None) -> Iterator[_Found]:
+    for name in names:
+        if not name.startswith(".") and name != "__pycache__":
+            yield os.path.join(folder, name), split
 
 
 def _is_data_set(names: list[str]) -> bool:

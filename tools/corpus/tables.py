@@ -1,65 +1,120 @@
-"""Read tables: Parquet by row groups, Arrow files and streams by record batches, CSV from the top.
+"""Read tables: Parquet by row groups, Arrow files and streams by record batches.
 
 Columns come as Arrow arrays. A column whose values are all sound is turned into Python values at
-once; where one is null, invalid or of another kind, the batch is checked row by row.
+once; where one is null, invalid or of another kind, the batch is checked row by row. What is
+damaged costs its row group or record batch, in an Arrow stream all that follows.
 """
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, Unusable, records_of
+from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, records_of, rejected
 
 __all__ = [
     "arrow_batches",
     "arrow_schema",
+    "batch_records",
+    "batch_rows",
     "column_problem",
     "read_arrow",
-    "read_csv",
     "read_parquet",
 ]
 
 _BATCH_ROWS = 1 << 12
-_CSV_BLOCK_BYTES = 1 << 24
-"""No line of a .csv can be longer."""
 _ARROW_MAGIC = b"ARROW1"
 
 
-def read_parquet(path: str, fields: Fields, start: int, stop: int | None) -> Iterator[Records]:
-    """Read row groups `start` up to `stop` of a Parquet file, numbered from 0."""
+def read_parquet(
+    path: str, fields: Fields, start: int, stop: int | None, first: int
+) -> Iterator[Records]:
+    """Read row groups `start` up to `stop` of a Parquet file, numbered from `first`.
+
+    Each of the records given weighs its part of 1.
+    """
     with pq.ParquetFile(path) as file:
         groups = list(range(start, file.num_row_groups if stop is None else stop))
         total = sum(file.metadata.row_group(group).num_rows for group in groups)
-        batches = file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=list(fields))
-        yield from _numbered(batches, fields, total)
+        record = first
+        try:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=groups, columns=list(fields)):
+                yield _numbered(batch, fields, record, total)
+                record += batch.num_rows
+        except DAMAGE as error:
+            damage_reason(error)
+            yield from _undamaged_groups(file, fields, groups, first, record)
 
 
-def read_arrow(path: str, fields: Fields, start: int, stop: int | None) -> Iterator[Records]:
-    """Read record batches `start` up to `stop` of an Arrow file or stream, numbered from 0."""
+def _undamaged_groups(
+    file: pq.ParquetFile, fields: Fields, groups: list[int], first: int, given: int
+) -> Iterator[Records]:
+    """Read row groups one by one; a damaged one is a reject. Records before `given` are skipped."""
+    total = sum(file.metadata.row_group(group).num_rows for group in groups)
+    for group in groups:
+        record, end = first, first + file.metadata.row_group(group).num_rows
+        first = end
+        if given >= end:
+            continue
+        try:
+            for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], columns=list(fields)):
+                skipped = min(max(given - record, 0), batch.num_rows)
+                yield _numbered(batch.slice(skipped), fields, record + skipped, total)
+                record += batch.num_rows
+        except DAMAGE as error:
+            lost = max(record, given)
+            reason = f"records {lost} to {end - 1} cannot be read: {damage_reason(error)}"
+            yield rejected(lost, fields, f"row group {group} is damaged, {reason}")
+
+
+def read_arrow(
+    path: str, fields: Fields, start: int, stop: int | None, first: int
+) -> Iterator[Records]:
+    """Read record batches `start` up to `stop` of an Arrow file or stream, numbered from `first`.
+
+    Each of the records given weighs its part of 1.
+    """
     wanted = list(itertools.islice(arrow_batches(path), start, stop))
-    total = sum(batch.num_rows for batch in wanted)
-    slices = (
-        batch.slice(row, _BATCH_ROWS).select(list(fields))
-        for batch in wanted
-        for row in range(0, batch.num_rows, _BATCH_ROWS)
-    )
-    yield from _numbered(slices, fields, total)
+    total = sum(map(batch_rows, wanted))
+    for index, batch in enumerate(wanted, start):
+        for row in range(0, batch_rows(batch), _BATCH_ROWS):
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                slice_ = batch.slice(row, _BATCH_ROWS).select(list(fields))
+                yield _numbered(slice_, fields, first + row, total)
+            except DAMAGE as error:
+                reason = f"record batch {index} is damaged: {damage_reason(error)}"
+                yield rejected(first + row, fields, reason)
+        first += batch_rows(batch)
 
 
-def arrow_batches(path: str) -> Iterator[pa.RecordBatch]:
-    """The record batches of an Arrow file or stream, mapped into memory and read when used."""
+def arrow_batches(path: str) -> Iterator[pa.RecordBatch | Exception]:
+    """The record batches of an Arrow file or stream, mapped into memory and read when used.
+
+    In place of a damaged one stands the error; a stream ends with its first.
+    """
     with pa.memory_map(path) as file:
         reader = _reader(file)
-        if isinstance(reader, pa.ipc.RecordBatchFileReader):
-            yield from map(reader.get_batch, range(reader.num_record_batches))
-        else:
+        if not isinstance(reader, pa.ipc.RecordBatchFileReader):
             yield from reader
+            return
+        for index in range(reader.num_record_batches):
+            try:
+                batch = reader.get_batch(index)
+            except DAMAGE as error:
+                batch = error
+            yield batch
+
+
+def batch_rows(batch: pa.RecordBatch | Exception) -> int:
+    """How many records a batch counts for: a damaged one, which may not say how many, for one."""
+    return 1 if isinstance(batch, Exception) else batch.num_rows
 
 
 def arrow_schema(file: pa.NativeFile) -> pa.Schema:
@@ -79,96 +134,25 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
     return None
 
 
-def read_csv(blocks: Blocks, fields: Fields, delimiter: str) -> Iterator[Records]:
-    """Read a CSV file whose first line names its columns; a quoted value may hold newlines."""
-    rejects: dict[int, Reject] = {}  # the reader is ahead of the batches it gives
-
-    def reject(row: csv.InvalidRow) -> str:
-        record = row.number - 2  # the header is number 1
-        reason = f"has {row.actual_columns} values, expected {row.expected_columns}"
-        rejects[record] = Reject(record, reason)
-        return "skip"
-
-    file = _File(blocks)
-    reader = csv.open_csv(
-        file,
-        csv.ReadOptions(use_threads=False, block_size=_CSV_BLOCK_BYTES),
-        csv.ParseOptions(delimiter=delimiter, newlines_in_values=True, invalid_row_handler=reject),
-        csv.ConvertOptions(
-            check_utf8=False,
-            include_columns=list(fields),
-            column_types={name: pa.large_binary() for name in fields},
-        ),
-    )
-    first = 0
-    for batch in reader:
-        candidates = np.arange(first, first + batch.num_rows + len(rejects), dtype=np.uint64)
-        numbers = np.setdiff1d(candidates, np.array([*rejects], np.uint64))[: batch.num_rows]
-        records = _records(batch, fields, numbers)
-        first = int(numbers[-1]) + 1 if len(numbers) else first
-        records.rejects.extend(rejects.pop(record) for record in [*rejects] if record < first)
-        yield records
-    yield Records(np.empty(0, np.uint64), {name: [] for name in fields}, [*rejects.values()])
-    if file.damage:
-        raise file.damage
-
-
 def _reader(file: pa.NativeFile) -> Any:
     is_file = file.read(len(_ARROW_MAGIC)) == _ARROW_MAGIC
     file.seek(0)
     return pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
 
 
-class _File:
-    """Blocks as the file object that Arrow reads from.
+def _numbered(batch: pa.RecordBatch, fields: Fields, first: int, total: int) -> Records:
+    """A batch that begins with record `first` and weighs its part of `total` rows."""
+    numbers = np.arange(first, first + batch.num_rows, dtype=np.uint64)
+    records = batch_records(batch, fields, numbers)
+    return replace(records, weight_bytes=batch.num_rows / max(total, 1))
 
-    No read ends on a carriage return, since Arrow would lose a newline that follows it. Damage is
-    kept for later and looks like the end of the file, so that Arrow gives what came before it.
+
+def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) -> Records:
+    """The records of a batch, which has a column for each field.
+
+    Raises:
+        pyarrow.ArrowInvalid: It is damaged.
     """
-
-    def __init__(self, blocks: Blocks) -> None:
-        self.damage: Exception | None = None
-        self.closed = False
-        self._blocks = iter(blocks)
-        self._rest = b""
-
-    def read(self, size: int) -> bytes:
-        while len(self._rest) <= size and (block := self._next_block()):
-            self._rest += block
-        data = self._rest[:size].rstrip(b"\r") if len(self._rest) > size else self._rest
-        data = data or self._rest[: size + 1]
-        self._rest = self._rest[len(data) :]
-        return data
-
-    def _next_block(self) -> bytes:
-        try:
-            return next(self._blocks, b"")
-        except READ_ERRORS as error:
-            self.damage = error
-            cut = self._rest.rfind(b"\n") + 1  # a line that was cut short is no line
-            self._rest = self._rest[:cut]
-            return b""
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def _numbered(batches: Iterator[pa.RecordBatch], fields: Fields, total: int) -> Iterator[Records]:
-    """Records numbered from 0, each batch weighing its part of 1."""
-    first = 0
-    for batch in batches:
-        numbers = np.arange(first, first + batch.num_rows, dtype=np.uint64)
-        records = _records(batch, fields, numbers)
-        first += batch.num_rows
-        yield Records(
-            records.numbers, records.fields, records.rejects, batch.num_rows / max(total, 1)
-        )
-
-
-def _records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) -> Records:
     columns = {name: _plain(batch.column(name), kind) for name, kind in fields.items()}
     if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
         return Records(numbers, {name: column.to_pylist() for name, column in columns.items()})
@@ -208,7 +192,10 @@ def _plain(column: pa.Array, kind: Kind) -> pa.Array:
         column = column.cast(pa.large_list(column.type.value_type.value_type))
     if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
-    return column.cast(pa.large_binary()) if _is_text(column.type) else column
+    if _is_text(column.type):
+        column = column.cast(pa.large_binary())
+        column.validate(full=True)  # damaged offsets would be followed anywhere
+    return column
 
 
 def _is_sound(column: pa.Array, kind: Kind) -> bool:

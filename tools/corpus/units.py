@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.sources import Source
-from tokenfeed.tools.corpus.tables import arrow_batches, arrow_schema
+from tokenfeed.tools.corpus.tables import arrow_batches, arrow_schema, batch_rows
 
 __all__ = ["Part", "Unit", "auto_shard_bytes", "cut_units", "table_schema"]
 
@@ -170,6 +170,6 @@ def _cut_table(source: Source, shard_bytes: int) -> Iterator[Part]:
 
 def _rows_of_groups(source: Source) -> list[int]:
     if source.format == "arrow":
-        return [batch.num_rows for batch in arrow_batches(source.path)]
+        return [batch_rows(batch) for batch in arrow_batches(source.path)]
     metadata = pq.read_metadata(source.path)
     return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]

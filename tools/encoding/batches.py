@@ -4,6 +4,7 @@ Small files go together, and long blocks of a big one stay as they were read. Wh
 task refuses goes to the ledger.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from tokenfeed.tools.encoding.ledger import UnitLedger
 from tokenfeed.tools.encoding.tasks import Task
 
 __all__ = ["Batch", "read_batches"]
+
+logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 1 << 21
 """Weight at which a batch is full: an engine's output then still fits the processor's cache."""
@@ -52,6 +55,8 @@ def read_batches(unit: Unit, task: Task, ledger: UnitLedger) -> Iterator[Batch]:
     weight_bytes, num_records = 0.0, 0
     for part in unit.parts:
         for records in read_records(part, task.fields):
+            if records.warning:
+                logger.warning("%s: %s", part.source.name, records.warning)
             for reject in records.rejects:
                 ledger.reject(part.source.index, reject)
             batch = _fitting(_batch(part, records), task, ledger)

@@ -155,10 +155,21 @@ class Labelled(Task):
         """Its labels in the order of their numbers."""
         return self.labels.names
 
-    @property
-    def label_kind(self) -> Kind:
-        """The kind of `label_field`."""
-        return self.fields[self.label_field]
+    def unusable(self, values: FieldValues) -> dict[int, str]:
+        """Records that have a label without a number, once there are numbers: see `Labels`."""
+        numbers = self.labels.numbers
+        labels = values[self.label_field]
+        of_records = (
+            labels if self.fields[self.label_field] is Kind.LABELS else [*zip(labels, strict=True)]
+        )
+        if not numbers or numbers.keys() >= set(chain.from_iterable(of_records)):
+            return {}
+        unlike = "a whole number" if self.labels.are_numbers else "a label of the others"
+        return {
+            index: f"field `{self.label_field}` has {unknown[0][:40]!r}, expected {unlike}"
+            for index, of_record in enumerate(of_records)
+            if (unknown := [label for label in of_record if label not in numbers])
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,9 +252,9 @@ class Tag(Labelled):
         return list(map(b" ".join, values[self.tokens_field]))
 
     def unusable(self, values: FieldValues) -> dict[int, str]:
-        """Records that have not as many tags as words."""
+        """Records that have not as many tags as words, or a tag without a number."""
         pairs = zip(values[self.tokens_field], values[self.label_field], strict=True)
-        return {
+        return super().unusable(values) | {
             index: f"{len(words):,} word(s), but {len(tags):,} tag(s)"
             for index, (words, tags) in enumerate(pairs)
             if len(words) != len(tags)

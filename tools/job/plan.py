@@ -49,7 +49,7 @@ class Plan:
             are_given = any(source.split is not None for source in corpus.sources)
             validation = 0.0 if are_given else _DEFAULT_VALIDATION
         if isinstance(task, Labelled):
-            labels = find_labels(units, task.label_field, task.label_kind)
+            labels = find_labels(units, task.fields, task.label_field, task.unusable)
             task = dataclasses.replace(task, labels=labels)
         return cls(
             corpus=corpus, shard_bytes=shard_bytes, units=units, task=task, validation=validation

@@ -1,0 +1,32 @@
+"""What tests of corpora share: reading one in process, records and rejects by their numbers."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+
+__all__ = ["Found", "read", "read_bytes"]
+
+Found = tuple[dict[int, Any], dict[int, str]]
+
+
+def read(path: Path, kind: Kind = Kind.TEXT, shard_bytes: int = 10**9) -> Found:
+    """The values of the field `text`, and the reasons for rejection, by record."""
+    good: dict[int, Any] = {}
+    bad: dict[int, str] = {}
+    corpus = find_corpus((str(path),), out=path.parent / "out", field="text")
+    for part in (part for unit in cut_units(corpus.sources, shard_bytes) for part in unit.parts):
+        for records in read_records(part, {"text": kind}):
+            numbers = records.numbers.tolist()
+            assert not {*numbers, *dict(records.rejects)} & (good.keys() | bad.keys())
+            good |= zip(numbers, records.fields["text"], strict=True)
+            bad |= records.rejects
+    return good, bad
+
+
+def read_bytes(path: Path, data: bytes) -> Found:
+    path.write_bytes(data)
+    return read(path)

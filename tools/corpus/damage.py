@@ -1,0 +1,24 @@
+"""What reading a damaged file can raise, and how that is told from a machine that is full."""
+
+import errno
+
+import pyarrow as pa
+
+from tokenfeed.tools.corpus.blocks import READ_ERRORS
+
+__all__ = ["DAMAGE", "damage_reason"]
+
+DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
+_MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+def damage_reason(error: Exception) -> str:
+    """What is wrong with the file, in one line.
+
+    Raises:
+        Exception: `error` itself, where the machine is short of something and the file is sound.
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _MACHINE_IS_FULL:
+        raise error
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split())

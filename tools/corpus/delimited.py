@@ -1,0 +1,99 @@
+"""Read CSV and TSV: whole rows by Arrow, at its speed; the others are rejected.
+
+Between commas a value may be quoted and hold newlines; a TSV knows no quoting.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as csv
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.quoting import Lines, QuotedRows, whole_rows
+from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
+from tokenfeed.tools.corpus.tables import batch_records, column_problem
+
+__all__ = ["read_delimited"]
+
+
+def read_delimited(
+    blocks: Iterable[bytes], fields: Fields, *, name: str, delimiter: str
+) -> Iterator[Records]:
+    """Read a file whose first line names its columns.
+
+    Args:
+        blocks: Its bytes.
+        fields: The columns wanted.
+        name: The file's, for an error.
+        delimiter: Stands between values; only between commas are values quoted.
+
+    Raises:
+        CorpusError: A field is to hold a list.
+        ValueError: There is no header, or a row is too long to be one.
+    """
+    if {Kind.WORDS, Kind.LABELS} & set(fields.values()):
+        raise CorpusError(
+            f"{name}: `{'` and `'.join(fields)}` must hold lists, and CSV and TSV have none. Make "
+            "it JSON Lines or Parquet, or leave it out by `--exclude`."
+        )
+    is_quoted = delimiter == ","
+    parse = csv.ParseOptions(
+        delimiter=delimiter,
+        quote_char='"' if is_quoted else False,
+        newlines_in_values=is_quoted,
+    )
+    rows = whole_rows(blocks, QuotedRows(delimiter) if is_quoted else Lines())
+    header = next(rows, None)
+    if header is None:
+        raise ValueError("Empty CSV or TSV: its first line must name the columns")
+    columns = csv.read_csv(pa.BufferReader(header.data), parse_options=parse).column_names
+    schema = pa.schema([(column, pa.large_binary()) for column in columns])
+    problem = header.reason or column_problem(schema, fields)
+    if problem:
+        yield rejected(0, fields, problem)
+        return
+    record = 0
+    for data, reason, warning in rows:
+        if reason:
+            records = rejected(record, fields, reason)
+        else:
+            records = _parsed(data, fields, columns, parse, record)
+        yield replace(records, warning=warning)
+        record += len(records) + len(records.rejects)
+
+
+def _parsed(
+    data: bytes, fields: Fields, columns: list[str], parse: csv.ParseOptions, first: int
+) -> Records:
+    """The records of whole rows, the first of which is record `first`."""
+    rejects: list[Reject] = []
+
+    def reject(row: csv.InvalidRow) -> str:
+        reason = f"has {row.actual_columns} values, expected {row.expected_columns}"
+        rejects.append(Reject(first + row.number - 1, reason))
+        return "skip"
+
+    no_rows = Records(np.empty(0, np.uint64), {name: [] for name in fields}, rejects)
+    if not data.strip(b"\r\n"):
+        return no_rows
+    parse.invalid_row_handler = reject
+    table = csv.read_csv(
+        pa.BufferReader(data),
+        csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
+        parse,
+        csv.ConvertOptions(
+            check_utf8=False,
+            include_columns=list(fields),
+            column_types={name: pa.large_binary() for name in fields},
+        ),
+    )
+    if not table.num_rows:
+        return no_rows
+    candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
+    numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
+    (batch,) = table.to_batches()
+    records = batch_records(batch, fields, numbers)
+    records.rejects.extend(rejects)
+    return records

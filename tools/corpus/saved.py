@@ -1,0 +1,39 @@
+"""Data sets that `datasets` saved by `save_to_disk`: their folders name their own files."""
+
+import json
+import os
+from pathlib import Path
+
+from tokenfeed.pipeline.errors import CorpusError
+
+__all__ = ["saved_entries"]
+
+_SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""What is left in the folder of a data set, and in that of several splits."""
+
+
+def saved_entries(
+    folder: str, names: list[str], split: str | None
+) -> list[tuple[str, str | None]] | None:
+    """The splits or the Arrow files of a saved data set, each with its split; None of another.
+
+    Args:
+        folder: Where `names` are.
+        names: What is there.
+        split: What `folder` itself is of.
+
+    Raises:
+        CorpusError: It looks like one, but cannot be read as one.
+    """
+    try:
+        if _SPLITS in names:
+            splits = json.loads(Path(folder, _SPLITS).read_bytes())["splits"]
+            return [(os.path.join(folder, name), name) for name in splits]
+        if {_SET, _INFO} <= set(names):
+            files = json.loads(Path(folder, _SET).read_bytes())["_data_files"]
+            return [(os.path.join(folder, file["filename"]), split) for file in files]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{folder}: looks like a saved data set, but cannot be read as one: {error}."
+        ) from error
+    return None
