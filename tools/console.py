@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 
-__all__ = ["print_json", "run_command"]
+__all__ = ["log_to_stderr", "print_json", "run_command"]
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _MACHINE_REFUSES = {
@@ -90,16 +90,21 @@ def print_json(value: Any) -> None:
     print(json.dumps(value))
 
 
-def _set_up() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
-    _insist_on_utf8()
+def log_to_stderr() -> None:
+    """Show what tokenfeed logs, in the way of all its commands."""
     logger = logging.getLogger("tokenfeed")
     if not logger.handlers:
         handler = logging.StreamHandler()
         handler.setFormatter(_Formatter())
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
+
+
+def _set_up() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    _insist_on_utf8()
+    log_to_stderr()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # odd file names under an ASCII locale

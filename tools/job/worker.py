@@ -17,6 +17,7 @@ from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
 from typing import NoReturn
 
+from tokenfeed.tools.console import log_to_stderr
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import Engine
 from tokenfeed.tools.encoding.unit import Job, UnitEncoder
@@ -53,6 +54,7 @@ class Worker:
 
 def main(socket_fd: int) -> None:
     """The program: wait for a job, load its engine, fork its workers, outlive them."""
+    log_to_stderr()
     for name in _PRELOADED:
         with contextlib.suppress(Exception):  # loading the engine will tell
             importlib.import_module(name)
