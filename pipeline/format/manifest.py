@@ -38,6 +38,8 @@ JOURNAL_FILE = ".journal.jsonl"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = "manifest_xxh3"
+_ADDED = ("routed", "verified")
+"""Keys of `tokenizer` that the first manifests do not have."""
 _HISTOGRAM_BINS = 32
 
 
@@ -113,6 +115,11 @@ class TokenizerInfo(FileInfo):
     """What special-token text inside a document became: `plain` text, or `split` into its id."""
     special_tokens_added: bool
     """Whether the tokenizer's own template ([CLS] ... [SEP]) was put around each row."""
+    routed: Count | None = None
+    """Texts that the fast engine left to the reference; of a data set made by it, and not by one of
+    the first release."""
+    verified: bool | None = None
+    """Given where the reference encoded every text too, and gave the same ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +156,7 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
-        return xxhash.xxh3_64_hexdigest(_canonical(dataclasses.asdict(self)))
+        return xxhash.xxh3_64_hexdigest(_canonical(self._content()))
 
     def split(self, name: str) -> SplitInfo:
         """The split called `name`; a ManifestError names those there are."""
@@ -160,8 +167,16 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, atomically."""
-        content = dataclasses.asdict(self) | {_CHECKSUM: self.fingerprint}
+        content = self._content() | {_CHECKSUM: self.fingerprint}
         atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
+
+    def _content(self) -> dict[str, Any]:
+        """Its fields; what a later version has added only where it says something."""
+        content = dataclasses.asdict(self)
+        for name in _ADDED:
+            if content["tokenizer"][name] is None:
+                del content["tokenizer"][name]
+        return content
 
     @classmethod
     def read(cls, folder: str | Path) -> "Manifest":
