@@ -100,6 +100,7 @@ def _encode(options: Options, plan: Plan, tokenizer: TextTokenizer, journal: Jou
         splits=plan.splits,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
+        verifies=options.verify_ids,
     )
     run = Run(
         job=job,
@@ -190,6 +191,7 @@ def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[st
         "--special-tokens-in-text": options.special_tokens_in_text,
         "the tokenizer's checksum": tokenizer.xxh3,
         "--engine": options.engine,
+        "--verify-ids": options.verify_ids,
         "the engines": installed_engines(),
         "the number of input files": len(states),
         "the bytes of the input": sum(source.bytes for source in sources),
