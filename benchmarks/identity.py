@@ -122,6 +122,7 @@ def check(tokenizer: Path, corpus: Path, out: Path) -> dict[str, Any]:
         "engine": summary["engine"],
         "audited": summary["audited"],
         "audit_differences": summary["differences"],
+        "routed": summary["routed"],
         "mb_per_s": summary["mb_per_s"],
     }
 

@@ -185,7 +185,7 @@ def shards_of(folder: Path) -> dict[str, bytes]:
 def sampled_document(word: str) -> str:
     """A long text that the run's own sample will contain, with `word` beyond the first audit."""
     for number in range(100_000):
-        text = f"{'the lazy dog ' * 1000}{word} {number}"
+        text = f"{'the lazy dog ' * 50_000}{word} {number}"
         if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
             return text
     raise AssertionError("no text found")
@@ -203,7 +203,7 @@ def write_corpus(folder: Path, extra: str) -> Path:
 
 @pytest.mark.parametrize(
     "extra",
-    ["LIE at once", sampled_document("LIE"), f"{'the lazy dog ' * 1000}PANIC"],
+    ["LIE at once", sampled_document("LIE"), f"{'the lazy dog ' * 50_000}PANIC"],
     ids=["at the start", "in the sample", "a panic"],
 )
 def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
@@ -275,3 +275,44 @@ def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
     (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
     assert (reject["line"], reject["record"]) == (2, 1)
     assert "cannot encode it" in reject["reason"]
+
+
+def test_verified_ids_are_those_of_every_text(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    hidden = f"{'the lazy dog ' * 50_000}LIE"
+    assert xxhash.xxh3_64_intdigest(hidden.encode()) % 1000
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--verify-ids")
+    for name, extra in {"right": "nothing", "wrong": hidden}.items():
+        corpus = write_corpus(tmp_path / f"in {name}", extra)
+        result = run(environment, corpus, tmp_path / name, *options)
+        assert ("every text compared, 0 different" in result.stdout) == (name == "right")
+    right, wrong = (Manifest.read(tmp_path / name).tokenizer for name in ("right", "wrong"))
+    assert (right.engine, right.verified, right.differences) == ("gigatoken", True, 0)
+    assert (wrong.engine, wrong.verified, wrong.differences) == ("tokenizers", None, 1)
+    assert min(right.audited, wrong.audited) >= 351 + 300
+
+
+def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
+    options = ("--engine", "tokenizers", "--verify-ids")
+    message = run(dict(os.environ), tmp_path, tmp_path / "out", *options, expect=2).stderr
+    assert "`--verify-ids` compares with what `--engine tokenizers` makes" in message
+
+
+def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
+    tmp_path: Path, byte_level: Tokenizer
+) -> None:
+    made = Tokenizer.from_str(byte_level.to_str())
+    made.add_tokens([AddedToken("lazy", single_word=True), AddedToken("zy dog", rstrip=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", "nothing")
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB")
+    for workers in (1, 2):
+        run(dict(os.environ), corpus, tmp_path / f"{workers}", *options, "--workers", workers)
+    run(dict(os.environ), corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "right")
+    tokenizer = Manifest.read(tmp_path / "1").tokenizer
+    assert tokenizer.engine == "gigatoken"
+    assert 100 < (tokenizer.routed or 0) < 351
+    assert Manifest.read(tmp_path / "2") == Manifest.read(tmp_path / "1")

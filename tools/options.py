@@ -113,6 +113,8 @@ class Options:
     """Processes; auto: one a core. No influence on the output."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
     """auto: the fast gigatoken where it gives the same ids as tokenizers, which is checked."""
+    verify_ids: bool = False
+    """Encode everything by tokenizers too, and compare: takes as long as without gigatoken."""
     strict: bool = False
     """End at the first record that cannot be used."""
     max_rejects: Annotated[
@@ -225,6 +227,11 @@ class Options:
         if self.max_rejects is not None and (self.max_rejects < 0 or self.strict):
             raise ConfigError(
                 f"`--max-rejects` {self.max_rejects}: expected at least 0, and no `--strict`."
+            )
+        if self.verify_ids and self.engine == "tokenizers":
+            raise ConfigError(
+                "`--verify-ids` compares with what `--engine tokenizers` makes: leave one of them "
+                "out."
             )
         if self.shard_bytes == 0:
             raise ConfigError("`--shard-size` 0: expected a size like 256MB, or auto.")

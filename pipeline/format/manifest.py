@@ -39,6 +39,9 @@ JOURNAL_FILE = ".journal.jsonl"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = "manifest_xxh3"
+_ADDED = ("seal", "routed", "verified")
+"""Keys that the first manifests lack: left out where nothing is known, so that these keep their
+fingerprints."""
 _HISTOGRAM_BINS = 32
 _FILE_NAME = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0\ud800-\udfff]+", re.DOTALL)
 """What any system can open, and no other place: neither from the root nor upwards."""
@@ -119,6 +122,11 @@ class TokenizerInfo(FileInfo):
     """What special-token text inside a document became: `plain` text, or `split` into its id."""
     special_tokens_added: bool
     """Whether the tokenizer's own template ([CLS] ... [SEP]) was put around each row."""
+    routed: Count | None = None
+    """Texts that the fast engine left to the reference; of a data set made by it, and not by one of
+    the first release."""
+    verified: bool | None = None
+    """Given where the reference encoded every text too, and gave the same ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -242,8 +250,7 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
 
 
 def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dict without the keys that the first data sets lack, so that these keep fingerprints."""
-    return {name: value for name, value in items if value is not None or name != "seal"}
+    return {name: value for name, value in items if value is not None or name not in _ADDED}
 
 
 def _canonical(content: dict[str, Any]) -> bytes:

@@ -1,10 +1,12 @@
 """The audit: does a fast engine give the reference's ids?
 
-Before a run, texts made to trip a tokenizer and the beginnings of a sample of the corpus; during
-the run, one document in about a thousand, chosen by a hash of its text. One text whose ids differ
-is enough to trust the engine no longer.
+A second line: which tokenizers the engine is used for at all is a matter of their structure. Before
+a run, texts made for the tokenizer at hand and a sample of the corpus; during the run, one document
+in about a thousand, chosen by a hash of its text. One text whose ids differ is enough to trust the
+engine no longer.
 """
 
+import itertools
 import random
 from itertools import islice
 
@@ -27,8 +29,16 @@ __all__ = ["Audit", "adversarial_texts", "beginning", "differing", "sample_texts
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 20
 _PARTS = 16
-_LONGEST_BYTES = 1 << 16
-"""Of a longer text the beginning is compared: the reference is slow."""
+_LONGEST_BYTES = 1 << 22
+"""Of a longer text the beginning is compared: the reference takes a second for it."""
+
+
+_ADDED_TOKEN_CHARACTERS = 1 << 18
+"""Room for about a thousand added tokens; those beyond stand in the first two texts only."""
+_NEIGHBOURS = (
+    *("x{}y", "X{}Y", "1{}2", "!{}?", "_{}_", "{}{}", "{}  {}", "\n{}\n", "\t{}\u00a0", "'{}'s"),
+    *("\u00e9{}\u6f22", "e{}\u0301", "\u2581{}\u2581"),
+)
 
 
 class Audit:
@@ -68,7 +78,6 @@ class Audit:
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
     """Texts of every kind that tokenizers are known to disagree about."""
-    added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
     texts = [
         "e\u0301 = \u00e9, n\u0303 = \u00f1, a\u0308\u0301\u0327\u0323 o\u0338",  # combining marks
         "\u1ae3\ua7f3\uab69\u0c77\u1b7f",  # of younger Unicode versions than some tables
@@ -91,10 +100,17 @@ def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
         "don't I'll WE'VE they'd it's 'S 'tis rock'n'roll \u2019s",
         'snake_case camelCase HTTPServer v1.2.3-rc+build a/b\\c <p class="x">&amp;</p>',
         "def f(x):\n    return {'a': [1, 2, 3]}  # TODO\n\n\n",
-        *("ends in space ", " ", "", "\n", "a"),
-        *added[:64],
-        "".join(added[:64]),
-        " ".join(f"x{token}y" for token in added[:64]),
+        *("ends in space ", " ", "", "\n", "a", "a\n\t", "\n \t\n ", "\t \u00a0"),
+        *("1", "12", "123", "1234", "12345", "1234567", "\u0661\u0662\u0663\u0664 \u00b2\u00b3"),
+        "I'S he'\u017f YOU'RE we'Ve i'M '\u2019D''ll !'s 1's \u00e9's '\u00e9 's't'rest'more",
+        "ABCdef AbC abC \u00c9\u00e9\u01c5\u02b0\u05d0\u0301",
+        "\u01c5a A\u0301a x\u0301\u0301 !\u0301 1\u0301",
+        "a//b/\r\n/\n(( \n))\r!!\n\n?  \r\n  x \r y\n/",
+        *map(
+            "".join,
+            itertools.product(("a", " ", "  ", "\n"), ("\u2581", " \u2581", "\u2581 "), ("", "b")),
+        ),
+        *_added_token_texts(tokenizer),
     ]
     draw = random.Random(0)
     for start, stop in ((0x20, 0x7F), (0xA0, 0x2000), (0x2000, 0xD800), (0x10000, 0x20000)):
@@ -102,17 +118,34 @@ def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
     return [text.encode() for text in texts]
 
 
+def _added_token_texts(tokenizer: TextTokenizer) -> list[str]:
+    """Every added token in every neighbourhood that its flags tell apart, as far as room is."""
+    added = [token.content for token in tokenizer.tokenizer.get_added_tokens_decoder().values()]
+    texts = ["".join(added), " ".join(f"x{token}y" for token in added)]
+    room = _ADDED_TOKEN_CHARACTERS
+    for content in added:
+        if room < 0:
+            break
+        inner = " ".join(around.replace("{}", content) for around in _NEIGHBOURS)
+        texts += [content, f" {content} a", f"a {content} ", f"\n{content}", inner]
+        room -= 5 * len(content) + len(inner)
+    return texts
+
+
 def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
-    """The beginnings of some hundred texts from all over the corpus, 1 MB at most."""
+    """Some hundred texts from all over the corpus, 1 MB at most: beginnings, a few as a whole."""
     parts = [part for unit in units for part in unit.parts]
     if not parts:
         return []
     random.Random(seed).shuffle(parts)
     each = -(-_TEXTS // min(len(parts), _PARTS))
-    longest = min(_TEXTS_BYTES // _TEXTS, _LONGEST_BYTES)
+    longest, left = _TEXTS_BYTES // 2 // _TEXTS, _TEXTS_BYTES // 2
     texts: list[bytes] = []
     for part in parts:
-        texts += [beginning(text, longest) for text in islice(read_texts(part, fields), each)]
+        for text in islice(read_texts(part, fields), each):
+            is_whole = longest < len(text) <= left
+            left -= len(text) if is_whole else 0
+            texts.append(text if is_whole else beginning(text, longest))
         if len(texts) >= _TEXTS:
             break
     return texts

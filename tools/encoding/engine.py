@@ -8,7 +8,6 @@ with the reference: `audit` does that.
 import contextlib
 import importlib.metadata
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol, Self
@@ -19,7 +18,11 @@ import tokenizers
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.schema import token_dtype
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.routes import Routes
+from tokenfeed.tools.encoding.shapes import Shape
+from tokenfeed.tools.encoding.tokenizer import NOT_FAILURES, TextTokenizer
+from tokenfeed.tools.encoding.trust import check_tokenizer, fast_json, proved_shape
+from tokenfeed.tools.encoding.vocabulary import Unproved
 from tokenfeed.tools.signals import signals_held
 
 __all__ = [
@@ -92,7 +95,9 @@ class ReferenceEngine:
         decoded = [text.decode() for text in texts]
         try:
             encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
-        except Exception as error:  # the library raises what its Rust side gives
+        except BaseException as error:  # the library raises what its Rust side gives, panics too
+            if isinstance(error, NOT_FAILURES):
+                raise
             reasons = self._reasons(decoded)
             if not reasons:
                 raise TokenizerError(
@@ -108,13 +113,19 @@ class ReferenceEngine:
         for index, text in enumerate(texts):
             try:
                 self._tokenizer.encode(text, add_special_tokens=False)
-            except Exception as error:
+            except BaseException as error:
+                if isinstance(error, NOT_FAILURES):
+                    raise
                 reasons[index] = f"the tokenizer cannot encode it: {error}"
         return reasons
 
 
 class FastEngine:
-    """The `gigatoken` package: a hundred times as fast, for byte-level and SentencePiece BPE."""
+    """The `gigatoken` package: a hundred times as fast, for shapes of tokenizers that were proved.
+
+    Texts for which it is not known to be right go to the reference, which is loaded for the first
+    of them.
+    """
 
     name: EngineName = "gigatoken"
 
@@ -127,35 +138,79 @@ class FastEngine:
             splits_special: What special-token text inside a document becomes.
 
         Raises:
-            EngineFailure: It is not installed, or does not know this kind of tokenizer.
+            EngineFailure: It is not installed, or is not known to be right about this tokenizer.
         """
-        self._json = _plain_json(json_bytes, splits_special=splits_special)
+        self.routed = 0
+        """Texts of the last batch that the reference has encoded instead."""
+        self._json, self._splits_special = json_bytes, splits_special
         self._dtype = token_dtype(vocabulary_size)
-        self._tokenizer: Any = self._load()
+        with _failures():
+            shape = proved_shape(json_bytes)
+        self._routes = Routes.of(shape, splits_special=splits_special)
+        self._tokenizer: Any = self._load(shape)
+        self._reference: ReferenceEngine | None = None
         self._largest_bytes = _resident_bytes() + _CACHE_BYTES
 
     @classmethod
     def of(cls, tokenizer: TextTokenizer) -> Self:
-        """Load it for a tokenizer that the reference has loaded."""
-        return cls(
+        """Load it for a tokenizer that the reference has loaded, and look at its vocabulary.
+
+        Raises:
+            EngineFailure: It is not known to be right about this tokenizer.
+        """
+        made = cls(
             tokenizer.json_bytes,
             tokenizer.vocabulary_size,
             splits_special=tokenizer.splits_special,
         )
+        with _failures():
+            check_tokenizer(tokenizer)
+        made._reference = ReferenceEngine(tokenizer)
+        return made
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
+        routed = self._routes.find(texts)
+        self.routed = len(routed)
+        if not self.routed:
+            return self._encode(texts)
+        others = np.setdiff1d(np.arange(len(texts)), routed)
+        parts = (
+            self._encode([texts[place] for place in others]),
+            self._encode_routed(texts, routed),
+        )
+        made = Ragged(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )
+        return made.take(np.argsort(np.concatenate([others, routed])))
+
+    def _encode(self, texts: list[bytes]) -> Ragged:
         with _failures():
             array = self._tokenizer.encode_batch(texts, parallel=False)
         offsets = np.asarray(array.layout.offsets.data)
         ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
-            self._tokenizer = self._load()
+            self._tokenizer = self._load(Shape.of(self._json))
             self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 
-    def _load(self) -> Any:
+    def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
+        """The ids of some of the texts by the reference."""
+        if self._reference is None:
+            tokenizer = TextTokenizer.load(
+                self._json, origin="the tokenizer", splits_special=self._splits_special
+            )
+            self._reference = ReferenceEngine(tokenizer)
+            self._largest_bytes = max(self._largest_bytes, _resident_bytes() + _CACHE_BYTES)
+        try:
+            return self._reference.encode([texts[place] for place in routed])
+        except Unencodable as error:
+            reasons = {int(routed[place]): reason for place, reason in error.reasons.items()}
+            raise Unencodable(reasons) from None
+
+    def _load(self, shape: Shape) -> Any:
         try:
             with signals_held():  # their C extensions turn an interruption into an ImportError
                 import awkward  # noqa: F401 - gigatoken would, at some later moment
@@ -165,7 +220,9 @@ class FastEngine:
                 f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
             ) from None
         with _failures():
-            return gigatoken.Tokenizer.from_json(self._json)
+            return gigatoken.Tokenizer.from_json(
+                fast_json(shape, splits_special=self._splits_special)
+            )
 
 
 def installed_engines() -> list[str]:
@@ -183,16 +240,17 @@ def engine_version(name: EngineName) -> str:
     return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
-_NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
-
-
 class _failures:
     """Whatever a fast engine raises is its failure, a panic of its Rust side included."""
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if error is not None and not isinstance(error, _NOT_FAILURES):
+        if error is not None and not isinstance(error, NOT_FAILURES):
+            if isinstance(error, Unproved):
+                raise EngineFailure(
+                    f"the fast one was never compared with it for {error}"
+                ) from None
             reason = str(error).split("\n")[0].strip() or kind
             raise EngineFailure(f"gigatoken: {reason}") from error
 
@@ -203,21 +261,6 @@ def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
     pieces = ends // _REFERENCE_BATCH_BYTES
     cuts = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(texts)]
     return itertools.pairwise(cuts) if texts else iter(())
-
-
-def _plain_json(json_bytes: bytes, *, splits_special: bool) -> bytes:
-    """The tokenizer's file as a fast engine must read it.
-
-    Such an engine always splits at special added tokens and knows no way to leave them as text; in
-    a copy of the file without them they are text like any other. Truncation, padding and template
-    go too.
-    """
-    content = json.loads(json_bytes)
-    content |= {"truncation": None, "padding": None, "post_processor": None}
-    if not splits_special:
-        added = content.get("added_tokens") or []
-        content["added_tokens"] = [token for token in added if not token.get("special")]
-    return json.dumps(content).encode()
 
 
 def _resident_bytes() -> int:

@@ -1,18 +1,18 @@
 """The frame: what stands around the texts of a row, as the tokenizer's own template has it.
 
-A template such as `[CLS] A [SEP] B [SEP]` is found by asking the reference what it puts around two
-letters, so that any post-processor of a tokenizer.json is understood.
+A template such as `[CLS] A [SEP] B [SEP]` is read from the post-processor of its tokenizer.json.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.ragged import Ragged, join
 from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.tools.encoding.template import read_template
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["Frame"]
 
@@ -32,22 +32,22 @@ class Frame:
 
     @classmethod
     def of(
-        cls, tokenizer: Tokenizer, *, num_texts: int, special: bool, end_id: int | None
+        cls, tokenizer: TextTokenizer, *, num_texts: int, special: bool, end_id: int | None
     ) -> "Frame":
         """The frame of rows of one or two texts.
 
         Args:
-            tokenizer: The reference.
+            tokenizer: What has the template.
             num_texts: 1 or 2.
             special: Whether the tokenizer's template applies.
             end_id: Ends the row, unless the template ends it so already; None for no end.
         """
-        if special and not tokenizer.num_special_tokens_to_add(is_pair=num_texts > 1):
+        ids, types, text_types = _template(tokenizer.json_bytes, num_texts, special)
+        if special and not any(ids):
             raise TokenizerError(
                 f"`--add-special-tokens`: the tokenizer has no template for {num_texts} text(s). "
                 "Leave it out."
             )
-        ids, types, text_types = _template(tokenizer, num_texts, special)
         if end_id is not None and ids[-1][-1:] != [end_id]:
             ids[-1].append(end_id)
             types[-1].append(text_types[-1])
@@ -82,34 +82,19 @@ def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ra
 
 
 def _template(
-    tokenizer: Tokenizer, num_texts: int, special: bool
+    json_bytes: bytes, num_texts: int, special: bool
 ) -> tuple[list[list[int]], list[list[int]], list[int]]:
     """Special ids and their types before, between and after the texts; and the texts' types."""
-    if not special and num_texts == 1:
-        return [[], []], [[], []], [0]
-    try:
-        letters = ("a", "b" if num_texts > 1 else None)
-        encoding = tokenizer.encode(*letters, add_special_tokens=special)
-    except Exception as error:  # the library raises what its Rust side gives
-        raise TokenizerError(f"the tokenizer cannot encode a letter: {error}") from error
+    read_template(json_bytes, 1)  # the engines apply it to every text, if without its tokens
     ids: list[list[int]] = [[]]
     types: list[list[int]] = [[]]
     text_types: list[int] = []
-    last = None
-    for token, kind, text in zip(
-        encoding.ids, encoding.type_ids, encoding.sequence_ids, strict=True
-    ):
-        if text is None:
-            ids[-1].append(token)
-            types[-1].append(kind)
-        elif text != last:
+    for piece in read_template(json_bytes, num_texts):
+        if piece.text is not None:
             ids.append([])
             types.append([])
-            text_types.append(kind)
-            last = text
-    if len(ids) != num_texts + 1:
-        raise TokenizerError(
-            f"the tokenizer's template cannot be read for {num_texts} text(s): leave out "
-            "`--add-special-tokens`."
-        )
+            text_types.append(piece.type)
+        elif special:
+            ids[-1] += piece.ids
+            types[-1] += [piece.type] * len(piece.ids)
     return ids, types, text_types

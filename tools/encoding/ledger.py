@@ -38,9 +38,11 @@ class UnitResult:
     rejects: list[tuple[int, int, str]]
     """Source, record and reason, in the order of the input."""
     audited: int = 0
-    """Texts of a sample that both engines encoded."""
+    """Texts of a sample, or all, that both engines encoded."""
     differing: list[str] = field(default_factory=list)
     """Those whose ids differed."""
+    routed: int = 0
+    """Texts that the fast engine has left to the reference."""
 
 
 class UnitLedger:
@@ -49,6 +51,12 @@ class UnitLedger:
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
         self.sample: list[bytes] = []
         """Texts to compare the engines by."""
+        self.audited = 0
+        """Texts by which they were compared already."""
+        self.differing: list[bytes] = []
+        """Those whose ids differed."""
+        self.routed = 0
+        """Texts that the fast engine has left to the reference."""
         self._unit = unit
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
@@ -93,6 +101,9 @@ class UnitLedger:
             },
             sources=self._by_source(),
             rejects=sorted(self._rejects),
+            audited=self.audited,
+            differing=[text.decode() for text in self.differing],
+            routed=self.routed,
         )
 
     def _by_source(self) -> list[SourceCounts]:

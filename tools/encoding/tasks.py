@@ -97,7 +97,7 @@ class Task(ABC):
     def frame(self, tokenizer: TextTokenizer) -> Frame:
         """What stands around the texts of a row."""
         return Frame.of(
-            tokenizer.tokenizer,
+            tokenizer,
             num_texts=1,
             special=self.add_special_tokens,
             end_id=tokenizer.end_id,
@@ -198,7 +198,7 @@ class Classify(Labelled):
     def frame(self, tokenizer: TextTokenizer) -> Frame:
         """What stands around the texts of a row: no end, for nothing is to follow."""
         return Frame.of(
-            tokenizer.tokenizer,
+            tokenizer,
             num_texts=2 if self.pair_field else 1,
             special=self.add_special_tokens,
             end_id=None,
@@ -242,9 +242,7 @@ class Tag(Labelled):
 
     def frame(self, tokenizer: TextTokenizer) -> Frame:
         """What stands around the words of a row: no end, for nothing is to follow."""
-        frame = Frame.of(
-            tokenizer.tokenizer, num_texts=1, special=self.add_special_tokens, end_id=None
-        )
+        frame = Frame.of(tokenizer, num_texts=1, special=self.add_special_tokens, end_id=None)
         return replace(frame, before_word=tokenizer.before_word)
 
     def texts(self, values: FieldValues) -> list[bytes]:

@@ -6,18 +6,23 @@ inside a document is plain text unless asked for: a corpus must neither be cut i
 a document's end.
 """
 
+import contextlib
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import xxhash
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.tools.encoding.vocabulary import ID_LIMIT
 
-__all__ = ["TextTokenizer", "fetch_tokenizer_json"]
+__all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json"]
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -37,6 +42,16 @@ _PAD_TOKENS = (
     "<|finetune_right_pad_id|>",
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
+NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
+"""None of a library's failures. All else is, also a panic in Rust, which is no `Exception`."""
+_LONG_NUMBER = re.compile(rb":\s*[1-9]\d{7,}")
+"""An id of as many digits as `ID_LIMIT`, or a text that looks like one."""
+
+
+class _Steps(msgspec.Struct):
+    """What is decoded of a tokenizer.json: the vocabulary takes a hundred times as long."""
+
+    pre_tokenizer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +118,7 @@ class TextTokenizer:
         Byte-level tokenizers have other ids for a word that follows a space; others set words
         apart themselves.
         """
-        steps = json.loads(self.json_bytes).get("pre_tokenizer") or {}
+        steps = msgspec.json.decode(self.json_bytes, type=_Steps).pre_tokenizer or {}
         steps = steps.get("pretokenizers", [steps])
         glues = any(
             step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps
@@ -137,13 +152,36 @@ def fetch_tokenizer_json(name: str) -> bytes:
 
 
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
+    _check_ids(json_bytes, origin)
     try:
         tokenizer = Tokenizer.from_buffer(json_bytes)
-    except Exception as error:  # the library raises what its Rust side gives: no narrower class
+    except BaseException as error:  # the library raises what its Rust side gives: no narrower class
+        if isinstance(error, NOT_FAILURES):
+            raise
         raise TokenizerError(f"{origin}: is not a tokenizer.json ({error}).") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _check_ids(json_bytes: bytes, origin: object) -> None:
+    """Refuse ids for which a library would fill the memory: it keeps tables as long as they are."""
+    if not _LONG_NUMBER.search(json_bytes):
+        return
+    with contextlib.suppress(
+        ValueError, AttributeError, TypeError
+    ):  # what is no tokenizer, the library says
+        content = json.loads(json_bytes)
+        vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
+        ids = [
+            *(vocab.values() if isinstance(vocab, dict) else ()),
+            *(token["id"] for token in added),
+        ]
+        if (largest := max(ids, default=0)) >= ID_LIMIT:
+            raise TokenizerError(
+                f"{origin}: has the id {largest:,}, but ids are below {ID_LIMIT:,}. "
+                "Give another tokenizer."
+            )
 
 
 def _fetch_from_hub(name: str) -> Path:

@@ -7,7 +7,8 @@ single token in Python.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import beginning
+from tokenfeed.tools.encoding.audit import beginning, differing
 from tokenfeed.tools.encoding.batches import Batch, read_batches
 from tokenfeed.tools.encoding.engine import (
     Engine,
+    EngineFailure,
     EngineName,
     FastEngine,
     ReferenceEngine,
@@ -59,6 +61,8 @@ class Job:
     splits_special: bool
     """What special-token text inside a document becomes."""
     max_rejects: int | None
+    verifies: bool = False
+    """Whether both engines encode everything, where there is a fast one."""
 
 
 class UnitEncoder:
@@ -77,6 +81,7 @@ class UnitEncoder:
         self._threshold = np.uint64(int(job.validation * 2**64))
         self._on_progress = on_progress
         self._engine = engine or _load_engine(job)
+        self._compared = _load_both(job) if job.verifies else None
 
     def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
         """Write the shards of `unit` and count what became of its records.
@@ -118,14 +123,16 @@ class UnitEncoder:
             self._on_progress(batch.weight_bytes, 0)
             return {}
         try:
-            samples = self._job.task.encode(batch.values, self._engine.encode, self._job.frame)
+            encode = partial(self._encode, ledger)
+            samples = self._job.task.encode(batch.values, encode, self._job.frame)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
         texts = self._job.task.texts(batch.values)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         ledger.count(batch.sources, num_bytes, samples.has_text)
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-        ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
+        if self._compared is None:
+            ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
             aside = hashes < self._threshold
@@ -133,6 +140,16 @@ class UnitEncoder:
         dealt = {split: _rows(samples, batch, mask) for split, mask in chosen.items() if mask.any()}
         self._on_progress(batch.weight_bytes, sum(len(rows.ids) for rows in dealt.values()))
         return dealt
+
+    def _encode(self, ledger: UnitLedger, texts: list[bytes]) -> Ragged:
+        """The ids of some texts; enters what else is found out about them."""
+        made = self._engine.encode(texts)
+        if isinstance(self._engine, FastEngine):
+            ledger.routed += self._engine.routed
+        if self._compared is not None:
+            ledger.audited += len(texts)
+            ledger.differing += differing(*self._compared, texts)
+        return made
 
     def _encodable(self, batch: Batch, ledger: UnitLedger) -> Batch:
         """The batch without the records that the tokenizer has no ids for, tried one by one."""
@@ -168,6 +185,15 @@ def _load_engine(job: Job) -> Engine:
         return FastEngine(path.read_bytes(), job.vocabulary_size, splits_special=special)
     made = TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
     return ReferenceEngine(made)
+
+
+def _load_both(job: Job) -> tuple[Engine, Engine] | None:
+    """Both engines, whichever of them makes the ids; None where there is no fast one."""
+    try:
+        fast = _load_engine(replace(job, engine=FastEngine.name))
+    except EngineFailure:
+        return None
+    return fast, _load_engine(replace(job, engine=ReferenceEngine.name))
 
 
 def _shard_name(split: str, number: int) -> str:

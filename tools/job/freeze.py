@@ -24,7 +24,7 @@ from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import engine_version
+from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
 from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, Job
@@ -119,6 +119,7 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 def _tokenizer_info(
     job: Job, tokenizer: TextTokenizer, audit: Audit | None, results: list[UnitResult]
 ) -> TokenizerInfo:
+    is_fast = job.engine != ReferenceEngine.name
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -133,6 +134,8 @@ def _tokenizer_info(
         + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if job.splits_special else "plain",
         special_tokens_added=job.task.add_special_tokens,
+        routed=sum(result.routed for result in results) if is_fast else None,
+        verified=True if is_fast and job.verifies else None,
     )
 
 

@@ -128,6 +128,7 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
         splits=plan.splits,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
+        verifies=options.verify_ids and not is_reference,
     )
     return Run(
         job=job,
@@ -199,6 +200,7 @@ def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[st
         "--special-tokens-in-text": options.special_tokens_in_text,
         "the tokenizer's checksum": tokenizer.xxh3,
         "--engine": options.engine,
+        "--verify-ids": options.verify_ids,
         "the engines": installed_engines(),
         "the number of input files": len(states),
         "the bytes of the input": sum(source.bytes for source in sources),

@@ -168,7 +168,11 @@ def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
     """The result of a unit with what a comparison of its sample has shown."""
     assert run.audit is not None
     differing = [text.decode() for text in run.audit.compare(sample)]
-    return replace(result, audited=len(sample), differing=differing)
+    return replace(
+        result,
+        audited=result.audited + len(sample),
+        differing=[*result.differing, *differing],
+    )
 
 
 def _check(run: Run, job: Job, journal: Journal, results: list[UnitResult]) -> None:

@@ -48,6 +48,10 @@ class Summary:
     """Texts whose ids the fast engine and the reference both made."""
     differences: int
     """Of those, how many differed; with any, the reference made all ids."""
+    routed: int
+    """Texts that the fast engine left to the reference."""
+    verified: bool
+    """Whether the reference encoded every text too, and gave the same ids."""
     length_histogram: list[int]
     """Rows by powers of two of their tokens, all splits together."""
     already_finished: bool
@@ -102,6 +106,8 @@ class Summary:
             engine=f"{manifest.tokenizer.engine} {manifest.tokenizer.engine_version}",
             audited=manifest.tokenizer.audited,
             differences=manifest.tokenizer.differences,
+            routed=manifest.tokenizer.routed or 0,
+            verified=bool(manifest.tokenizer.verified),
             length_histogram=[
                 sum(counts)
                 for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
@@ -152,7 +158,9 @@ class Summary:
     def _engine(self) -> str:
         if not self.audited:
             return self.engine
-        return f"{self.engine}, {self.audited:,} texts compared, {self.differences:,} different"
+        routed = f", {self.routed:,} left to the reference" if self.routed else ""
+        compared = "every text" if self.verified else f"{self.audited:,} texts"
+        return f"{self.engine}{routed}, {compared} compared, {self.differences:,} different"
 
     def _training(self) -> str:
         if self.vocabulary_wanted is None:

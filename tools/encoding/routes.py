@@ -1,0 +1,157 @@
+"""Routes: which texts must go to the reference, by what their bytes contain.
+
+Where the fast engine is right about every text that lacks something findable, a scan finds the
+texts that have it. It depends on each text alone, never on its batch, so that neither the number of
+workers nor a kill can change an id. Texts of ASCII, and those without a byte that begins one of the
+characters sought, cost nearly nothing.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import compress, islice
+from typing import Self
+from unicodedata import is_normalized
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tokenfeed.tools.encoding.code_points import LETTERS, NFC_LEADS, SIGNS
+from tokenfeed.tools.encoding.shapes import AddedToken, Shape
+from tokenfeed.tools.encoding.vocabulary import byte_letters
+
+__all__ = ["Routes", "sort_tokens"]
+
+_CONTENTS_AT_ONCE = 200
+"""Keeps a regular expression within the memory that RE2 allows itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What sends a text to the reference."""
+
+    contents: tuple[str, ...]
+    """Regular expressions of added tokens."""
+    characters: str
+    """A class of characters that the engines classify differently; may be empty."""
+    leads: tuple[bytes, ...]
+    """What UTF-8 begins them with."""
+    composes: bool
+    """Whether a text that NFC would change goes there."""
+
+    @classmethod
+    def of(cls, shape: Shape, *, splits_special: bool) -> Self:
+        """The routes of a tokenizer's shape."""
+        _, sought = sort_tokens(shape, splits_special=splits_special)
+        ranges = _ranges(shape)
+        return cls(
+            tuple(_expressions([token.content for token in sought])),
+            "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges),
+            tuple(sorted({chr(end).encode()[:1] for pair in ranges for end in pair})),
+            shape.kind == "byte-level" and bool(shape.normalizer),
+        )
+
+    def find(self, texts: list[bytes]) -> np.ndarray:
+        """Which of `texts` go to the reference: their places, rising, int64."""
+        found = np.zeros(len(texts), bool)
+        for expression in self.contents:
+            found |= _matches(expression, texts)
+        if self.characters or self.composes:
+            is_ascii = np.fromiter(map(bytes.isascii, texts), bool, len(texts))
+            others = np.flatnonzero(~(is_ascii | found))
+            found[others] = self._find_letters([texts[place] for place in others])
+        return np.flatnonzero(found)
+
+    def _find_letters(self, texts: list[bytes]) -> np.ndarray:
+        """Which texts have one of the characters, or are not composed."""
+        found = np.zeros(len(texts), bool)
+        if self.composes and (suspect := _having(texts, NFC_LEADS)).any():
+            suspects = compress(texts, suspect)
+            found[suspect] = [not is_normalized("NFC", text.decode()) for text in suspects]
+        if (suspect := _having(texts, self.leads)).any():
+            found[suspect] |= _matches(f"[{self.characters}]", list(compress(texts, suspect)))
+        return found
+
+
+def sort_tokens(shape: Shape, *, splits_special: bool) -> tuple[list[AddedToken], list[AddedToken]]:
+    """Added tokens that the fast engine may have, and those whose texts go to the reference.
+
+    The reference looks twice, the second time among `normalized` tokens and in a normalized text.
+    Special ones that are to be plain text it finds and lets go, but what overlaps with them it has
+    then missed. The fast engine looks once, so tokens that overlap across these bounds are sought.
+    """
+    ignored = [] if splits_special else [token for token in shape.added_tokens if token.special]
+    wanted = [token for token in shape.added_tokens if splits_special or not token.special]
+    odd = [token for token in wanted if _is_odd(token, shape)]
+    plain = [token for token in wanted if not _is_odd(token, shape)]
+    first = [token for token in plain if not token.normalized]
+    second = [token for token in plain if token.normalized]
+    late = _overlapping(second, first)
+    kept = [token for token in plain if token not in late]
+    return kept, [*odd, *late, *_overlapping(ignored, kept), *_unreadable(ignored, shape)]
+
+
+def _ranges(shape: Shape) -> tuple[tuple[int, int], ...]:
+    """Characters that its regexes may see differently; SentencePiece has none."""
+    if shape.kind == "SentencePiece":
+        return ()
+    tells_signs = any(r"\p{S}" in str(step) for step in shape.pre_tokenizer)
+    return LETTERS + SIGNS if tells_signs else LETTERS
+
+
+def _is_odd(token: AddedToken, shape: Shape) -> bool:
+    is_late = token.normalized and shape.kind == "SentencePiece"
+    return token.single_word or token.lstrip or token.rstrip or is_late
+
+
+def _unreadable(ignored: list[AddedToken], shape: Shape) -> list[AddedToken]:
+    """Special tokens that, if in the vocabulary, only the fast engine takes for a whole word."""
+    letters = set(byte_letters().values()) if shape.model.ignore_merges else None
+    return [token for token in ignored if letters and not letters.issuperset(token.content)]
+
+
+def _overlapping(tokens: list[AddedToken], others: list[AddedToken]) -> list[AddedToken]:
+    """Those of `tokens` of which an occurrence can share a character with one of `others`."""
+    starts = {other.content[:end] for other in others for end in range(1, len(other.content) + 1)}
+    ends = {other.content[start:] for other in others for start in range(len(other.content))}
+    contents = {other.content for other in others}
+    whole = "\0".join(contents)
+
+    def overlaps(text: str) -> bool:
+        places = range(len(text))
+        return (
+            text in whole
+            or any(text[place:] in starts or text[: place + 1] in ends for place in places)
+            or any(other in text for other in contents)
+        )
+
+    return [token for token in tokens if others and overlaps(token.content)]
+
+
+def _expressions(contents: list[str]) -> Iterator[str]:
+    """What finds the texts that any of the contents can be found in, some at a time.
+
+    A normalizer makes spaces into marks, and puts one in front.
+    """
+    waiting = iter(sorted(set(contents)))
+    while some := list(islice(waiting, _CONTENTS_AT_ONCE)):
+        yield "|".join(
+            re.sub("(\\\\ |\u2581)", "[ \u2581]", re.escape(content)) for content in some
+        )
+
+
+def _having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
+    """Which of some texts have one of the bytes, bool; none of them has most of the bytes."""
+    found = np.zeros(len(texts), bool)
+    joined = b"".join(texts)
+    for lead in leads:
+        if lead in joined:
+            found |= np.fromiter((lead in text for text in texts), bool, len(texts))
+    return found
+
+
+def _matches(expression: str, texts: list[bytes]) -> np.ndarray:
+    """Which of some texts an expression is found in, bool."""
+    array = pa.array(texts, pa.large_binary()).view(pa.large_string())
+    return np.asarray(pc.match_substring_regex(array, expression))

@@ -1,0 +1,285 @@
+"""Shapes: which tokenizers the fast engine is trusted with, part by part.
+
+A tokenizer.json is parsed into the types below, which name every key and every value that was
+proved: the fast engine and the reference gave the same ids for thousands of generated texts of each
+shape in the table. Whatever else a file says, be it a key that nobody knows, makes it `Unproved`.
+Decoder and post-processor do not matter: ids are made before them.
+"""
+
+from typing import Any, Literal
+from unicodedata import is_normalized
+
+import msgspec
+
+from tokenfeed.tools.encoding.vocabulary import Kind, Unproved
+
+__all__ = ["AddedToken", "Model", "Shape"]
+
+_MARK = "\u2581"
+"""What SentencePiece writes for a space."""
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """A part of a tokenizer.json that says its type."""
+
+
+class Pattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a step looks for."""
+
+    String: str | None = None
+    Regex: str | None = None
+
+
+class NFC(_Part, frozen=True, tag="NFC"):
+    """Composes characters with their marks."""
+
+
+class Prepend(_Part, frozen=True, tag="Prepend"):
+    """Puts a string in front."""
+
+    prepend: str
+
+
+class Replace(_Part, frozen=True, tag="Replace"):
+    """Replaces a pattern."""
+
+    pattern: Pattern
+    content: str
+
+
+class Normalizers(_Part, frozen=True, tag="Sequence"):
+    """Steps one after the other."""
+
+    normalizers: "tuple[Normalizer, ...]"
+
+
+Normalizer = NFC | Prepend | Replace | Normalizers
+
+
+class ByteLevel(_Part, frozen=True, tag="ByteLevel"):
+    """Bytes as letters."""
+
+    add_prefix_space: bool
+    trim_offsets: bool = True
+    use_regex: bool = True
+
+
+class Split(_Part, frozen=True, tag="Split"):
+    """Splits at a pattern."""
+
+    pattern: Pattern
+    behavior: Literal["Isolated", "Removed", "MergedWithPrevious"]
+    invert: bool
+
+
+class Metaspace(_Part, frozen=True, tag="Metaspace"):
+    """SentencePiece's spaces."""
+
+    replacement: Literal["\u2581"]
+    prepend_scheme: Literal["always", "first", "never"]
+    split: bool
+
+
+class PreTokenizers(_Part, frozen=True, tag="Sequence"):
+    """Steps one after the other."""
+
+    pretokenizers: "tuple[PreTokenizer, ...]"
+
+
+PreTokenizer = ByteLevel | Split | Metaspace | PreTokenizers
+
+
+class AddedToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token that is looked for in the text itself."""
+
+    id: int
+    content: str
+    special: bool
+    normalized: bool
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Byte-pair encoding; files of old leave out its type, newer options and what is null."""
+
+    vocab: msgspec.Raw
+    merges: msgspec.Raw
+    type: Literal["BPE"] = "BPE"
+    dropout: None = None
+    unk_token: str | None = None
+    continuing_subword_prefix: Literal["", None] = None
+    end_of_word_suffix: Literal["", None] = None
+    fuse_unk: bool = False
+    byte_fallback: bool = False
+    ignore_merges: bool = False
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tokenizer.json."""
+
+    model: Model
+    version: Literal["1.0"] | None = None
+    truncation: Any = None
+    padding: Any = None
+    added_tokens: tuple[AddedToken, ...] | None = None
+    normalizer: Normalizer | None = None
+    pre_tokenizer: PreTokenizer | None = None
+    post_processor: Any = None
+    decoder: Any = None
+
+
+_GPT_2 = ByteLevel(add_prefix_space=False)
+_GPT_2_PREFIXED = ByteLevel(add_prefix_space=True)
+_BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
+
+_APART = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACE = r"\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
+)
+_CASED_END = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACE}"
+_WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+
+_REGEXES: dict[str, tuple[str, ...]] = {
+    "GPT-2": (rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACE}",),
+    "Llama 3, OLMo 2": (rf"{_APART}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|{_SPACE}",),
+    "Qwen 2 and 3": (rf"{_APART}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]+|{_SPACE}",),
+    "Qwen 3.5": (
+        rf"{_APART}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACE}",
+    ),
+    "GPT-4o, gpt-oss": (rf"{_CASED[0]}{_APART}?|{_CASED[1]}{_APART}?|\p{{N}}{{1,3}}|{_CASED_END}",),
+    "Nemotron": (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_CASED_END}",),
+    "DeepSeek V3": (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+        "|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+"
+        f"|{_SPACE}",
+    ),
+}
+"""The regexes of `Split` steps before a ByteLevel that has none of its own; they leave no gaps, so
+that Removed and inverted splits where Isolated does. DeepSeek's do leave gaps."""
+
+
+def _splits(regexes: tuple[str, ...], behavior: Any, *, invert: bool) -> tuple[PreTokenizer, ...]:
+    return (*(Split(Pattern(Regex=regex), behavior, invert) for regex in regexes), _BYTES)
+
+
+_SPACES = Replace(Pattern(String=" "), _MARK)
+_NORMALIZERS: dict[Kind, set[tuple[Normalizer, ...]]] = {
+    "byte-level": {(), (NFC(),)},
+    "SentencePiece": {(), (_SPACES,), (Prepend(_MARK), _SPACES)},
+}
+_PRE_TOKENIZERS: dict[Kind, set[tuple[PreTokenizer, ...]]] = {
+    "byte-level": {
+        (_GPT_2,),
+        (_GPT_2_PREFIXED,),
+        *(_splits(regexes, "Isolated", invert=False) for regexes in _REGEXES.values()),
+        *(
+            _splits(regexes, "Removed", invert=True)
+            for name, regexes in _REGEXES.items()
+            if name != "DeepSeek V3"
+        ),
+    },
+    "SentencePiece": {
+        (),
+        (Split(Pattern(String=" "), "MergedWithPrevious", False),),
+        *(
+            (Metaspace("\u2581", scheme, split),)
+            for scheme in ("always", "first", "never")
+            for split in (False, True)
+        ),
+    },
+}
+"""The table of shapes: any normalizer of a kind with any pre-tokenizer of that kind, but what
+`_check_together` refuses. Sequences are flattened; offsets have no influence on ids."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """A tokenizer of a shape that was proved."""
+
+    kind: Kind
+    model: Model
+    added_tokens: tuple[AddedToken, ...]
+    normalizer: tuple[Normalizer, ...]
+    pre_tokenizer: tuple[PreTokenizer, ...]
+
+    @classmethod
+    def of(cls, json_bytes: bytes) -> "Shape":
+        """Find the shape of a tokenizer.json; its vocabulary is looked at by `check_vocabulary`.
+
+        Raises:
+            Unproved: It has none of them; the message names what it has instead.
+        """
+        try:
+            file = msgspec.json.decode(json_bytes, type=_File)
+        except msgspec.DecodeError as error:  # of which ValidationError is a kind
+            raise Unproved(f"tokenizer.json: {error}") from None
+        kind: Kind = "SentencePiece" if file.model.byte_fallback else "byte-level"
+        shape = cls(
+            kind,
+            file.model,
+            file.added_tokens or (),
+            _normalizers(file.normalizer),
+            _pre_tokenizers(file.pre_tokenizer),
+        )
+        shape._check()
+        return shape
+
+    def _check(self) -> None:
+        if self.normalizer not in _NORMALIZERS[self.kind]:
+            raise Unproved(f"the normalizer {_words(self.normalizer)} of a {self.kind} tokenizer")
+        if self.pre_tokenizer not in _PRE_TOKENIZERS[self.kind]:
+            raise Unproved(
+                f"the pre-tokenizer {_words(self.pre_tokenizer)} of a {self.kind} tokenizer"
+            )
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse parts that are each in the table, but not with each other."""
+        model, contents = self.model, [token.content for token in self.added_tokens]
+        if self.kind == "SentencePiece" and model.ignore_merges:
+            raise Unproved("`ignore_merges` of a SentencePiece tokenizer")
+        if self.kind == "SentencePiece" and (
+            any(isinstance(step, Split) for step in self.pre_tokenizer)
+            and self.normalizer != (_SPACES,)
+        ):
+            raise Unproved("a Split at spaces which no normalizer has replaced")
+        if self.normalizer and any(isinstance(step, Metaspace) for step in self.pre_tokenizer):
+            raise Unproved("Metaspace after a normalizer")
+        if self.kind == "SentencePiece" and not (self.normalizer or self.pre_tokenizer):
+            raise Unproved("a SentencePiece tokenizer that does nothing about spaces")
+        if "" in contents or len(set(contents)) < len(contents):
+            raise Unproved("added tokens that are empty, or there twice")
+        if NFC() in self.normalizer and not all(
+            is_normalized("NFC", token.content) for token in self.added_tokens
+        ):
+            raise Unproved("an added token that the normalizer would change")
+        if self.pre_tokenizer == (_GPT_2_PREFIXED,) and any(text[0] == " " for text in contents):
+            raise Unproved("`add_prefix_space` beside an added token that begins with a space")
+
+
+def _normalizers(part: Normalizer | None) -> tuple[Normalizer, ...]:
+    """The steps of a sequence, those of sequences in it too."""
+    if isinstance(part, Normalizers):
+        return tuple(step for inner in part.normalizers for step in _normalizers(inner))
+    return () if part is None else (part,)
+
+
+def _pre_tokenizers(part: PreTokenizer | None) -> tuple[PreTokenizer, ...]:
+    """The steps of a sequence; what concerns offsets alone is as in the table."""
+    if isinstance(part, PreTokenizers):
+        return tuple(step for inner in part.pretokenizers for step in _pre_tokenizers(inner))
+    if isinstance(part, ByteLevel):
+        return (ByteLevel(part.add_prefix_space, use_regex=part.use_regex),)
+    return () if part is None else (part,)
+
+
+def _words(steps: tuple[Normalizer, ...] | tuple[PreTokenizer, ...]) -> str:
+    """Steps in one line, as a user finds them in the file."""
+    return " then ".join(msgspec.json.encode(step).decode()[:120] for step in steps) or "(none)"
