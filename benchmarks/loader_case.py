@@ -47,12 +47,12 @@ def open_loader(data: Path, kind: str, name: str, workers: int, endless: bool) -
         peer = PEERS[name]
         rows = Rows(data, kind, peer.short_part if kind == "short" else 1)
         return peer.read(rows, own_folder(data, kind, name), workers, endless)
-    from tokenfeed import pipeline
+    import tokenfeed
 
     policy, arguments = OURS[name]
-    loader = pipeline.ShardLoader(
+    loader = tokenfeed.ShardLoader(
         data / kind / "shards",
-        batching=getattr(pipeline, policy)(*arguments),
+        batching=getattr(tokenfeed, policy)(*arguments),
         num_workers=workers,
         epochs=None if endless else 1,
     )

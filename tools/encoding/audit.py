@@ -27,7 +27,9 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 __all__ = ["Audit", "adversarial_texts", "beginning", "differing", "sample_texts"]
 
 _TEXTS = 400
-_TEXTS_BYTES = 1 << 20
+_TEXTS_BYTES = 1 << 18
+_SAMPLED_PART = 256
+"""Of a corpus too small for that many bytes, one in so many: its run is to be short."""
 _PARTS = 16
 _LONGEST_BYTES = 1 << 22
 """Of a longer text the beginning is compared: the reference takes a second for it."""
@@ -133,13 +135,15 @@ def _added_token_texts(tokenizer: TextTokenizer) -> list[str]:
 
 
 def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[bytes]:
-    """Some hundred texts from all over the corpus, 1 MB at most: beginnings, a few as a whole."""
+    """Some hundred texts from all over the corpus, 256 kB at most: beginnings, a few as a whole."""
     parts = [part for unit in units for part in unit.parts]
     if not parts:
         return []
+    corpus_bytes = int(sum(unit.weight_bytes for unit in units))
+    room = min(_TEXTS_BYTES, corpus_bytes // _SAMPLED_PART)
     random.Random(seed).shuffle(parts)
     each = -(-_TEXTS // min(len(parts), _PARTS))
-    longest, left = _TEXTS_BYTES // 2 // _TEXTS, _TEXTS_BYTES // 2
+    longest, left = max(1, room // 2 // _TEXTS), room // 2
     texts: list[bytes] = []
     for part in parts:
         for text in islice(read_texts(part, fields), each):
