@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
+PARALLEL := -n auto --dist loadfile
 
 .PHONY: setup demo test test-fast check fmt bench clean
 
@@ -23,10 +24,10 @@ demo: setup
 	$(BIN)/train --shards demo/shards --run-dir demo/run
 
 test: setup
-	$(RUN_CHECKS) pytest -q
+	$(RUN_CHECKS) pytest -q $(PARALLEL)
 
 test-fast: setup
-	$(RUN_CHECKS) pytest -q -m 'not slow'
+	$(RUN_CHECKS) pytest -q -m 'not slow' $(PARALLEL)
 
 check: setup
 	$(RUN_CHECKS) ruff check .

@@ -69,7 +69,7 @@ def main(socket_fd: int) -> None:
         worker = Worker(job)
     except BaseException as error:
         for connection in connections:
-            connection.send(_failure(error))
+            _refuse(connection, error)
     else:
         _fork(worker, connections)
 
@@ -82,7 +82,7 @@ def _fork(worker: Worker, connections: list[Connection]) -> None:
         try:
             is_worker = os.fork() == 0
         except OSError as error:
-            connection.send(_failure(error))
+            _refuse(connection, error)
             continue
         if is_worker:
             for others in connections:
@@ -121,6 +121,12 @@ def _answer(worker: Worker, unit: Unit) -> Done | Failure:
         raise
     except BaseException as error:  # a panic of a library in Rust is no mere Exception
         return _failure(error)
+
+
+def _refuse(connection: Connection, error: BaseException) -> None:
+    """Say that there will be no worker, unless the parent has found out by itself and gone on."""
+    with contextlib.suppress(ConnectionError):
+        connection.send(_failure(error))
 
 
 def _failure(error: BaseException) -> Failure:
