@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 PARALLEL := -n auto --dist loadfile
 
-.PHONY: setup demo test test-fast check fmt bench clean
+.PHONY: setup demo test test-fast gpu check fmt bench clean
 
 setup: .venv/.ready
 
@@ -28,6 +28,10 @@ test: setup
 
 test-fast: setup
 	$(RUN_CHECKS) pytest -q -m 'not slow' $(PARALLEL)
+
+# What needs a CUDA device, for who has one; elsewhere all of it is skipped.
+gpu: setup
+	$(RUN_CHECKS) pytest -q -m cuda -rs
 
 check: setup
 	$(RUN_CHECKS) ruff check .
