@@ -33,10 +33,11 @@ def test_a_long_number_in_a_token_is_no_id() -> None:
     TextTokenizer.load(json.dumps(content).encode(), origin="my.json")
 
 
-def test_a_panic_of_the_library_is_one_error() -> None:
+def test_a_panic_of_the_library_is_one_error(capfd: pytest.CaptureFixture[str]) -> None:
     made = changed(continuing_subword_prefix="####")  # longer than the tokens it is cut off from
     with pytest.raises(TokenizerError, match=r"^my\.json: is not a tokenizer\.json"):
         TextTokenizer.load(made, origin="my.json")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,9 @@ a document's end.
 import contextlib
 import json
 import logging
+import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +156,8 @@ def fetch_tokenizer_json(name: str) -> bytes:
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     _check_ids(json_bytes, origin)
     try:
-        tokenizer = Tokenizer.from_buffer(json_bytes)
+        with _stderr_held():
+            tokenizer = Tokenizer.from_buffer(json_bytes)
     except BaseException as error:  # the library raises what its Rust side gives: no narrower class
         if isinstance(error, NOT_FAILURES):
             raise
@@ -162,6 +165,24 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+@contextlib.contextmanager
+def _stderr_held() -> Iterator[None]:
+    """Let nothing write to stderr: a panic in Rust would say there, at length, what is said here in
+    one line."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # there is none
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def _check_ids(json_bytes: bytes, origin: object) -> None:
