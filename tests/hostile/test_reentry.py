@@ -1,4 +1,4 @@
-"""What comes in between: handlers inside `next`, numbers that are set, copies of what is running."""
+"""What comes in between: handlers inside `next`, numbers that are set, copies of what runs."""
 
 import copy
 import inspect
