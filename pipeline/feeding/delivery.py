@@ -9,7 +9,7 @@ before a batch, or the batch given out.
 import threading
 import time
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.batch import Batch
@@ -32,6 +32,10 @@ class Delivery:
         self._feed: Feed | None = None
         self._turn = _Turn()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as another process gets it, starts a feed of its own."""
+        return self.__dict__ | {"_feed": None, "_turn": _Turn()}
+
     @property
     def num_workers(self) -> int | None:
         """Workers of the feed; None where there is no feed."""
@@ -46,20 +50,23 @@ class Delivery:
             epochs: Epochs of a pass; None for no end.
 
         Raises:
-            LoaderError: Another thread is in here.
+            LoaderError: Another thread is in here, or a signal handler was.
         """
         self._turn.take()
         try:
             started = time.perf_counter()
-            feed = self._running(start)
+            before, feed = self.delivered, self._running(start)
             taken = next(feed, None)
-            assert taken, "a feed has no end"
+            if taken is None:
+                raise _broken_into()  # a feed has no end of its own
             batch, ragged = taken
-            delivered = self.delivered.after(ragged)
+            delivered = before.after(ragged)
             ends_pass = _ends_pass(delivered.position, epochs)
             self.counters.add_batch(batch, time.perf_counter() - started)
-            feed.counted()
+            if self._feed is not feed or self.delivered is not before:
+                raise _broken_into()
             self.delivered = delivered  # no call from here on: signal handlers run after calls
+            feed.in_step = True
             self._turn.holder = None
         except BaseException:
             self._end_feed()  # whoever mends the cause can go on: the position stayed
@@ -144,6 +151,13 @@ class _Turn:
 
     def __exit__(self, *_: object) -> None:
         self.end()
+
+
+def _broken_into() -> LoaderError:
+    return LoaderError(
+        "a signal handler iterated, loaded, resized or closed this loader while the loop was "
+        "inside `next`. Let the handler ask the loop to do that; iterating goes on from `position`."
+    )
 
 
 def _ends_pass(position: Position, epochs: int | None) -> bool:

@@ -54,20 +54,19 @@ class Feed:
         else:
             self._source = InlineSource(job, start, page_lock.stage if page_lock else None)
         tune = partial(_tune, self._pool, tuner) if self._pool and tuner else None
-        measured = _Measured(self._source, counters, tune)
+        self._measured = _Measured(self._source, counters, tune)
         self._batches = (
-            copy_ahead(measured, copies, pad_id) if copies else _on_host(measured, pad_id)
+            copy_ahead(self._measured, copies, pad_id)
+            if copies
+            else _on_host(self._measured, pad_id)
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
-        self._in_step = True
+        self.in_step = True
+        """Whether the loader has counted what it was given last, and says so."""
 
     def __next__(self) -> tuple[Batch, RaggedBatch]:
-        self._in_step = False
+        self.in_step = False
         return next(self._batches)
-
-    def counted(self) -> None:
-        """The loader has counted what it was given last."""
-        self._in_step = True
 
     def can_go_on(self) -> bool:
         """Whether it stands where the loader stands: not once Ctrl-C broke into either, or into
@@ -75,7 +74,7 @@ class Feed:
 
         Nor can it go on in a forked child: the workers answer the parent.
         """
-        return self._in_step and (self._pool is None or self._pool.is_ours())
+        return self.in_step and (self._pool is None or self._pool.is_ours())
 
     @property
     def num_workers(self) -> int:
@@ -83,19 +82,20 @@ class Feed:
         return self._pool.num_workers if self._pool else 0
 
     def resize(self, num_workers: int) -> bool:
-        """Have another number of workers; False where a new feed is needed: from 0, and to 0, and
-        where it cannot go on."""
+        """Have another number of workers, and keep it; False where a new feed is needed: from 0,
+        and to 0, and where it cannot go on."""
         if not self.can_go_on():
             return False
+        self._measured.tune = None
         if self._pool and num_workers:
-            self._in_step = False
+            self.in_step = False
             self._pool.resize(num_workers)
-            self._in_step = True
+            self.in_step = True
         return bool(self._pool) == bool(num_workers)
 
     def close(self) -> None:
         """Wait for copies that still run, end the workers; again, if something broke into it."""
-        self._in_step = False
+        self.in_step = False
         _end(self._batches, self._source)
         self._finalizer.detach()
 
@@ -132,16 +132,17 @@ class _Measured:
         counters: Counters,
         tune: Callable[[float, float], None] | None,
     ) -> None:
-        """`tune` is told of each window the seconds it took to make and to use."""
-        self._source, self._counters, self._tune = source, counters, tune
+        self._source, self._counters = source, counters
+        self.tune = tune
+        """Told of each window the seconds it took to make and to use."""
         self._taken_s: float | None = None
 
     def take(self) -> Lease:
         """The next window."""
         asked_s = time.perf_counter()
         lease = self._source.take()
-        if self._tune and self._taken_s is not None:
-            self._tune(lease.seconds, asked_s - self._taken_s)
+        if self.tune and self._taken_s is not None:
+            self.tune(lease.seconds, asked_s - self._taken_s)
         self._counters.add_window(lease.seconds, lease.ready)
         self._taken_s = time.perf_counter()
         return lease

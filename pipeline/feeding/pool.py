@@ -129,7 +129,10 @@ class WorkerPool:
             return
         if not threading.main_thread().is_alive():
             sys.exit()  # the interpreter ends, and this thread with it, quietly
-        raise LoaderError("another thread closed the loader while this one read from it.") from None
+        raise LoaderError(
+            "a signal handler or another thread closed the loader while it was read from. Let the "
+            "loop close it."
+        ) from None
 
     def _staff(self) -> None:
         """Start the workers that are missing, let go those that are too many; all get work."""

@@ -97,7 +97,7 @@ def batch_buffers(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
         offsets = np.frombuffer(column.buffers()[1], np.int32, num_rows + 1)
         if offsets[0] != 0 or np.any(offsets[1:] <= offsets[:-1]):
             raise ValueError("row offsets out of order")
-        if not np.array_equal(buffers.setdefault("", offsets), offsets):
+        if np.any(buffers.setdefault("", offsets) != offsets):
             raise ValueError(f"`{field.name}` has other row offsets")
         dtype = field.type.value_type.to_pandas_dtype()
         buffers[field.name] = np.frombuffer(column.buffers()[3], dtype, int(offsets[-1]))

@@ -6,6 +6,7 @@ and a few index arrays. So the price of crossing processes is paid per window, n
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,10 @@ class WindowReader:
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as a worker gets it, opens and decodes for itself."""
+        return self.__dict__ | {"_open": OrderedDict(), "_kept": {}}
 
     def read(self, batches: np.ndarray) -> Window:
         """Decode record batches, counted over all sources.
