@@ -4,6 +4,7 @@ import csv
 import io
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from corpora import read, read_bytes
@@ -124,3 +125,23 @@ def test_what_the_quotes_of_a_block_say_is_what_the_pattern_says() -> None:
         sound = syntax._sound_rows.match(data)
         assert sound
         assert syntax._sound_end(data) == sound.end(), data
+
+
+class _Counting(bytes):
+    """Bytes that know how many of them were looked at to count lines."""
+
+    counted = 0
+
+    def count(self, *arguments: Any) -> int:
+        _, start, stop = (*arguments, 0, len(self))[:3]
+        self.counted += stop - start
+        return super().count(*arguments)
+
+
+def test_lines_are_counted_once_however_many_rows_are_lost() -> None:
+    data = _Counting(b'"abc\nx\n' * 1000)
+    reasons = [row.reason for row in quoting.QuotedRows(",").cut(data, 2) if row.reason]
+    assert len(reasons) == 500
+    assert "lines 2 to 4 are lost" in reasons[0]
+    assert "lines 1998 to 2000 are lost" in reasons[-1]
+    assert data.counted <= len(data)

@@ -106,6 +106,16 @@ def test_a_program_killed_before_it_forked_is_an_error_in_one_line(
         make_dataset(options, server)
 
 
+def test_an_engine_that_cannot_be_loaded_when_nobody_waits_any_more_says_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Server()
+    with begin(corpus, tmp_path / "out", tokenizer, server):
+        (tmp_path / "out/tokenizer.json").write_text("{}")
+    assert server._process.returncode == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_an_error_in_a_worker_arrives_as_itself(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:

@@ -69,6 +69,9 @@ UNPROVED = {
     "a raw word that is not merged": options(
         vocab=VOCAB | {"\u6f22\u6f22": len(VOCAB)}, ignore_merges=True
     ),
+    "an added token of great length": _with(
+        "byte-level", added_tokens=[TOKEN | {"content": "x" * 300}]
+    ),
     "another id in the file": _with("byte-level", added_tokens=[TOKEN | {"id": 5000}]),
     "ignore_merges of pieces": json_of("SentencePiece", LLAMA_2, ignore_merges=True),
     "pieces without spaces": json_of("SentencePiece"),

@@ -110,17 +110,18 @@ class QuotedRows(Lines):
             assert sound, "the pattern matches nothing at least"
             if sound.end() > start:
                 yield Rows(sound[0])
-            first = line + data.count(b"\n", 0, sound.end())
+            line += data.count(b"\n", start, sound.end())
             row = self._row.match(data, sound.end())
             if not row:
                 return
             start = row.end()
-            last = first + row[0].rstrip(b"\r\n").count(b"\n")
+            last = line + row[0].rstrip(b"\r\n").count(b"\n")
             if self._long_row.fullmatch(row[0]):
-                yield Rows(row[0], warning=self._warning(first, last))
+                yield Rows(row[0], warning=self._warning(line, last))
             else:
                 reason = "a quoted value spans lines and goes on behind its closing quote"
-                yield Rows(row[0], f"{reason}: {_lost(first, last)}")
+                yield Rows(row[0], f"{reason}: {_lost(line, last)}")
+            line += row[0].count(b"\n")
 
     def _warning(self, first: int, last: int) -> str | None:
         if self._warned:

@@ -17,6 +17,8 @@ __all__ = ["AddedToken", "Model", "Shape"]
 
 _MARK = "\u2581"
 """What SentencePiece writes for a space."""
+_LONGEST_TOKEN = 256
+"""Longer ones may be more than a regular expression has room for."""
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -256,6 +258,8 @@ class Shape(msgspec.Struct, frozen=True):
             raise Unproved("a SentencePiece tokenizer that does nothing about spaces")
         if "" in contents or len(set(contents)) < len(contents):
             raise Unproved("added tokens that are empty, or there twice")
+        if any(len(text) > _LONGEST_TOKEN for text in contents):
+            raise Unproved(f"an added token of more than {_LONGEST_TOKEN} characters")
         if NFC() in self.normalizer and not all(
             is_normalized("NFC", token.content) for token in self.added_tokens
         ):

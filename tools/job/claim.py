@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
@@ -102,7 +102,7 @@ def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
 
     Raises:
         ConfigError: It was another command or another input.
-        ManifestError: The manifest is damaged.
+        ManifestError: The manifest is damaged, or a file that it names is not there whole.
     """
     try:
         made_by = json.loads((folder / MADE_BY_FILE).read_bytes())
@@ -118,7 +118,21 @@ def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
             f"{folder}: already holds a finished data set, of another command or input: "
             f"{differences}. Give another folder, or delete this one."
         )
-    return Manifest.read(folder)
+    manifest = Manifest.read(folder)
+    _check_files(folder, manifest)
+    return manifest
+
+
+def _check_files(folder: Path, manifest: Manifest) -> None:
+    """Look for what is lost or cut short; to read it all is for `shards verify`."""
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    for info in (manifest.tokenizer, manifest.sources, manifest.rejects, *shards):
+        path = folder / info.file
+        if not path.is_file() or path.stat().st_size != info.bytes:
+            raise ManifestError(
+                f"{path}: is missing or of another size, and the data set was finished. Restore "
+                "the file, or delete the folder and start again."
+            )
 
 
 def withdraw(journal: Journal, splits: Iterable[str]) -> None:

@@ -28,7 +28,6 @@ __all__ = ["Journal"]
 logger = logging.getLogger(__name__)
 
 _DISTRUSTED = "distrusted"
-_Line = dict[str, Any]
 
 
 class Journal:
@@ -120,11 +119,11 @@ class Journal:
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         try:
-            lines = [msgspec.json.decode(line, type=_Line) for line in content[:whole].splitlines()]
+            lines = [_decoded(line) for line in content[:whole].splitlines()]
             self.job = lines[0] if lines else {}
             for line in lines[1:]:
                 self._enter(line)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # msgspec's errors are kinds of ValueError
             self.close()
             raise ManifestError(
                 f"{self.path}: is damaged ({error}). Delete the folder {self.path.parent} and "
@@ -164,3 +163,9 @@ class Journal:
             return path.stat().st_size == shard.bytes and file_xxh3(path) == shard.xxh3
         except FileNotFoundError:
             return False
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    """A line of the journal. Not by msgspec: a name that is no UTF-8 has lone surrogates here."""
+    content: dict[str, Any] = msgspec.convert(json.loads(line), dict[str, Any])
+    return content

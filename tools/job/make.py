@@ -24,7 +24,7 @@ from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import Job
 from tokenfeed.tools.job.claim import State, claim, recognise, remember, state_of, withdraw
 from tokenfeed.tools.job.crew import Server
-from tokenfeed.tools.job.freeze import freeze
+from tokenfeed.tools.job.freeze import REJECTS_FILE, freeze
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.plan import Plan
 from tokenfeed.tools.job.runner import EngineRefused, Run, is_small, run_units
@@ -59,6 +59,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
     job = _describe(options, plan, tokenizer)
     if state == "finished":
         manifest = recognise(options.out, job)
+        _check_rejects(options, manifest)
         logger.info("already finished: the same command and input made this data set")
         resumed_units, new_bytes = len(plan.units), 0
     else:
@@ -79,6 +80,18 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         seconds=time.perf_counter() - started,
         tokenizer_seconds=tokenizer_seconds,
     )
+
+
+def _check_rejects(options: Options, manifest: Manifest) -> None:
+    """Hold a finished data set to a limit that the run which made it may not have had."""
+    allowed, rejected = options.allowed_rejects, manifest.ledger.rejected
+    if allowed is not None and rejected > allowed:
+        limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
+        raise CorpusError(
+            f"{options.out}: this data set is finished, with {rejected:,} rejected, and {limit} "
+            f"allows fewer: {REJECTS_FILE} there names them. Leave it out, or mend the records and "
+            "give another folder."
+        )
 
 
 def _text_bytes(journal: Journal) -> int:

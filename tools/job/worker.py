@@ -68,8 +68,7 @@ def main(socket_fd: int) -> None:
     try:
         worker = Worker(job)
     except BaseException as error:
-        for connection in connections:
-            _refuse(connection, error)
+        _say_failed(connections, error)
     else:
         _fork(worker, connections)
 
@@ -82,7 +81,7 @@ def _fork(worker: Worker, connections: list[Connection]) -> None:
         try:
             is_worker = os.fork() == 0
         except OSError as error:
-            _refuse(connection, error)
+            _say_failed([connection], error)
             continue
         if is_worker:
             for others in connections:
@@ -123,10 +122,12 @@ def _answer(worker: Worker, unit: Unit) -> Done | Failure:
         return _failure(error)
 
 
-def _refuse(connection: Connection, error: BaseException) -> None:
-    """Say that there will be no worker, unless the parent has found out by itself and gone on."""
-    with contextlib.suppress(ConnectionError):
-        connection.send(_failure(error))
+def _say_failed(connections: list[Connection], error: BaseException) -> None:
+    """Answer for workers that cannot be; who asked may have ended, or have the first answer."""
+    failure = _failure(error)
+    for connection in connections:
+        with contextlib.suppress(ConnectionError):
+            connection.send(failure)
 
 
 def _failure(error: BaseException) -> Failure:
