@@ -14,6 +14,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.quoting import Lines, QuotedRows, whole_rows
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
 from tokenfeed.tools.corpus.tables import batch_records, column_problem
+from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["read_delimited"]
 
@@ -79,6 +80,8 @@ def _parsed(
     if not data.strip(b"\r\n"):
         return no_rows
     parse.invalid_row_handler = reject
+    is_readable = is_utf8(data)
+    data = data if is_readable else data.decode("latin-1").encode()
     table = csv.read_csv(
         pa.BufferReader(data),
         csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
@@ -94,6 +97,18 @@ def _parsed(
     candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
     numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
     (batch,) = table.to_batches()
-    records = batch_records(batch, fields, numbers)
+    records = batch_records(batch if is_readable else _as_it_was(batch), fields, numbers)
     records.rejects.extend(rejects)
     return records
+
+
+def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Values of a block whose bytes were read as characters.
+
+    Arrow decodes each row that it calls invalid, and gives up the block where it cannot.
+    """
+    columns = (
+        [value.decode().encode("latin-1") for value in column.to_pylist()] for column in batch
+    )
+    arrays = [pa.array(column, pa.large_binary()) for column in columns]
+    return pa.RecordBatch.from_arrays(arrays, batch.schema.names)
