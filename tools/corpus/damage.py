@@ -10,7 +10,7 @@ from tokenfeed.tools.corpus.blocks import READ_ERRORS
 __all__ = ["DAMAGE", "damage_reason"]
 
 DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
-_ALLOCATION = re.compile(r"\bsize (\d{15,})\b")
+_ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
 """What no machine has room for: a damaged length."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
