@@ -79,10 +79,31 @@ def _parsed(
     no_rows = Records(np.empty(0, np.uint64), {name: [] for name in fields}, rejects)
     if not data.strip(b"\r\n"):
         return no_rows
-    parse.invalid_row_handler = reject
-    is_readable = is_utf8(data)
-    data = data if is_readable else data.decode("latin-1").encode()
-    table = csv.read_csv(
+    is_readable = True
+    try:
+        table = _table(data, fields, columns, parse)
+    except pa.ArrowInvalid:  # a row has too few or too many values, which is rare
+        is_readable = is_utf8(data)
+        data = data if is_readable else data.decode("latin-1").encode()
+        rejecting = csv.ParseOptions(
+            delimiter=parse.delimiter,
+            quote_char=parse.quote_char,
+            newlines_in_values=parse.newlines_in_values,
+            invalid_row_handler=reject,
+        )
+        table = _table(data, fields, columns, rejecting)
+    if not table.num_rows:
+        return no_rows
+    candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
+    numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
+    (batch,) = table.to_batches()
+    records = batch_records(batch if is_readable else _as_it_was(batch), fields, numbers)
+    records.rejects.extend(rejects)
+    return records
+
+
+def _table(data: bytes, fields: Fields, columns: list[str], parse: csv.ParseOptions) -> pa.Table:
+    return csv.read_csv(
         pa.BufferReader(data),
         csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
         parse,
@@ -92,14 +113,6 @@ def _parsed(
             column_types={name: pa.large_binary() for name in fields},
         ),
     )
-    if not table.num_rows:
-        return no_rows
-    candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
-    numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
-    (batch,) = table.to_batches()
-    records = batch_records(batch if is_readable else _as_it_was(batch), fields, numbers)
-    records.rejects.extend(rejects)
-    return records
 
 
 def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
