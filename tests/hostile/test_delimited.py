@@ -127,6 +127,21 @@ def test_what_the_quotes_of_a_block_say_is_what_the_pattern_says() -> None:
         assert syntax._sound_end(data) == sound.end(), data
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_row_of_too_few_values_that_is_no_utf_8_costs_itself_alone(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = "id,text\n1,a\nü\n2,ü\nü,b\n3,c\n"
+    data = data.replace(",", "," if name == "a.csv" else "\t")
+    good, bad = read_bytes(tmp_path / name, data.encode("latin-1"))
+    assert good == {0: b"a", 3: b"b", 4: b"c"}
+    assert bad == {
+        1: "has 1 values, expected 2",
+        2: "field `text` has invalid UTF-8 at byte 0",
+    }
+    assert capfd.readouterr().err == ""
+
+
 class _Counting(bytes):
     """Bytes that know how many of them were looked at to count lines."""
 

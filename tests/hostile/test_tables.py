@@ -5,12 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import Found, read
 
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.damage import damage_reason
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -134,3 +136,31 @@ def test_a_file_cut_short_under_the_reader_is_one_error(tmp_path: Path, name: st
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CorpusError, match=rf"{name}: changed while the corpus was read"):
         list(records)
+
+
+def _write_arrow(path: Path, column: pa.Array) -> None:
+    table = pa.table({"text": column})
+    with pa.ipc.new_file(path, table.schema) as file:
+        file.write_table(table)
+
+
+def test_a_damaged_index_or_offset_of_a_dictionary_is_not_followed(tmp_path: Path) -> None:
+    texts, indices = pa.array(["a", "b"]), pa.array([0, 1, 1 << 30])
+    beyond = pa.DictionaryArray.from_arrays(indices, texts, safe=False)
+    offsets = pa.py_buffer(np.array([0, 1 << 30, 2], np.int32))
+    broken = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab"))
+    for number, column in enumerate(
+        (beyond, pa.DictionaryArray.from_arrays(pa.array([0, 1]), broken))
+    ):
+        path = tmp_path / f"{number}.arrow"
+        _write_arrow(path, column)
+        good, bad = read(path)
+        assert good == {}
+        assert "record batch 0 is damaged" in bad[0]
+
+
+def test_a_length_beyond_all_memory_is_damage_and_a_full_machine_is_none() -> None:
+    error = pa.ArrowMemoryError("malloc of size 4638734335753846784 failed")
+    assert damage_reason(error) == str(error)
+    with pytest.raises(MemoryError):
+        damage_reason(pa.ArrowMemoryError("malloc of size 268435456 failed"))

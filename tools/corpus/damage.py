@@ -1,6 +1,7 @@
 """What reading a damaged file can raise, and how that is told from a machine that is full."""
 
 import errno
+import re
 
 import pyarrow as pa
 
@@ -9,6 +10,8 @@ from tokenfeed.tools.corpus.blocks import READ_ERRORS
 __all__ = ["DAMAGE", "damage_reason"]
 
 DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
+_ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
+"""What no machine has room for: a damaged length."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
@@ -18,7 +21,8 @@ def damage_reason(error: Exception) -> str:
     Raises:
         Exception: `error` itself, where the machine is short of something and the file is sound.
     """
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) in _MACHINE_IS_FULL:
+    is_shortage = isinstance(error, MemoryError) and not _ALLOCATION.search(str(error))
+    if is_shortage or getattr(error, "errno", None) in _MACHINE_IS_FULL:
         raise error
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split())

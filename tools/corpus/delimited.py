@@ -14,6 +14,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.quoting import Lines, QuotedRows, whole_rows
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
 from tokenfeed.tools.corpus.tables import batch_records, column_problem
+from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["read_delimited"]
 
@@ -78,8 +79,31 @@ def _parsed(
     no_rows = Records(np.empty(0, np.uint64), {name: [] for name in fields}, rejects)
     if not data.strip(b"\r\n"):
         return no_rows
-    parse.invalid_row_handler = reject
-    table = csv.read_csv(
+    is_readable = True
+    try:
+        table = _table(data, fields, columns, parse)
+    except pa.ArrowInvalid:  # a row has too few or too many values, which is rare
+        is_readable = is_utf8(data)
+        data = data if is_readable else data.decode("latin-1").encode()
+        rejecting = csv.ParseOptions(
+            delimiter=parse.delimiter,
+            quote_char=parse.quote_char,
+            newlines_in_values=parse.newlines_in_values,
+            invalid_row_handler=reject,
+        )
+        table = _table(data, fields, columns, rejecting)
+    if not table.num_rows:
+        return no_rows
+    candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
+    numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
+    (batch,) = table.to_batches()
+    records = batch_records(batch if is_readable else _as_it_was(batch), fields, numbers)
+    records.rejects.extend(rejects)
+    return records
+
+
+def _table(data: bytes, fields: Fields, columns: list[str], parse: csv.ParseOptions) -> pa.Table:
+    return csv.read_csv(
         pa.BufferReader(data),
         csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
         parse,
@@ -89,11 +113,15 @@ def _parsed(
             column_types={name: pa.large_binary() for name in fields},
         ),
     )
-    if not table.num_rows:
-        return no_rows
-    candidates = np.arange(first, first + table.num_rows + len(rejects), dtype=np.uint64)
-    numbers = np.setdiff1d(candidates, np.array([reject.record for reject in rejects], np.uint64))
-    (batch,) = table.to_batches()
-    records = batch_records(batch, fields, numbers)
-    records.rejects.extend(rejects)
-    return records
+
+
+def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Values of a block whose bytes were read as characters.
+
+    Arrow decodes each row that it calls invalid, and gives up the block where it cannot.
+    """
+    columns = (
+        [value.decode().encode("latin-1") for value in column.to_pylist()] for column in batch
+    )
+    arrays = [pa.array(column, pa.large_binary()) for column in columns]
+    return pa.RecordBatch.from_arrays(arrays, batch.schema.names)

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import pyarrow as pa
 
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, checked, records_of
+from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["JsonLines", "is_json_lines", "is_json_list", "json_list"]
 
@@ -56,7 +56,7 @@ class JsonLines:
 
     def _decode_sound(self, block: bytes, first_record: int) -> Records | None:
         """The fast path; None where it cannot be sure."""
-        if self._decoder is None or not _is_utf8(block):
+        if self._decoder is None or not is_utf8(block):
             return None
         try:
             lines = self._decoder.decode_lines(block)
@@ -77,12 +77,12 @@ class JsonLines:
     def _decode_any(self, block: bytes, first_record: int) -> Records:
         """The careful path. It calls msgspec as deep in the stack as the fast one does."""
         rows: list[tuple[int, dict[str, Any] | Unusable]] = []
-        decoder, are_utf8 = self._decoder, _is_utf8(block)
+        decoder, are_utf8 = self._decoder, is_utf8(block)
         for number, line in enumerate(block.split(b"\n"), first_record):
             if not line or line.isspace():
                 continue
             row = None
-            if decoder and _is_one_object(line) and (are_utf8 or _is_utf8(line)):
+            if decoder and _is_one_object(line) and (are_utf8 or is_utf8(line)):
                 with contextlib.suppress(*_UNDECODABLE):
                     row = self._row(decoder.decode(line))
             rows.append((number, _parsed(line) if row is None else row))
@@ -151,18 +151,6 @@ def _object(value: Any) -> dict[str, Any] | Unusable:
     if isinstance(value, dict):
         return value
     return Unusable(f"expected a JSON object, got {type(value).__name__}")
-
-
-def _is_utf8(block: bytes) -> bool:
-    if block.isascii():
-        return True
-    ends = pa.py_buffer(np.array([0, len(block)], np.int64))
-    text = pa.LargeStringArray.from_buffers(1, ends, pa.py_buffer(block))
-    try:
-        text.validate(full=True)
-    except pa.ArrowInvalid:
-        return False
-    return True
 
 
 def _is_one_object(line: bytes) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
@@ -187,8 +188,10 @@ def _is_text(kind: pa.DataType) -> bool:
 def _plain(column: pa.Array, kind: Kind) -> pa.Array:
     """The column without dictionary encoding, texts as bytes: they may not be valid UTF-8."""
     if pa.types.is_dictionary(column.type):
+        _check_dictionary(column)
         column = column.dictionary_decode()
     if kind in (Kind.WORDS, Kind.LABELS) and pa.types.is_dictionary(column.type.value_type):
+        _check_dictionary(column.values)
         column = column.cast(pa.large_list(column.type.value_type.value_type))
     if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
@@ -196,6 +199,18 @@ def _plain(column: pa.Array, kind: Kind) -> pa.Array:
         column = column.cast(pa.large_binary())
         column.validate(full=True)  # damaged offsets would be followed anywhere
     return column
+
+
+def _check_dictionary(column: pa.DictionaryArray) -> None:
+    """Damaged indices and offsets would be followed anywhere.
+
+    Arrow's own check of them also asks that every text is valid UTF-8.
+    """
+    column.indices.validate()
+    _plain(column.dictionary, Kind.TEXT)
+    ends = pc.min_max(column.indices).as_py()
+    if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
+        raise pa.ArrowInvalid(f"index {ends['max']} of a dictionary of {len(column.dictionary)}")
 
 
 def _is_sound(column: pa.Array, kind: Kind) -> bool:

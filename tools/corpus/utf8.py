@@ -1,0 +1,19 @@
+"""Whether bytes are UTF-8, at the speed of Arrow: a block of any size costs next to nothing."""
+
+import numpy as np
+import pyarrow as pa
+
+__all__ = ["is_utf8"]
+
+
+def is_utf8(block: bytes) -> bool:
+    """Whether a block is valid UTF-8 as a whole."""
+    if block.isascii():
+        return True
+    ends = pa.py_buffer(np.array([0, len(block)], np.int64))
+    text = pa.LargeStringArray.from_buffers(1, ends, pa.py_buffer(block))
+    try:
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
