@@ -39,7 +39,7 @@ def read_parquet(
 
     Each of the records given weighs its part of 1.
     """
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         groups = list(range(start, file.num_row_groups if stop is None else stop))
         total = sum(file.metadata.row_group(group).num_rows for group in groups)
         record = first
