@@ -20,6 +20,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = [
     "POLICIES",
+    "PREAMBLE",
     "WINDOW_TOKENS",
     "Gang",
     "MakeDataset",
@@ -55,6 +56,20 @@ POLICIES: list[Batching] = [
     Packed(sequence_length=256, rows=4, split=True),
     Fixed(rows=16),
 ]
+
+
+PREAMBLE = """
+import glob, json, os, signal, sys, threading, time
+from tokenfeed import Padded, ShardLoader
+
+def open_loader(**options):
+    return ShardLoader(sys.argv[1], batching=Padded(2048), window_tokens=20_000, **options)
+
+def children():
+    paths = glob.glob("/proc/self/task/*/children")
+    return [int(pid) for path in paths for pid in open(path).read().split()]
+"""
+"""What scripts begin with that run a loader over the folder they are given."""
 
 
 def realistic_lengths(count: int = 900, mean: float = 4.0, seed: int = 0) -> np.ndarray:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from delivery import (
     POLICIES,
+    PREAMBLE,
     MakeDataset,
     children_of,
     eventually,
@@ -33,14 +34,6 @@ from delivery import (
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import process
-
-PREAMBLE = """
-import json, os, signal, sys, time
-from tokenfeed import Padded, ShardLoader
-
-def open_loader(**options):
-    return ShardLoader(sys.argv[1], batching=Padded(2048), window_tokens=20_000, **options)
-"""
 
 
 @pytest.fixture

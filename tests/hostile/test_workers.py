@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from delivery import (
+    PREAMBLE,
     MakeDataset,
     eventually,
     is_alive,
@@ -21,18 +22,6 @@ from delivery import (
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import pool
-
-PREAMBLE = """
-import glob, json, os, signal, sys, threading, time
-from tokenfeed import Padded, ShardLoader
-
-def open_loader(**options):
-    return ShardLoader(sys.argv[1], batching=Padded(2048), window_tokens=20_000, **options)
-
-def children():
-    paths = glob.glob("/proc/self/task/*/children")
-    return [int(pid) for path in paths for pid in open(path).read().split()]
-"""
 
 
 @pytest.fixture
