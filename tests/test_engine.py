@@ -17,9 +17,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.encoding import engine as engine_module
-from tokenfeed.tools.encoding.audit import adversarial_texts, beginning, differing
+from tokenfeed.tools.encoding.audit import Answers, adversarial_texts, beginning
 from tokenfeed.tools.encoding.engine import (
-    EngineFailure,
+    EngineUnavailable,
     FastEngine,
     ReferenceEngine,
     Unencodable,
@@ -101,10 +101,10 @@ def test_the_fast_engine_gives_the_reference_ids(
 
     @given(st.lists(st.text(max_size=60) | st.sampled_from([*SPECIAL, "a<pad>snake_case"])))
     def agree(texts: list[str]) -> None:
-        assert differing(fast, reference, [text.encode() for text in texts]) == []
+        assert Answers.of(fast, [text.encode() for text in texts]).differing(reference) == []
 
     agree()
-    assert differing(fast, reference, adversarial_texts(tokenizer)) == []
+    assert Answers.of(fast, adversarial_texts(tokenizer)).differing(reference) == []
     end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
     assert (end in fast.encode([b"a<|endoftext|>b"]).values) == splits_special
 
@@ -129,9 +129,9 @@ def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None
         assert ragged.values.dtype == np.uint16
 
 
-def test_a_tokenizer_that_the_fast_engine_does_not_know_is_its_failure() -> None:
+def test_a_tokenizer_that_the_fast_engine_does_not_know_is_not_for_it() -> None:
     tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(EngineFailure):
+    with pytest.raises(EngineUnavailable):
         FastEngine.of(tokenizer)
 
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 __all__ = ["Ragged", "join", "take"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
     """Rows of values of one dtype."""
 
@@ -32,6 +32,16 @@ class Ragged:
         offsets = np.zeros(len(self.lengths) + 1, np.int64)
         np.cumsum(self.lengths, out=offsets[1:])
         return offsets
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Ragged):
+            return NotImplemented
+        same_lengths = np.array_equal(self.lengths, other.lengths)
+        return same_lengths and np.array_equal(self.values, other.values)
+
+    def rows(self) -> list[np.ndarray]:
+        """The values of each row; a Python object a row, for few rows."""
+        return np.split(self.values, self.offsets[1:-1]) if len(self) else []
 
     def take(self, rows: np.ndarray) -> "Ragged":
         """The given rows, shape (K,) integers, in that order."""

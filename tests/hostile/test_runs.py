@@ -14,8 +14,9 @@ from tokenizers import Tokenizer, models
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import EngineFailure
+from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.job import make as make_module
 from tokenfeed.tools.job.make import make_dataset
 from tokenfeed.tools.job.summary import Summary
@@ -126,7 +127,7 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     out = tmp_path / "out"
     compared: list[int] = []
 
-    def compare(audit: Audit, texts: list[bytes]) -> list[bytes]:
+    def compare(audit: Audit, answers: Answers) -> list[bytes]:
         compared.append(len(list((out / "train").glob("*.arrow"))))
         return [b"wrong"] if compared[-1] > 2 else []
 
@@ -145,12 +146,12 @@ def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(
     write_ballast(corpus)
     out = tmp_path / "out"
 
-    def begin(audit: Audit) -> None:
+    def check(tokenizer: TextTokenizer) -> None:
         while not list((out / "train").glob("*.arrow")):
             pass
-        raise EngineFailure("there is none")
+        raise EngineUnavailable("there is none")
 
-    monkeypatch.setattr(Audit, "begin", begin)
+    monkeypatch.setattr(FastEngine, "check", check)
     with pytest.raises(TokenizerError, match="there is none"):
         make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
     assert not out.exists()

@@ -7,7 +7,7 @@ import pytest
 from tokenizer_shapes import FLAGS, MARK, json_of, trained_model
 
 from tokenfeed.tools.encoding import shapes
-from tokenfeed.tools.encoding.engine import EngineFailure, FastEngine
+from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_2 = (shapes.Prepend(MARK), shapes._SPACES)
@@ -87,7 +87,7 @@ UNPROVED = {
 @pytest.mark.parametrize("trait", UNPROVED)
 def test_what_was_never_compared_is_left_to_the_reference(trait: str) -> None:
     made = TextTokenizer.load(UNPROVED[trait], origin="test")
-    with pytest.raises(EngineFailure, match="never compared"):
+    with pytest.raises(EngineUnavailable, match="never compared"):
         FastEngine.of(made)
 
 
@@ -106,14 +106,14 @@ def test_a_part_that_nobody_knows_is_not_ignored() -> None:
 
 def test_the_message_names_the_trait() -> None:
     made = TextTokenizer.load(UNPROVED["Digits"], origin="test")
-    with pytest.raises(EngineFailure, match=r"'Digits'.*pre_tokenizer"):
+    with pytest.raises(EngineUnavailable, match=r"'Digits'.*pre_tokenizer"):
         FastEngine.of(made)
 
 
 def test_versions_that_were_never_compared_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TextTokenizer.load(json_of("byte-level"), origin="test")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
-    with pytest.raises(EngineFailure, match=r"never compared with it for gigatoken 0\.99\.0"):
+    with pytest.raises(EngineUnavailable, match=r"never compared with it for gigatoken 0\.99\.0"):
         FastEngine.of(made)
 
 

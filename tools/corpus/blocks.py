@@ -21,7 +21,8 @@ Compression = Literal["gz", "zst", "bz2", "xz"]
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 """What reading a damaged file can raise."""
 
-_BLOCK_BYTES = 1 << 22
+_FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
+"""The first is smaller and each twice the one before, for those who only look at the beginning."""
 _PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
 """What is unpacked at once: so much may be lost before a damage, however late it comes."""
 
@@ -62,8 +63,10 @@ class Blocks:
         with open(self._path, "rb", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size if self._stop is None else self._stop
             file.seek(self._start)
+            wanted = _FIRST_BLOCK_BYTES
             while (left := end - self._start - self.consumed_bytes) > 0:
-                block = file.read(min(_BLOCK_BYTES, left))
+                block = file.read(min(wanted, left))
+                wanted = min(2 * wanted, _BLOCK_BYTES)
                 if not block:
                     return
                 self.consumed_bytes += len(block)

@@ -8,15 +8,17 @@ damaged costs its row group or record batch, in an Arrow stream all that follows
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, records_of, rejected
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 __all__ = [
     "arrow_batches",
@@ -24,12 +26,25 @@ __all__ = [
     "batch_records",
     "batch_rows",
     "column_problem",
+    "open_parquet",
     "read_arrow",
     "read_parquet",
 ]
 
 _BATCH_ROWS = 1 << 12
 _ARROW_MAGIC = b"ARROW1"
+
+
+def open_parquet(path: str) -> "pq.ParquetFile":
+    """Open a Parquet file; its pages are checked where they have checksums.
+
+    Raises:
+        OSError: It cannot be read.
+        pyarrow.ArrowException: It is none.
+    """
+    import pyarrow.parquet as pq  # 0.05 s that only its readers should pay
+
+    return pq.ParquetFile(path, page_checksum_verification=True)
 
 
 def read_parquet(
@@ -39,7 +54,7 @@ def read_parquet(
 
     Each of the records given weighs its part of 1.
     """
-    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+    with open_parquet(path) as file:
         groups = list(range(start, file.num_row_groups if stop is None else stop))
         total = sum(file.metadata.row_group(group).num_rows for group in groups)
         record = first
@@ -53,7 +68,7 @@ def read_parquet(
 
 
 def _undamaged_groups(
-    file: pq.ParquetFile, fields: Fields, groups: list[int], first: int, given: int
+    file: "pq.ParquetFile", fields: Fields, groups: list[int], first: int, given: int
 ) -> Iterator[Records]:
     """Read row groups one by one; a damaged one is a reject. Records before `given` are skipped."""
     total = sum(file.metadata.row_group(group).num_rows for group in groups)

@@ -1,30 +1,34 @@
 """The audit: does a fast engine give the reference's ids?
 
-A second line: which tokenizers the engine is used for at all is a matter of their structure. Before
-a run, texts made for the tokenizer at hand and a sample of the corpus; during the run, one document
-in about a thousand, chosen by a hash of its text. One text whose ids differ is enough to trust the
-engine no longer.
+A second line: which tokenizers the engine is used for at all is a matter of their structure. At the
+beginning of a run, texts made for the tokenizer at hand and a sample of the corpus; during the run,
+one document in about a thousand, chosen by a hash of its text. One text whose ids differ is enough
+to trust the engine no longer. Workers, who have the fast engine loaded, give its ids; the process
+that runs them has the reference loaded, and compares.
 """
 
 import itertools
 import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import numpy as np
 
+from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.tools.corpus.reader import read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import (
     Engine,
     EngineFailure,
-    FastEngine,
     ReferenceEngine,
     Unencodable,
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Audit", "adversarial_texts", "beginning", "differing", "sample_texts"]
+__all__ = ["Answers", "Audit", "adversarial_texts", "beginning", "sample_texts"]
 
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 18
@@ -34,7 +38,6 @@ _PARTS = 16
 _LONGEST_BYTES = 1 << 22
 """Of a longer text the beginning is compared: the reference takes a second for it."""
 
-
 _ADDED_TOKEN_CHARACTERS = 1 << 18
 """Room for about a thousand added tokens; those beyond stand in the first two texts only."""
 _NEIGHBOURS = (
@@ -43,39 +46,90 @@ _NEIGHBOURS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What an engine gives for some texts."""
+
+    texts: list[bytes]
+    ids: Ragged
+    failed: np.ndarray
+    """The texts for which it gave none, since it broke down; shape (R,), bool."""
+
+    @classmethod
+    def of(cls, engine: Engine, texts: list[bytes]) -> Self:
+        """Ask an engine; where it breaks down over a batch, text by text."""
+        try:
+            return cls(texts, engine.encode(texts), np.zeros(len(texts), bool))
+        except (EngineFailure, Unencodable):
+            if len(texts) > 1:
+                return cls.joined([cls.of(engine, [text]) for text in texts])
+            return cls(
+                texts, Ragged(np.empty(0, np.uint16), np.zeros(1, np.int64)), np.ones(1, bool)
+            )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Several, one after the other; none are no texts."""
+        return cls(
+            [text for part in parts for text in part.texts],
+            Ragged(
+                np.concatenate([np.empty(0, np.uint16), *(part.ids.values for part in parts)]),
+                np.concatenate([np.empty(0, np.int64), *(part.ids.lengths for part in parts)]),
+            ),
+            np.concatenate([np.empty(0, bool), *(part.failed for part in parts)]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def differing(self, reference: Engine) -> list[bytes]:
+        """The texts for which `reference` gives other ids; those that it cannot encode are none."""
+        try:
+            right = reference.encode(self.texts)
+        except Unencodable as error:
+            return self._without(error.reasons.keys()).differing(reference)
+        if self.ids == right and not self.failed.any():
+            return []
+        rows = zip(self.texts, self.ids.rows(), right.rows(), self.failed, strict=True)
+        return [
+            text
+            for text, given, wanted, failed in rows
+            if failed or not np.array_equal(given, wanted)
+        ]
+
+    def _without(self, places: Iterable[int]) -> Self:
+        kept = np.setdiff1d(np.arange(len(self)), [*places])
+        texts = [self.texts[place] for place in kept]
+        return type(self)(texts, self.ids.take(kept), self.failed[kept])
+
+
 class Audit:
     """Compares the fast engine with the reference, in the process that runs the workers."""
 
     def __init__(
         self, tokenizer: TextTokenizer, units: tuple[Unit, ...], fields: Fields, seed: int
     ) -> None:
-        """Costs nothing yet: `begin` loads the engines."""
-        self.texts = 0
-        """Texts compared before the run."""
+        """Costs nothing yet."""
+        self.audited = 0
+        """Texts compared at the beginning of the run."""
         self.differing: list[bytes] = []
         """Those of them whose ids differed."""
         self._tokenizer = tokenizer
+        self._reference = ReferenceEngine(tokenizer)
         self._units, self._fields, self._seed = units, fields, seed
-        self._engines: tuple[FastEngine, ReferenceEngine] | None = None
 
-    def begin(self) -> None:
-        """Load the engines and compare them for the first time; does nothing if that was done.
+    def questions(self) -> list[bytes]:
+        """The texts that the fast engine is to encode at the beginning of the run."""
+        texts = adversarial_texts(self._tokenizer)
+        return texts + sample_texts(self._units, self._fields, self._seed)
 
-        Raises:
-            EngineFailure: There is no fast engine for this tokenizer.
-        """
-        if self._engines is None:
-            fast = FastEngine.of(self._tokenizer)
-            self._engines = fast, ReferenceEngine(self._tokenizer)
-            texts = adversarial_texts(self._tokenizer)
-            texts += sample_texts(self._units, self._fields, self._seed)
-            self.texts, self.differing = len(texts), self.compare(texts)
+    def begin(self, answers: Answers) -> None:
+        """Look at the answers to the questions."""
+        self.audited, self.differing = len(answers), self.compare(answers)
 
-    def compare(self, texts: list[bytes]) -> list[bytes]:
-        """Those of `texts` whose ids differ; `begin` must have been called."""
-        assert self._engines is not None
-        fast, reference = self._engines
-        return differing(fast, reference, texts) if texts else []
+    def compare(self, answers: Answers) -> list[bytes]:
+        """The texts whose ids differ."""
+        return answers.differing(self._reference)
 
 
 def adversarial_texts(tokenizer: TextTokenizer) -> list[bytes]:
@@ -158,27 +212,3 @@ def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[byt
 def beginning(text: bytes, longest: int = _LONGEST_BYTES) -> bytes:
     """As many whole characters of a text as fit into `longest` bytes."""
     return text if len(text) <= longest else text[:longest].decode(errors="ignore").encode()
-
-
-def differing(engine: Engine, reference: Engine, texts: list[bytes]) -> list[bytes]:
-    """Those of `texts` for which `engine` gives other ids than `reference`."""
-    try:
-        right = reference.encode(texts)
-    except Unencodable as error:
-        kept = [text for index, text in enumerate(texts) if index not in error.reasons]
-        return differing(engine, reference, kept)
-    try:
-        given = engine.encode(texts)
-    except EngineFailure:
-        if len(texts) == 1:
-            return texts
-        return [text for text in texts if differing(engine, reference, [text])]
-    if np.array_equal(given.values, right.values) and np.array_equal(given.lengths, right.lengths):
-        return []
-    pairs = zip(
-        np.split(given.values, given.offsets[1:-1]),
-        np.split(right.values, right.offsets[1:-1]),
-        strict=True,
-    )
-    equal = [np.array_equal(*pair) for pair in pairs]
-    return [text for text, same in zip(texts, equal, strict=True) if not same]

@@ -29,6 +29,7 @@ __all__ = [
     "Engine",
     "EngineFailure",
     "EngineName",
+    "EngineUnavailable",
     "FastEngine",
     "ReferenceEngine",
     "Unencodable",
@@ -54,7 +55,11 @@ class Unencodable(Exception):
 
 
 class EngineFailure(Exception):
-    """A fast engine that cannot load a tokenizer, or broke down over a text."""
+    """A fast engine broke down over a text."""
+
+
+class EngineUnavailable(Exception):
+    """There is no fast engine for a tokenizer."""
 
 
 class Engine(Protocol):
@@ -138,16 +143,17 @@ class FastEngine:
             splits_special: What special-token text inside a document becomes.
 
         Raises:
-            EngineFailure: It is not installed, or is not known to be right about this tokenizer.
+            EngineUnavailable: It is not installed, or not known to be right about this tokenizer.
         """
         self.routed = 0
         """Texts of the last batch that the reference has encoded instead."""
-        self._json, self._splits_special = json_bytes, splits_special
+        self.json_bytes, self._splits_special = json_bytes, splits_special
         self._dtype = token_dtype(vocabulary_size)
-        with _failures():
+        with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
         self._routes = Routes.of(shape, splits_special=splits_special)
-        self._tokenizer: Any = self._load(shape)
+        with _raising(EngineUnavailable):
+            self._tokenizer: Any = self._load(shape)
         self._reference: ReferenceEngine | None = None
         self._largest_bytes = _resident_bytes() + _CACHE_BYTES
 
@@ -156,17 +162,26 @@ class FastEngine:
         """Load it for a tokenizer that the reference has loaded, and look at its vocabulary.
 
         Raises:
-            EngineFailure: It is not known to be right about this tokenizer.
+            EngineUnavailable: As for `check`, or it is not installed.
         """
+        cls.check(tokenizer)
         made = cls(
             tokenizer.json_bytes,
             tokenizer.vocabulary_size,
             splits_special=tokenizer.splits_special,
         )
-        with _failures():
-            check_tokenizer(tokenizer)
         made._reference = ReferenceEngine(tokenizer)
         return made
+
+    @staticmethod
+    def check(tokenizer: TextTokenizer) -> None:
+        """Look at a tokenizer as a whole, its vocabulary too.
+
+        Raises:
+            EngineUnavailable: The fast engine is not known to be right about it.
+        """
+        with _raising(EngineUnavailable):
+            check_tokenizer(tokenizer)
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
@@ -186,13 +201,14 @@ class FastEngine:
         return made.take(np.argsort(np.concatenate([others, routed])))
 
     def _encode(self, texts: list[bytes]) -> Ragged:
-        with _failures():
+        with _raising(EngineFailure):
             array = self._tokenizer.encode_batch(texts, parallel=False)
         offsets = np.asarray(array.layout.offsets.data)
         ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
-            self._tokenizer = self._load(Shape.of(self._json))
+            with _raising(EngineFailure):
+                self._tokenizer = self._load(Shape.of(self.json_bytes))
             self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 
@@ -200,7 +216,7 @@ class FastEngine:
         """The ids of some of the texts by the reference."""
         if self._reference is None:
             tokenizer = TextTokenizer.load(
-                self._json, origin="the tokenizer", splits_special=self._splits_special
+                self.json_bytes, origin="the tokenizer", splits_special=self._splits_special
             )
             self._reference = ReferenceEngine(tokenizer)
             self._largest_bytes = max(self._largest_bytes, _resident_bytes() + _CACHE_BYTES)
@@ -216,13 +232,10 @@ class FastEngine:
                 import awkward  # noqa: F401 - gigatoken would, at some later moment
                 import gigatoken  # an extra, and 0.3 s that only its users should pay
         except Exception as error:  # under PYTHONDEVMODE awkward fails by a LookupError
-            raise EngineFailure(
+            raise EngineUnavailable(
                 f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
             ) from None
-        with _failures():
-            return gigatoken.Tokenizer.from_json(
-                fast_json(shape, splits_special=self._splits_special)
-            )
+        return gigatoken.Tokenizer.from_json(fast_json(shape, splits_special=self._splits_special))
 
 
 def installed_engines() -> list[str]:
@@ -240,19 +253,21 @@ def engine_version(name: EngineName) -> str:
     return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
-class _failures:
-    """Whatever a fast engine raises is its failure, a panic of its Rust side included."""
+class _raising:
+    """Whatever a fast engine raises becomes one exception, a panic of its Rust side included."""
+
+    def __init__(self, kind: type[EngineFailure | EngineUnavailable]) -> None:
+        self._kind = kind
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
-        if error is not None and not isinstance(error, NOT_FAILURES):
-            if isinstance(error, Unproved):
-                raise EngineFailure(
-                    f"the fast one was never compared with it for {error}"
-                ) from None
-            reason = str(error).split("\n")[0].strip() or kind
-            raise EngineFailure(f"gigatoken: {reason}") from error
+        if error is None or isinstance(error, (*NOT_FAILURES, EngineUnavailable)):
+            return
+        if isinstance(error, Unproved):
+            raise self._kind(f"the fast one was never compared with it for {error}") from None
+        reason = str(error).split("\n")[0].strip() or kind
+        raise self._kind(f"gigatoken: {reason}") from error
 
 
 def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:

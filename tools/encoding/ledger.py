@@ -9,6 +9,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import ShardInfo, length_histogram
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.audit import Answers
 
 __all__ = ["SourceCounts", "UnitLedger", "UnitResult", "too_many_rejects"]
 
@@ -49,8 +50,8 @@ class UnitLedger:
     """Counts by source; those of a unit are in order and near each other, so arrays will do."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
-        self.sample: list[bytes] = []
-        """Texts to compare the engines by."""
+        self.sample: list[Answers] = []
+        """Some of its texts, with the ids that the fast engine gives, to be compared."""
         self.audited = 0
         """Texts by which they were compared already."""
         self.differing: list[bytes] = []

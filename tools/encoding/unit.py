@@ -21,12 +21,12 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import beginning, differing
+from tokenfeed.tools.encoding.audit import Answers, beginning
 from tokenfeed.tools.encoding.batches import Batch, read_batches
 from tokenfeed.tools.encoding.engine import (
     Engine,
-    EngineFailure,
     EngineName,
+    EngineUnavailable,
     FastEngine,
     ReferenceEngine,
     Unencodable,
@@ -61,8 +61,10 @@ class Job:
     splits_special: bool
     """What special-token text inside a document becomes."""
     max_rejects: int | None
+    audits: bool = False
+    """Whether the fast engine encodes a sample, where there is one, whichever makes the ids."""
     verifies: bool = False
-    """Whether both engines encode everything, where there is a fast one."""
+    """Whether both engines encode everything, where there is a fast one; needs `audits`."""
 
 
 class UnitEncoder:
@@ -81,13 +83,18 @@ class UnitEncoder:
         self._threshold = np.uint64(int(job.validation * 2**64))
         self._on_progress = on_progress
         self._engine = engine or _load_engine(job)
-        self._compared = _load_both(job) if job.verifies else None
+        self._fast = self._audited_engine()
+        self._verifier = self._verifying_engine()
 
-    def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
+    def answer(self, texts: list[bytes]) -> Answers:
+        """What the fast engine gives for some texts; no texts where there is none."""
+        return Answers.of(self._fast, texts) if self._fast else Answers.joined([])
+
+    def encode(self, unit: Unit) -> tuple[UnitResult, Answers]:
         """Write the shards of `unit` and count what became of its records.
 
         Returns:
-            What is kept of the unit, and a sample of its texts, not compared yet.
+            What is kept of the unit, and the answers for a sample of its texts, not compared yet.
 
         Raises:
             EngineFailure: The fast engine broke down.
@@ -107,7 +114,20 @@ class UnitEncoder:
             stale.unlink(missing_ok=True)
             stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
-        return ledger.result(infos), ledger.sample
+        return ledger.result(infos), Answers.joined(ledger.sample)
+
+    def _audited_engine(self) -> Engine | None:
+        if not self._job.audits or self._engine.name == FastEngine.name:
+            return self._engine if self._job.audits else None
+        try:
+            return _load_engine(replace(self._job, engine=FastEngine.name))
+        except EngineUnavailable:
+            return None
+
+    def _verifying_engine(self) -> Engine | None:
+        if not self._job.verifies or self._fast is None:
+            return None
+        return _load_engine(replace(self._job, engine=ReferenceEngine.name))
 
     def _writer(self, split: str, number: int) -> ShardWriter:
         return ShardWriter(
@@ -131,7 +151,7 @@ class UnitEncoder:
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         ledger.count(batch.sources, num_bytes, samples.has_text)
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
-        if self._compared is None:
+        if self._fast and not self._verifier:
             ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))
         chosen = {TRAIN if batch.split is None else batch.split: samples.has_text}
         if batch.split is None and self._threshold:
@@ -146,9 +166,9 @@ class UnitEncoder:
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
             ledger.routed += self._engine.routed
-        if self._compared is not None:
+        if self._fast and self._verifier:
             ledger.audited += len(texts)
-            ledger.differing += differing(*self._compared, texts)
+            ledger.differing += Answers.of(self._fast, texts).differing(self._verifier)
         return made
 
     def _encodable(self, batch: Batch, ledger: UnitLedger) -> Batch:
@@ -164,17 +184,17 @@ class UnitEncoder:
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
         return batch.take(np.array(kept, np.int64))
 
-    def _sampled(self, sample: Batch) -> list[bytes]:
-        """The texts that the engine is given for the records of a sample, if need be cut short."""
-        texts: list[bytes] = []
+    def _sampled(self, sample: Batch) -> list[Answers]:
+        """Answers for the texts that the records of a sample consist of, if need be cut short."""
+        answers: list[Answers] = []
 
         def noting(given: list[bytes]) -> Ragged:
-            texts.extend(map(beginning, given))
+            answers.append(self.answer(list(map(beginning, given))))
             return self._engine.encode(given)
 
         if len(sample):
             self._job.task.encode(sample.values, noting, self._job.frame)
-        return texts
+        return answers
 
 
 def _load_engine(job: Job) -> Engine:
@@ -185,15 +205,6 @@ def _load_engine(job: Job) -> Engine:
         return FastEngine(path.read_bytes(), job.vocabulary_size, splits_special=special)
     made = TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
     return ReferenceEngine(made)
-
-
-def _load_both(job: Job) -> tuple[Engine, Engine] | None:
-    """Both engines, whichever of them makes the ids; None where there is no fast one."""
-    try:
-        fast = _load_engine(replace(job, engine=FastEngine.name))
-    except EngineFailure:
-        return None
-    return fast, _load_engine(replace(job, engine=ReferenceEngine.name))
 
 
 def _shard_name(split: str, number: int) -> str:

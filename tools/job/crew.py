@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
@@ -22,6 +23,7 @@ from tokenfeed.tools.signals import signals_held
 
 if TYPE_CHECKING:  # seconds of imports that the program's start need not wait for
     from tokenfeed.tools.corpus.units import Unit
+    from tokenfeed.tools.encoding.audit import Answers
     from tokenfeed.tools.encoding.ledger import UnitResult
     from tokenfeed.tools.encoding.unit import Job
 
@@ -31,6 +33,7 @@ __all__ = [
     "Done",
     "Failure",
     "OnProgress",
+    "Preload",
     "Progress",
     "Server",
     "WorkerDied",
@@ -43,8 +46,21 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
 }
-"""A worker is one of many: it has no threads of its own, and a fork of threads is none."""
+"""A worker is one of many: it has no threads of its own, and a fork of threads is none. Memory that
+a batch has freed it keeps for the next: to have it zeroed anew took a tenth of its time."""
+
+
+class Preload(NamedTuple):
+    """A tokenizer that a job is likely to have, so that its engine is loaded when the job comes."""
+
+    name: str
+    """As `--tokenizer` has it."""
+    vocabulary_size: int
+    splits_special: bool
 
 
 class Progress(NamedTuple):
@@ -58,8 +74,8 @@ class Done(NamedTuple):
     """A unit is done."""
 
     result: "UnitResult"
-    sample: list[bytes]
-    """Some of its texts, to compare the engines by."""
+    sample: "Answers"
+    """What the fast engine gives for some of its texts, to be compared."""
 
 
 class Failure(NamedTuple):
@@ -93,6 +109,11 @@ class Server:
         self._control = Connection(ours.detach())
         self._workers: list[Connection] = []
         self.is_used = False
+
+    def preload(self, tokenizer: Preload) -> None:
+        """Have it load the fast engine, in vain if no job for it follows; before `fork`."""
+        with contextlib.suppress(ConnectionError):  # it is gone: forking will tell
+            self._control.send(tokenizer)
 
     def fork(self, job: "Job", num_workers: int) -> list[Connection]:
         """Have it make workers for `job`, once, and give the connection to each."""
@@ -132,10 +153,12 @@ class Crew:
         self._server = server
         self._waiting = iter(units)
         self._on_progress = on_progress
-        self._busy: list[Connection] = []
+        self._given: Counter[Connection] = Counter()
+        self._is_ahead = False
         with self._closing_after_an_error():
             for connection in server.fork(job, num_workers):
-                self._give(connection)
+                self._given[connection] = 0
+            self._give_all()
 
     def __enter__(self) -> Self:
         return self
@@ -143,40 +166,59 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self._server.close()
 
-    def __iter__(self) -> Iterator[Done]:
+    def ask(self, texts: list[bytes]) -> None:
+        """Have the fast engine encode some texts soon: the answers come among the results.
+
+        Until then workers have one unit in advance: the caller will be busy with the comparison.
+        """
+        self._send(next(iter(self._given)), texts)
+        self._is_ahead = True
+        self._give_all()
+
+    def __iter__(self) -> Iterator["Done | Answers"]:
         """The results, in the order of their completion.
 
         Raises:
             WorkerDied: A worker process is gone.
             Exception: Whatever a worker raised.
         """
-        while self._busy:
-            for ready in wait(self._busy):
+        while busy := [connection for connection, given in self._given.items() if given]:
+            for ready in wait(busy):
                 assert isinstance(ready, Connection)
                 yield from self._receive(ready)
 
-    def _receive(self, connection: Connection) -> Iterator[Done]:
+    def _receive(self, connection: Connection) -> Iterator["Done | Answers"]:
         try:
-            message: Progress | Done | Failure = connection.recv()
+            message: Progress | Done | Answers | Failure = connection.recv()
         except (EOFError, ConnectionError):
             raise WorkerDied from None
         if isinstance(message, Progress):
             self._on_progress(message)
-        elif isinstance(message, Done):
-            self._busy.remove(connection)
-            self._give(connection)  # it is to be busy while the caller looks at the result
-            yield message
-        else:
+        elif isinstance(message, Failure):
             message.error.add_note(message.traceback)
             raise message.error
+        else:
+            self._given[connection] -= 1
+            if not isinstance(message, Done):
+                self._is_ahead = False
+            elif self._given[connection] <= self._is_ahead:
+                self._give(connection)  # it is to be busy while the caller looks at the result
+            yield message
+
+    def _give_all(self) -> None:
+        for connection in self._given:
+            self._give(connection)
 
     def _give(self, connection: Connection) -> None:
         """Hand a worker the next unit, if there is one."""
         unit = next(self._waiting, None)
         if unit is not None:
-            with contextlib.suppress(ConnectionError):  # it is gone: reading will tell
-                connection.send(unit)
-            self._busy.append(connection)
+            self._send(connection, unit)
+
+    def _send(self, connection: Connection, work: "Unit | list[bytes]") -> None:
+        with contextlib.suppress(ConnectionError):  # it is gone: reading will tell
+            connection.send(work)
+        self._given[connection] += 1
 
     @contextlib.contextmanager
     def _closing_after_an_error(self) -> Iterator[None]:

@@ -39,7 +39,7 @@ def freeze(
     job: Job,
     sources: tuple[Source, ...],
     tokenizer: TextTokenizer,
-    audit: Audit | None,
+    audit: Audit,
     results: list[UnitResult],
 ) -> Manifest:
     """Write everything but the shards, the manifest last.
@@ -117,7 +117,7 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 
 
 def _tokenizer_info(
-    job: Job, tokenizer: TextTokenizer, audit: Audit | None, results: list[UnitResult]
+    job: Job, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
 ) -> TokenizerInfo:
     is_fast = job.engine != ReferenceEngine.name
     return TokenizerInfo(
@@ -129,9 +129,8 @@ def _tokenizer_info(
         pad_id=tokenizer.pad_id,
         engine=job.engine,
         engine_version=engine_version(job.engine),
-        audited=(audit.texts if audit else 0) + sum(result.audited for result in results),
-        differences=(len(audit.differing) if audit else 0)
-        + sum(len(result.differing) for result in results),
+        audited=audit.audited + sum(result.audited for result in results),
+        differences=len(audit.differing) + sum(len(result.differing) for result in results),
         special_tokens_in_text="split" if job.splits_special else "plain",
         special_tokens_added=job.task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,

@@ -23,7 +23,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_js
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import Job
 from tokenfeed.tools.job.claim import State, claim, recognise, remember, state_of, withdraw
-from tokenfeed.tools.job.crew import Server
+from tokenfeed.tools.job.crew import Preload, Server
 from tokenfeed.tools.job.freeze import REJECTS_FILE, freeze
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.plan import Plan
@@ -50,10 +50,13 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
     started = time.perf_counter()
     options.check()
     state = state_of(options.out)
+    tokenizer = _given_tokenizer(options, state)
+    if tokenizer and server:
+        server.preload(_preload(options, tokenizer))
     plan = Plan.of(options)
-    tokenizer_started = time.perf_counter()
-    tokenizer = _settle_tokenizer(options, plan, state)
-    tokenizer_seconds = time.perf_counter() - tokenizer_started
+    training_started = time.perf_counter()
+    tokenizer = tokenizer or _trained_tokenizer(options, plan)
+    training_seconds = time.perf_counter() - training_started
     _advise(options, tokenizer)
     plan.task.frame(tokenizer)  # an error here is one before anything is written
     job = _describe(options, plan, tokenizer)
@@ -78,7 +81,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         new_bytes=new_bytes,
         already_finished=state == "finished",
         seconds=time.perf_counter() - started,
-        tokenizer_seconds=tokenizer_seconds,
+        tokenizer_seconds=training_seconds,
     )
 
 
@@ -130,7 +133,6 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
     """Who encodes: the reference where it was asked for, and where the input is small."""
     falls_back = options.engine == "auto"
     is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
-    audit = Audit(tokenizer, plan.units, plan.task.fields, options.seed)
     job = Job(
         folder=options.out,
         task=plan.task,
@@ -141,6 +143,7 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
         splits=plan.splits,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
+        audits=not is_reference,
         verifies=options.verify_ids and not is_reference,
     )
     return Run(
@@ -149,34 +152,45 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
         units=plan.units,
         sources=plan.corpus.sources,
         workers=options.num_workers,
-        audit=None if is_reference else audit,
+        audit=Audit(tokenizer, plan.units, plan.task.fields, options.seed),
         falls_back=falls_back,
         server=server,
     )
 
 
-def _settle_tokenizer(options: Options, plan: Plan, state: State) -> TextTokenizer:
-    """The tokenizer asked for, or the one an earlier run has trained, or a newly trained one."""
+def _given_tokenizer(options: Options, state: State) -> TextTokenizer | None:
+    """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
     trained = options.out / TOKENIZER_FILE
-    origin: object = options.tokenizer or trained
     if options.tokenizer:
-        json_bytes = fetch_tokenizer_json(options.tokenizer)
-    elif state != "new" and trained.exists():
-        json_bytes = trained.read_bytes()
-    else:
-        logger.info("training a tokenizer on a sample of the corpus")
-        json_bytes = train_tokenizer_json(
-            plan.units,
-            fields=plan.task.fields,
-            vocabulary_size=options.vocab_size,
-            seed=options.seed,
-        )
+        return _load(options, fetch_tokenizer_json(options.tokenizer), options.tokenizer)
+    if state != "new" and trained.exists():
+        return _load(options, trained.read_bytes(), trained)
+    return None
+
+
+def _trained_tokenizer(options: Options, plan: Plan) -> TextTokenizer:
+    logger.info("training a tokenizer on a sample of the corpus")
+    json_bytes = train_tokenizer_json(
+        plan.units,
+        fields=plan.task.fields,
+        vocabulary_size=options.vocab_size,
+        seed=options.seed,
+    )
+    return _load(options, json_bytes, options.out / TOKENIZER_FILE)
+
+
+def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
     return TextTokenizer.load(
         json_bytes,
         origin=origin,
         end_token=options.end_token,
         splits_special=options.special_tokens_in_text == "split",
     )
+
+
+def _preload(options: Options, tokenizer: TextTokenizer) -> Preload:
+    name = options.tokenizer or str(options.out / TOKENIZER_FILE)
+    return Preload(name, tokenizer.vocabulary_size, tokenizer.splits_special)
 
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:

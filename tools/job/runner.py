@@ -2,9 +2,9 @@
 
 What is small this process encodes itself, by the reference: its texts would be too few to earn back
 the start of workers and of a second engine. Else a crew takes them from one queue, the big ones
-first, so that no slow one is left for the end. The crew begins under the fast engine at once, while
-this process audits it; where it is found wrong, at the start or in a sample later, all units are
-encoded again by the reference.
+first, so that no slow one is left for the end. The crew begins under the fast engine at once, and
+this process audits it by what the crew answers; where it is found wrong, at the start or in a
+sample later, all units are encoded again by the reference.
 """
 
 import contextlib
@@ -15,8 +15,13 @@ from dataclasses import dataclass, replace
 from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import EngineFailure, ReferenceEngine
+from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.engine import (
+    EngineFailure,
+    EngineUnavailable,
+    FastEngine,
+    ReferenceEngine,
+)
 from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Job
@@ -39,8 +44,8 @@ class Run:
     units: tuple[Unit, ...]
     sources: tuple[Source, ...]
     workers: int
-    audit: Audit | None
-    """Compares the engines; None where only the reference was asked for."""
+    audit: Audit
+    """Compares the engines, for a job that audits."""
     falls_back: bool
     """Whether the reference takes over from an engine that was found wrong."""
     server: Server | None = None
@@ -49,10 +54,6 @@ class Run:
 
 class EngineRefused(TokenizerError):
     """The engine asked for by name is wrong or cannot be had: nothing it made is of use."""
-
-
-class _Unavailable(Exception):
-    """There is no fast engine for this tokenizer."""
 
 
 class _Distrusted(Exception):
@@ -79,7 +80,8 @@ def run_units(run: Run, journal: Journal) -> Job:
     try:
         job = _trusting(run, journal)
         if job is None:
-            job = replace(run.job, engine=ReferenceEngine.name)
+            audits = journal.distrusted  # so that the run's figures depend on the input alone
+            job = replace(run.job, engine=ReferenceEngine.name, audits=audits)
             _run(run, job, journal)
         return job
     except KeyboardInterrupt:
@@ -98,7 +100,7 @@ def _trusting(run: Run, journal: Journal) -> Job | None:
     try:
         _run(run, run.job, journal)
         return run.job
-    except _Unavailable as reason:
+    except EngineUnavailable as reason:
         if not run.falls_back:
             raise EngineRefused(f"`--engine {run.job.engine}`: {reason}. Leave it out.") from None
         logger.info("the slow engine will do the work: %s", reason)
@@ -115,58 +117,56 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
     _check(run, job, journal, list(journal.results.values()))
     missing = [unit for unit in run.units if unit.number not in journal.results]
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
-    if not missing:
-        _begin_audit(run, job)
-        return
     with Bar(missing) as bar, _crew(run, job, missing, bar) as crew:
-        is_audited = _begin_audit(run, job)
-        for result, sample in crew:
-            result = _audited(run, result, sample) if is_audited else result
+        if job.engine != ReferenceEngine.name:
+            FastEngine.check(run.tokenizer)
+        if job.audits:
+            crew.ask(run.audit.questions())
+        for message in crew:
+            if isinstance(message, Answers):
+                run.audit.begin(message)
+                _check(run, job, journal, [])
+                continue
+            result = _audited(run, message)
             journal.append(result)
             _check(run, job, journal, [result])
             bar.count_unit()
 
 
+class _Alone:
+    """A crew of this process only."""
+
+    def __init__(self, worker: Worker, units: list[Unit]) -> None:
+        self._worker, self._units = worker, units
+        self._texts: list[bytes] | None = None
+
+    def ask(self, texts: list[bytes]) -> None:
+        """See `Crew.ask`."""
+        self._texts = texts
+
+    def __iter__(self) -> Iterator[Done | Answers]:
+        if self._texts is not None:
+            yield self._worker.answer(self._texts)
+        yield from map(self._worker.encode, self._units)
+
+
 @contextlib.contextmanager
-def _crew(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Iterable[Done]]:
+def _crew(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Crew | _Alone]:
     """Whoever encodes `units`; of processes none is left when the block ends."""
-    if is_small(run.units):
-        yield _encode_here(run, job, units, bar)
+    if is_small(run.units) or not units:
+        is_reference = job.engine == ReferenceEngine.name
+        worker = Worker(job, (ReferenceEngine if is_reference else FastEngine.of)(run.tokenizer))
+        worker.on_progress = bar.advance
+        yield _Alone(worker, units)
         return
     server = run.server if run.server and not run.server.is_used else Server()
     with Crew(server, job, units, min(run.workers, len(units)), bar.advance) as crew:
         yield crew
 
 
-def _encode_here(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Done]:
-    is_reference = job.engine == ReferenceEngine.name
-    worker = Worker(job, ReferenceEngine(run.tokenizer) if is_reference else None)
-    worker.on_progress = bar.advance
-    for unit in units:
-        yield worker.encode(unit)
-
-
-def _begin_audit(run: Run, job: Job) -> bool:
-    """Compare the engines while the workers start; False where there is only the reference.
-
-    A run that has lost its trust goes on comparing, so that its figures depend on the input alone.
-    """
-    if run.audit is None:
-        return False
-    try:
-        run.audit.begin()
-    except EngineFailure as failure:
-        if job.engine == ReferenceEngine.name:
-            return False
-        raise _Unavailable(failure) from None
-    if job.engine != ReferenceEngine.name:
-        _believe(run.audit.differing)
-    return True
-
-
-def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
+def _audited(run: Run, done: Done) -> UnitResult:
     """The result of a unit with what a comparison of its sample has shown."""
-    assert run.audit is not None
+    result, sample = done
     differing = [text.decode() for text in run.audit.compare(sample)]
     return replace(
         result,
@@ -178,6 +178,7 @@ def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
 def _check(run: Run, job: Job, journal: Journal, results: list[UnitResult]) -> None:
     """Look at what has just been finished: are ids to be believed, and rejects few enough?"""
     if job.engine != ReferenceEngine.name:
+        _believe(run.audit.differing)
         for result in results:
             _believe([text.encode() for text in result.differing])
     if job.max_rejects is None:
