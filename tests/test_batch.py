@@ -52,8 +52,7 @@ class Case:
             self.rows.lengths,
             self.batching,
             gang_size=self.gang_size,
-            key=order.window_key(0, 0),
-            shuffle=True,
+            draw=order.draw(0, 0),
         )
         batches = [batch for gang in spans_of(planned) for batch in gang]
         rounds = deal_rounds(

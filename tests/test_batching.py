@@ -1,6 +1,7 @@
 """The plan of a window keeps its promises for any lengths, policy, gang size and key."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,12 +13,19 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.mixture import open_sources
+from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
 
+SPREADS = st.sampled_from([0.0, 0.033, 0.3, 1.0])
 SORTED = st.one_of(
-    st.builds(Padded, max_tokens=st.integers(8, 300), multiple_of=st.sampled_from([1, 8])),
-    st.builds(Fixed, rows=st.integers(1, 9), multiple_of=st.sampled_from([1, 8])),
+    st.builds(
+        Padded,
+        max_tokens=st.integers(8, 300),
+        multiple_of=st.sampled_from([1, 8]),
+        spread=SPREADS,
+    ),
+    st.builds(Fixed, rows=st.integers(1, 9), multiple_of=st.sampled_from([1, 8]), spread=SPREADS),
 )
 BEST_FIT = st.builds(Packed, sequence_length=st.integers(2, 100), rows=st.integers(1, 6))
 SPLIT = st.builds(
@@ -33,7 +41,13 @@ Gangs = list[list[list[list[Span]]]]
 def planned(
     lengths: np.ndarray, batching: Batching, gang_size: int = 1, key: int = 0, shuffle: bool = True
 ) -> Gangs:
-    return spans_of(plan_window(lengths, batching, gang_size=gang_size, key=key, shuffle=shuffle))
+    draw = draw_of(key) if shuffle else None
+    return spans_of(plan_window(lengths, batching, gang_size=gang_size, draw=draw))
+
+
+def draw_of(key: int) -> Draw:
+    """A window's randomness, that of an epoch of one window."""
+    return Draw(key, key ^ 1, turn=key % 8, num_windows=1)
 
 
 def sequences_of(gangs: Gangs) -> list[list[Span]]:
@@ -95,7 +109,7 @@ def test_gangs_are_neighbours_in_length_and_all_but_the_shortest_are_full(
 ) -> None:
     gangs = [
         sorted(size(sequence) for batch in gang for sequence in batch)
-        for gang in planned(lengths, batching, gang_size, key)
+        for gang in planned(lengths, replace(batching, spread=0.0), gang_size, key)
     ]
     gangs.sort()
     for shorter, longer in pairwise(gangs):
@@ -172,7 +186,7 @@ def test_a_plan_depends_on_its_arguments_alone(
     lengths: np.ndarray, batching: Batching, gang_size: int, key: int
 ) -> None:
     first, again = (
-        plan_window(lengths.copy(), batching, gang_size=gang_size, key=key, shuffle=True)
+        plan_window(lengths.copy(), batching, gang_size=gang_size, draw=draw_of(key))
         for _ in range(2)
     )
     assert arrays(first) == arrays(again)
@@ -226,7 +240,9 @@ def test_plans_never_change_between_releases() -> None:
 def test_padding_is_below_one_percent_on_documents(gang_size: int) -> None:
     """In windows as large as they are by default: some 256 gangs."""
     lengths = np.random.default_rng(0).lognormal(6, 1, 6_400 * gang_size).astype(np.int64) + 1
-    gangs = planned(lengths, Padded(max_tokens=16_384), gang_size)
+    draw = replace(draw_of(0), num_windows=10)
+    plan = plan_window(lengths, Padded(max_tokens=16_384), gang_size=gang_size, draw=draw)
+    gangs = spans_of(plan)
     slots = sum(len(batch) * max(map(size, batch)) for gang in gangs for batch in gang)
     assert 1 - np.sum(lengths) / slots <= 0.01
 

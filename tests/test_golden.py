@@ -1,7 +1,9 @@
-"""What was promised: data sets of format version 1 are read for ever, and in the order of before.
+"""What was promised: data sets of format version 1 are read for ever, and their order changes with
+the version of the plan only.
 
 `golden/format1` was written by the last version before the promise (1fccd40), and `delivered.json`
-is what its loader made of it, with its states. Neither is ever made again.
+is what its loader made of it, with its states, by version 2 of the plan; `plan3.json` is what the
+first version 3 made of it. None is ever made again.
 """
 
 import json
@@ -11,10 +13,12 @@ from typing import Any
 import pytest
 
 from tokenfeed import Fixed, Manifest, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policy import Batching
 
 FOLDER = Path(__file__).parent / "golden" / "format1"
-DELIVERED = json.loads((FOLDER / "delivered.json").read_text())
+DELIVERED = json.loads((FOLDER / "plan3.json").read_text())
+PLAN_2 = json.loads((FOLDER / "delivered.json").read_text())
 POLICIES: dict[str, Batching] = {"padded": Padded(64), "fixed": Fixed(1), "packed": Packed(32, 2)}
 CASES = [(task, policy) for task in sorted(DELIVERED) for policy in DELIVERED[task]]
 
@@ -48,3 +52,10 @@ def test_a_state_saved_then_goes_on_now(task: str, policy: str) -> None:
     loader.load_state_dict(expected["state"])
     assert as_lists(loader) == expected["batches"][2:]
     assert loader.state_dict() == expected["last"]
+
+
+@pytest.mark.parametrize(("task", "policy"), RESUMED)
+def test_a_state_of_another_plan_is_refused_by_name(task: str, policy: str) -> None:
+    loader = loader_of(task, policy)
+    with pytest.raises(ResumeError, match="version 2, this is version 3 of the plan"):
+        loader.load_state_dict(PLAN_2[task][policy]["state"])

@@ -1,12 +1,10 @@
 """Order is a permutation, the same everywhere, whatever the size."""
 
-from collections import Counter
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.order import EpochOrder, Stretch, permute, stream_key
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Stretch, permute, stream_key
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -29,11 +27,11 @@ def test_order_never_changes_between_releases() -> None:
     assert stream_key(1, 2, 3) == 7702586659592502839
     order = EpochOrder.of_one(10, 3, seed=1, shuffle=True)
     assert [order.window(2, window).tolist() for window in range(3)] == [
-        [1, 7, 4],
-        [0, 5, 8],
-        [3, 9, 2, 6],
+        [0, 4, 8],
+        [1, 3, 7],
+        [2, 5, 6, 9],
     ]
-    assert order.window_key(2, 1) == stream_key(1, 2, 1)
+    assert order.draw(10, 1) == Draw(stream_key(1, 10, 1), stream_key(1, 1, 1, 8), 2, 3)
 
 
 def test_every_place_gets_every_value_about_equally_often() -> None:
@@ -80,15 +78,15 @@ def orders(draw: st.DrawFn) -> EpochOrder:
 def test_a_source_that_begins_again_gives_no_batch_twice_before_all_others_once_more(
     order: EpochOrder, epoch: int
 ) -> None:
-    seen = np.concatenate([order.window(epoch, window) for window in range(order.num_windows)])
-    first = 0
-    for source, size in enumerate(order.sizes):
-        mine = seen[(seen >= first) & (seen < first + size)]
-        assert len(mine) == sum(stretch.batches[source] for stretch in order.stretches)
-        for turn in range(0, len(mine), size):
-            assert set(Counter(mine[turn : turn + size].tolist()).values()) == {1}
-        first += size
-    assert seen.max() < first
+    counts = [np.zeros(size, np.int64) for size in order.sizes]
+    edges = np.append(0, np.cumsum(order.sizes))
+    for window in range(order.num_windows):
+        batches = order.window(epoch, window)
+        for count, first, end in zip(counts, edges[:-1], edges[1:], strict=True):
+            mine = batches[(batches >= first) & (batches < end)] - first
+            count += np.bincount(mine, minlength=len(count))
+            assert np.ptp(count) <= 1
+    assert [count.sum() for count in counts] == list(order.batches_read)
 
 
 @settings(max_examples=50)
@@ -112,12 +110,59 @@ def test_epochs_seeds_sources_and_turns_differ_and_no_shuffle_is_file_order() ->
     other = EpochOrder.of_one(1000, 10, seed=1, shuffle=True)
     assert first.window(0, 3).tolist() != first.window(1, 3).tolist()
     assert first.window(0, 3).tolist() != other.window(0, 3).tolist()
-    assert first.window_key(0, 3) != first.window_key(1, 3)
-    assert first.window_key(0, 3) != first.window_key(0, 4)
-    assert first.window_key(0, 3) != other.window_key(0, 3)
+    assert first.draw(0, 3) != first.draw(1, 3)
+    assert first.draw(0, 3) != first.draw(0, 4)
+    assert first.draw(0, 3) != other.draw(0, 3)
     plain = EpochOrder.of_one(1000, 10, seed=0, shuffle=False)
     assert plain.window(4, 3).tolist() == list(range(300, 400))
-    twice = EpochOrder((50, 50), (Stretch((0, 0), (100, 50), 1),), seed=0, shuffle=True)
-    turn, again, source = np.split(twice.window(0, 0), 3)
-    assert turn.tolist() != again.tolist()
-    assert turn.tolist() != (source - 50).tolist()
+    twice = EpochOrder((50, 50), (Stretch((0, 0), (100, 50), 10),), seed=0, shuffle=True)
+    windows = [twice.window(0, window) for window in range(10)]
+    turn, again = (np.concatenate(part) for part in (windows[:5], windows[5:]))
+    source = np.concatenate(windows)
+    assert turn[turn < 50].tolist() != again[again < 50].tolist()
+    assert turn[turn < 50].tolist() != (source[source >= 50] - 50).tolist()
+
+
+def has_no_two_alike(values: np.ndarray) -> bool:
+    return len(np.unique(values)) == len(values)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 100), st.data(), st.integers(0, 2**32), st.integers(0, 9))
+def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
+    size: int, data: st.DataObject, seed: int, epoch: int
+) -> None:
+    num_windows = data.draw(st.integers(1, size))
+    order = EpochOrder.of_one(size, num_windows, seed=seed, shuffle=True)
+    windows = [order.window(epoch, window) for window in range(num_windows)]
+    assert any(
+        all(has_no_two_alike((window - offset) % size // num_windows) for window in windows)
+        for offset in range(size)
+    )
+
+
+def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
+    counts = np.zeros((4, 14), np.int64)
+    for seed in range(1500):
+        order = EpochOrder.of_one(14, 4, seed=seed, shuffle=True)
+        for window in range(4):
+            counts[window, order.window(0, window)] += 1
+    expected = 1500 * np.array([[3], [4], [3], [4]]) / 14
+    assert (abs(counts / expected - 1) < 0.2).all()
+
+
+def test_parts_of_a_corpus_stand_in_every_window_as_in_the_whole() -> None:
+    """A free permutation of the record batches would give a tenth of them 6 to 20 of 128."""
+    order = EpochOrder.of_one(12_800, 100, seed=3, shuffle=True)
+    tenths = [np.bincount(order.window(0, window) // 1280, minlength=10) for window in range(100)]
+    assert min(map(np.min, tenths)) >= 11
+    assert max(map(np.max, tenths)) <= 15
+
+
+def test_a_stretch_of_more_windows_than_a_source_has_batches_takes_them_in_any_order() -> None:
+    order = EpochOrder((100, 5), (Stretch((0, 0), (100, 5), 20),), seed=0, shuffle=True)
+    firsts = [
+        [batch for window in range(20) for batch in order.window(epoch, window) if batch >= 100]
+        for epoch in range(20)
+    ]
+    assert len({tuple(first) for first in firsts}) > 15

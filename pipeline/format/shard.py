@@ -34,7 +34,7 @@ from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 
 __all__ = ["ShardReader", "ShardWriter"]
 
-BATCH_TOKENS = 1 << 17
+BATCH_TOKENS = 1 << 16
 """A record batch ends with the row that reaches this many tokens: small enough to shuffle and to
 check, large enough that zstd has something to find."""
 BATCH_ROWS = 1 << 14

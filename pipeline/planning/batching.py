@@ -2,7 +2,7 @@
 
     rows -> pieces           a row longer than a micro-batch may be is cut, never dropped
     pieces -> sequences      one piece each (padded), or several (packed)
-    sequences -> gangs       neighbours in length, `gang_size` micro-batches at a time
+    sequences -> gangs       of about one length, `gang_size` micro-batches at a time; see `bands`
     gang -> micro-batches    dealt like cards in order of length
 
 Because a gang is dealt like cards, its micro-batches differ by at most one sequence. Where a
@@ -12,16 +12,18 @@ the same work. A window's tail is an ordinary gang with fewer sequences, and wit
 micro-batches where sequences are too few.
 
 Nothing here knows ranks: a gang is what a training step is made of, whoever takes part in it.
-Every result depends on the arguments only: lengths, policy, gang size and key. Torch-free.
+Every result depends on the arguments only: lengths, labels, policy, gang size and draw.
+Torch-free.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.order import mix64
+from tokenfeed.pipeline.planning.bands import length_gangs, sort_by_length
+from tokenfeed.pipeline.planning.order import Draw, mix64
 from tokenfeed.pipeline.planning.packing import concatenate, pack
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching, Packed
 
 __all__ = ["Pieces", "WindowPlan", "offsets_of", "plan_window", "regroup"]
 
@@ -68,7 +70,12 @@ class WindowPlan:
 
 
 def plan_window(
-    lengths: np.ndarray, batching: Batching, *, gang_size: int, key: int, shuffle: bool
+    lengths: np.ndarray,
+    batching: Batching,
+    *,
+    gang_size: int,
+    draw: Draw | None,
+    labels: np.ndarray | None = None,
 ) -> WindowPlan:
     """Plan the micro-batches of one window.
 
@@ -76,18 +83,19 @@ def plan_window(
         lengths: Tokens of each row of the window, shape (R,), every value at least 1.
         batching: The policy.
         gang_size: Micro-batches of a gang.
-        key: 64 bits of randomness; same key, same plan.
-        shuffle: Whether rows of equal length, and the gangs, are shuffled.
+        draw: The window's randomness; None for none.
+        labels: The label of each row, shape (R,), where each has one; such rows are not cut.
 
     Cost: O(R log R), one sort; a Python step per gang or per distinct length, none per row.
     """
     if isinstance(batching, Packed):
-        return _plan_packed(lengths, batching, gang_size, key, shuffle)
+        return _plan_packed(lengths, batching, gang_size, draw)
     cut = _cut(lengths, batching.longest_piece)
-    pieces = _sort_by_length(cut.lengths, key, shuffle)
-    gang_offsets = _length_gangs(cut.lengths, pieces, batching, gang_size)
-    if shuffle:
-        order = _random_order(len(gang_offsets) - 1, key ^ 2)
+    pieces, gang_offsets = length_gangs(
+        cut.lengths, batching, gang_size=gang_size, draw=draw, labels=labels
+    )
+    if draw:
+        order = _random_order(len(gang_offsets) - 1, draw.key ^ 2)
         pieces, gang_offsets = regroup(pieces, gang_offsets, order)
     dealt, batch_offsets, gangs = _deal(gang_offsets, gang_size)
     if dealt is not None:
@@ -96,21 +104,21 @@ def plan_window(
 
 
 def _plan_packed(
-    lengths: np.ndarray, batching: Packed, gang_size: int, key: int, shuffle: bool
+    lengths: np.ndarray, batching: Packed, gang_size: int, draw: Draw | None
 ) -> WindowPlan:
     if batching.split:
-        order = _random_order(len(lengths), key) if shuffle else np.arange(len(lengths))
+        order = _random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
         cut_from, offsets, pieces, sequence_offsets = concatenate(
             lengths, order, batching.sequence_length
         )
         cut = Pieces(offsets, np.diff(offsets), cut_from)
     else:
         cut = _cut(lengths, batching.longest_piece)
-        longest_first = _sort_by_length(cut.lengths, key, shuffle)[::-1]
+        longest_first = sort_by_length(cut.lengths, draw.key if draw else None)[::-1]
         packed, sequence_offsets = pack(cut.lengths[longest_first], batching.sequence_length)
         pieces = longest_first[packed]
     count = len(sequence_offsets) - 1
-    order = _random_order(count, key ^ 1) if shuffle else np.arange(count)
+    order = _random_order(count, draw.key ^ 1) if draw else np.arange(count)
     gang_offsets = np.append(np.arange(0, count, batching.rows * gang_size), count)
     dealt, batch_offsets, gangs = _deal(gang_offsets, gang_size)
     if dealt is not None:
@@ -156,55 +164,9 @@ def _cut(lengths: np.ndarray, longest: int) -> Pieces:
     return Pieces(offsets, np.diff(offsets), rows)
 
 
-def _sort_by_length(lengths: np.ndarray, key: int, shuffle: bool) -> np.ndarray:
-    """Indices by ascending length, ties in random order.
-
-    Sorts one 64-bit word each: length, then random bits, then the index itself, which breaks the
-    last ties and is read back from the sorted words: faster than an argsort, and the same on every
-    machine.
-    """
-    index_bits = max(len(lengths) - 1, 1).bit_length()
-    length_bits = int(lengths.max()).bit_length()
-    low = np.uint64((1 << index_bits) - 1)
-    words = np.arange(len(lengths), dtype=np.uint64)
-    if shuffle:
-        random = _scramble(words, key)
-        random >>= np.uint64(length_bits)
-        random &= ~low
-        words |= random
-    shifted = lengths.astype(np.uint64)
-    shifted <<= np.uint64(64 - length_bits)
-    words |= shifted
-    words.sort()
-    words &= low
-    return words.view(np.int64)
-
-
-def _scramble(index: np.ndarray, key: int) -> np.ndarray:
-    """Random high bits for consecutive integers: half the passes of `mix64`, which is for few."""
-    values = index * np.uint64(0x9E3779B97F4A7C15)
-    values += np.uint64(key)
-    values ^= values >> np.uint64(32)
-    values *= np.uint64(0xD6E8FEB86659FD93)
-    values ^= values >> np.uint64(32)
-    values *= np.uint64(0xD6E8FEB86659FD93)
-    return values
-
-
 def _random_order(count: int, key: int) -> np.ndarray:
     keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
     return np.argsort(keys)  # no two are equal, so any sort gives the same order
-
-
-def _length_gangs(
-    lengths: np.ndarray, pieces: np.ndarray, batching: Padded | Fixed, gang_size: int
-) -> np.ndarray:
-    """Gang offsets over pieces in ascending length, cut from the longest down."""
-    edges = [len(pieces)]
-    while edges[-1] > 0:
-        rows = gang_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
-        edges.append(max(0, edges[-1] - rows))
-    return np.array(edges[::-1])
 
 
 def _deal(

@@ -23,6 +23,7 @@ __all__ = [
     "number",
     "refusal",
     "seed",
+    "share",
     "text",
     "whole",
 ]
@@ -89,6 +90,17 @@ def number(name: str, value: object, *, unit: str) -> float:
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise refusal(name, value, f"{unit}, more than 0; float('inf') sets no limit")
+    return float(value)
+
+
+def share(name: str, value: object) -> float:
+    """A number from 0 to 1.
+
+    Raises:
+        ConfigError: It is no number, or out of range.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+        raise refusal(name, value, "a number from 0 to 1")
     return float(value)
 
 

@@ -1,10 +1,19 @@
 """Order without memory: which record batches make up which window, as a pure function.
 
-A seed and an epoch give a permutation of all record batches; consecutive runs of it are the
-windows. The permutation is a keyed Feistel network evaluated only where it is asked (Black and
-Rogaway, "Ciphers with arbitrary finite domains", 2002), so a start, a resume or a new epoch costs
-the same for a thousand rows as for a trillion. All randomness is integer arithmetic of our own, not
-a library generator whose stream may change with its version: order is part of a saved state.
+A window is a sample of the whole source, stratified: in V windows, the record batches are cut into
+strata of V neighbours, and every window takes one of each stratum, by the stratum's own
+permutation. So a corpus that is sorted by source, date or length stands in every window as it
+stands in the whole. 12 record batches in 3 windows, one epoch:
+
+    strata           0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
+    first window         2   3         7     9
+    second window    0           5   6          10
+    third window       1       4         8         11
+
+Permutations are keyed Feistel networks evaluated only where they are asked (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002), so a start, a resume or a new epoch costs the same
+for a thousand rows as for a trillion. All randomness is integer arithmetic of our own, not a
+library generator whose stream may change with its version: order is part of a saved state.
 Torch-free and free of I/O.
 """
 
@@ -13,9 +22,10 @@ from typing import Self
 
 import numpy as np
 
-__all__ = ["EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
+__all__ = ["Draw", "EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
 
 _ROUNDS = 6
+_CYCLE = 8
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -46,13 +56,13 @@ def _mix_one(value: int) -> int:
     return value ^ value >> 31
 
 
-def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
+def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
     """Where a keyed permutation of range(size) sends each position.
 
     Args:
         positions: Any shape, every value in [0, size).
         size: Length of the permuted range.
-        key: 64 bits; another key is another permutation.
+        key: 64 bits; another key is another permutation. Or one for each position, uint64.
 
     Returns:
         int64, the shape of `positions`.
@@ -60,19 +70,40 @@ def permute(positions: np.ndarray, size: int, key: int) -> np.ndarray:
     Cost: O(len(positions)), whatever `size` is: the walk leaves the range less than 3 times of 4.
     """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    values = _feistel(positions.astype(np.uint64), half_bits, key)
+    keys = np.broadcast_to(np.asarray(key, np.uint64), positions.shape)
+    values = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], half_bits, key)
+        values[outside] = _feistel(values[outside], half_bits, keys[outside])
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half_bits: int, key: int) -> np.ndarray:
+def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for number in range(_ROUNDS):
-        round_key = np.uint64(stream_key(key, number))
-        left, right = right, left ^ (mix64(right ^ round_key) & mask)
+        left, right = right, left ^ (mix64(right ^ _stream_keys(keys, number)) & mask)
     return left << shift | right
+
+
+def _stream_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
+    """What `stream_key(key, part)` is, for many keys or parts."""
+    scrambled = mix64(np.atleast_1d(np.asarray(keys, np.uint64)) + np.uint64(_GOLDEN))
+    made: np.ndarray = mix64(scrambled + np.uint64(_GOLDEN) + np.asarray(part, np.uint64))
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What chance is made of within one window."""
+
+    key: int
+    """64 bits, other ones in every epoch."""
+    cycle_key: int
+    """64 bits that stay the same for a cycle of 8 epochs, so that these can avoid each other."""
+    turn: int
+    """The epoch's number within its cycle."""
+    num_windows: int
+    """Windows of the epoch: where there are many, chance decides already which rows share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +148,8 @@ class EpochOrder:
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Record batches of one window, counted over all sources one after the other, (K,), int64.
 
-        Windows are as even as can be: in a stretch K differs by at most one for each source.
+        Ascending in a source, so that a shard is opened once. Windows are as even as can be: in a
+        stretch K differs by at most one for each source.
         """
         for stretch in self.stretches:
             if window < stretch.num_windows:
@@ -129,13 +161,17 @@ class EpochOrder:
                 stretch.begins[source] + stretch.batches[source] * edge // stretch.num_windows
                 for edge in (window, window + 1)
             )
-            parts.append(first + self._batches(source, epoch, start, stop))
+            parts.append(first + np.sort(self._batches(source, epoch, start, stop)))
             first += size
         return np.concatenate(parts)
 
-    def window_key(self, epoch: int, window: int) -> int:
-        """The key of all randomness inside one window."""
-        return stream_key(self.seed, epoch, window) if self.shuffle else 0
+    def draw(self, epoch: int, window: int) -> Draw | None:
+        """All randomness inside one window; None without any."""
+        if not self.shuffle:
+            return None
+        cycle, turn = divmod(epoch, _CYCLE)
+        cycle_key = stream_key(self.seed, cycle, window, _CYCLE)
+        return Draw(stream_key(self.seed, epoch, window), cycle_key, turn, self.num_windows)
 
     def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """Places `start` up to `stop` of a source's epoch; beyond its size it begins again."""
@@ -146,5 +182,49 @@ class EpochOrder:
         for number in np.unique(turn).tolist():
             turned = turn == number
             key = stream_key(self.seed, epoch, source, number)
-            place[turned] = permute(place[turned], size, key)
+            offset = stream_key(key, 3) % size  # so that strata lie elsewhere in every epoch
+            place[turned] = _stratified(place[turned], size, self._rounds(source), key) + offset
+            place[turned] %= size
         return place
+
+    def _rounds(self, source: int) -> int:
+        """Windows in which a source is read once, at the pace of the first that reads it."""
+        size = self.sizes[source]
+        windows, batches = next(
+            (stretch.num_windows, stretch.batches[source])
+            for stretch in self.stretches
+            if stretch.batches[source]
+        )
+        return min(size, max(1, round(size * windows / batches)))
+
+
+def _stratified(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
+    """A permutation of range(size) of which every round, a run of places, has one of each stratum.
+
+    Round r has the places from size * r // num_rounds on. Strata are runs of `num_rounds` values;
+    the last may be shorter, and then has a value for some of the rounds only. Which stratum comes
+    first within a round is random too, for a window may end within one.
+
+    Args:
+        places: Which places, shape (K,), int64.
+        size: Length of the permuted range.
+        num_rounds: At most `size`.
+        key: 64 bits.
+    """
+    rounds = (num_rounds * (places + 1) - 1) // size
+    begins = size * rounds // num_rounds
+    sizes = size * (rounds + 1) // num_rounds - begins
+    strata = np.empty(len(places), np.int64)
+    for count in np.unique(sizes).tolist():  # two at most
+        chosen = sizes == count
+        keys = _stream_keys(stream_key(key, 0), rounds[chosen])
+        strata[chosen] = permute((places - begins)[chosen], count, keys)
+    full = size // num_rounds
+    values = np.empty(len(places), np.int64)
+    is_full = strata < full
+    keys = _stream_keys(stream_key(key, 1), strata[is_full])
+    values[is_full] = permute(rounds[is_full], num_rounds, keys)
+    nth = (begins - rounds * full)[~is_full]  # rounds before that had a value of the last stratum
+    values[~is_full] = permute(nth, max(1, size % num_rounds), stream_key(key, 2))
+    made: np.ndarray = strata * num_rounds + values
+    return made

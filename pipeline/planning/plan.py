@@ -28,7 +28,8 @@ __all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
 COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
 """Columns beside the ids that a batch is made of; the others are not even read."""
 
-_LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 4_000_000, 32_000_000
+_LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
+"""At least 128 record batches: as many places of the corpus are mixed."""
 _WINDOW_GANGS = 256
 
 
@@ -127,8 +128,8 @@ class Plan:
             window.rows.lengths,
             self.batching,
             gang_size=self.gang_size,
-            key=self.order.window_key(epoch, number),
-            shuffle=self.order.shuffle,
+            draw=self.order.draw(epoch, number),
+            labels=window.rows.per_row.get(LABEL),
         )
         rounds = deal_rounds(
             plan.gang_offsets, self.gang_size, first=first, rank=rank, world_size=world_size

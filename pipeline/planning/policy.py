@@ -20,6 +20,13 @@ LongRows = Literal["cut", "refuse"]
 continue where the one before ends, or the data set is refused at the start."""
 
 
+SPREAD = 0.033
+"""The part of a window's micro-batches, neighbours in length, among which rows are dealt anew in
+every epoch. 0 is strictly by length, with the least padding; 1 a random order, with the most. An
+epoch of several windows needs less, and takes it: there chance decides which rows share a window.
+A data set of labelled rows takes more where the labels in a micro-batch would be too much alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class Padded:
     """Rows of like length side by side, as many as a token budget allows."""
@@ -29,6 +36,8 @@ class Padded:
     multiple_of: int = 1
     """Padded lengths are rounded up to this; 8 suits tensor cores, at some padding."""
     long_rows: LongRows = "cut"
+    spread: float = SPREAD
+    """How far rows may be from their place in order of length, to meet others in every epoch."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "max_tokens", "multiple_of")
@@ -38,6 +47,7 @@ class Padded:
                 "Raise it."
             )
         _check_long_rows(self)
+        _check_spread(self)
 
     @property
     def longest_piece(self) -> int:
@@ -48,6 +58,10 @@ class Padded:
         """Rows of a micro-batch whose longest row is `longest`."""
         return self.max_tokens // round_up(longest, self.multiple_of)
 
+    def batches_of(self, lengths: np.ndarray) -> float:
+        """About how many micro-batches rows of some lengths become."""
+        return float(lengths.sum()) / self.max_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
@@ -56,9 +70,12 @@ class Fixed:
     rows: int
     multiple_of: int = 1
     """Padded lengths are rounded up to this."""
+    spread: float = SPREAD
+    """See `Padded.spread`."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "rows", "multiple_of")
+        _check_spread(self)
 
     @property
     def long_rows(self) -> LongRows:
@@ -73,6 +90,10 @@ class Fixed:
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch, whatever their length."""
         return self.rows
+
+    def batches_of(self, lengths: np.ndarray) -> float:
+        """About how many micro-batches rows of some lengths become."""
+        return len(lengths) / self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +166,10 @@ def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
         size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
         object.__setattr__(policy, name, size)  # a plain int, whatever was given
+
+
+def _check_spread(policy: Padded | Fixed) -> None:
+    object.__setattr__(policy, "spread", checks.share("spread", policy.spread))
 
 
 def _check_long_rows(policy: Padded | Packed) -> None:

@@ -28,7 +28,8 @@ __all__ = [
     "plan_settings_of",
 ]
 
-_VERSION = 2
+_VERSION = 3
+"""Another plan is another version: the same position in it has another past."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
@@ -212,7 +213,9 @@ def _read(state: object) -> _Saved:
         raise ResumeError("cannot resume: this is no loader state, as `state_dict` gives it.")
     if state["version"] != _VERSION:
         raise ResumeError(
-            f"cannot resume: expected loader state version {_VERSION}, got {state['version']!r}."
+            f"cannot resume: the state has version {state['version']!r}, this is version {_VERSION} "
+            "of the plan, which delivers rows in another order. Resume with the tokenfeed that "
+            "saved the state, or start a new run."
         )
     try:
         return msgspec.convert(dict(state), _Saved)

@@ -1,0 +1,171 @@
+"""Bands: rows of about one length become gangs, and chance decides which of them share one.
+
+Rows in order of length, cut into gangs, are padded least. But a set that fits into one window would
+give the same gangs in every epoch, and one whose length goes with the label, gangs of one label. So
+a few neighbouring gangs form a band, whose rows are dealt to them anew in every epoch. The band's
+rows, in order of length, are strata of as many rows as there are gangs; a gang takes one of each,
+and in every epoch stratum k moves on by k gangs. Here 12 rows become 3 gangs:
+
+    strata          0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
+    first epoch     0 3 6 9     1 4 7 10    2 5 8 11
+    second epoch    0 5 7 9     1 3 8 10    2 4 6 11
+
+So rows that met do not meet in the next epoch, unless their strata are as far apart as there are
+gangs, or twice as far (0 and 9 above). Bands begin elsewhere in every cycle of epochs. Torch-free.
+"""
+
+import numpy as np
+
+from tokenfeed.pipeline.planning.order import Draw, stream_key
+from tokenfeed.pipeline.planning.policy import Fixed, Padded
+
+__all__ = ["length_gangs", "sort_by_length"]
+
+_LENGTHS_PER_SPREAD = 2.5
+"""A band ends where rows are shorter than its longest by this part of it, for each 1 of spread:
+long rows are few, and far from each other in length."""
+_LABEL_VARIANCE = 2.5
+"""Of the labels in a micro-batch, over that of a random one: with more, bands are made wider."""
+
+
+def length_gangs(
+    lengths: np.ndarray,
+    batching: Padded | Fixed,
+    *,
+    gang_size: int,
+    draw: Draw | None,
+    labels: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Sort pieces by length and cut them into gangs.
+
+    Args:
+        lengths: Tokens of each piece, shape (P,).
+        batching: The policy; its `spread` says how wide bands are.
+        gang_size: Micro-batches of a gang.
+        draw: The window's randomness; None for a strict order.
+        labels: The label of each piece, shape (P,), where each has one.
+
+    Returns:
+        The pieces, shape (P,), and where each gang begins in them, shape (gangs + 1,); int64.
+    """
+    num_gangs = batching.batches_of(lengths) / gang_size
+    spread = _of_window(batching.spread, draw)
+    while True:
+        pieces, offsets = _cut(lengths, batching, gang_size, draw, num_gangs, spread)
+        if labels is None or not 0 < spread < 1:
+            return pieces, offsets
+        if _label_variance(labels, pieces, offsets, gang_size) <= _LABEL_VARIANCE:
+            return pieces, offsets
+        spread = min(1.0, 2 * spread)
+
+
+def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
+    """Indices by ascending length, ties in random order, or for None in that of the indices.
+
+    Sorts one 64-bit word each: length, then random bits, then the index itself, which breaks the
+    last ties and is read back from the sorted words: faster than an argsort, and the same on every
+    machine.
+    """
+    index_bits = max(len(lengths) - 1, 1).bit_length()
+    length_bits = int(lengths.max()).bit_length()
+    low = np.uint64((1 << index_bits) - 1)
+    words = np.arange(len(lengths), dtype=np.uint64)
+    if key is not None:
+        random = _scramble(words, key)
+        random >>= np.uint64(length_bits)
+        random &= ~low
+        words |= random
+    shifted = lengths.astype(np.uint64)
+    shifted <<= np.uint64(64 - length_bits)
+    words |= shifted
+    words.sort()
+    words &= low
+    return words.view(np.int64)
+
+
+def _scramble(index: np.ndarray, key: int) -> np.ndarray:
+    """Random high bits for consecutive integers: half the passes of `mix64`, which is for few."""
+    values = index * np.uint64(0x9E3779B97F4A7C15)
+    values += np.uint64(key)
+    values ^= values >> np.uint64(32)
+    values *= np.uint64(0xD6E8FEB86659FD93)
+    values ^= values >> np.uint64(32)
+    values *= np.uint64(0xD6E8FEB86659FD93)
+    return values
+
+
+def _of_window(spread: float, draw: Draw | None) -> float:
+    """In an epoch of W windows about a W-th, for chance decides already which rows share one."""
+    return 0.0 if draw is None else 1 - (1 - spread) ** (1 / draw.num_windows)
+
+
+def _cut(
+    lengths: np.ndarray,
+    batching: Padded | Fixed,
+    gang_size: int,
+    draw: Draw | None,
+    num_gangs: float,
+    spread: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut bands of gangs from the longest down, and deal each one's pieces."""
+    most = len(lengths) if spread >= 1 else int(num_gangs * spread)
+    if draw is None or most < 2:
+        pieces = sort_by_length(lengths, draw.key if draw else None)
+        return pieces, _strict_gangs(lengths, pieces, batching, gang_size)
+    pieces = sort_by_length(lengths, draw.cycle_key)
+    ascending = lengths[pieces]
+    edges = [len(pieces)]
+    limit = most if spread >= 1 else 1 + stream_key(draw.cycle_key, 0) % most  # so that bands move
+    while (stop := edges[-1]) > 0:
+        longest = int(ascending[stop - 1])
+        rows = gang_size * batching.rows_of(longest)
+        near = stop - np.searchsorted(ascending, longest * (1 - _LENGTHS_PER_SPREAD * spread))
+        count = max(1, min(limit, -(-int(near) // rows), stop // rows))
+        start = max(0, stop - count * rows)
+        if count > 1:
+            pieces[start:stop] = _deal(pieces[start:stop], count, draw.turn)
+        edges += range(stop - rows, start, -rows)
+        edges.append(start)
+        limit = most
+    return pieces, np.array(edges[::-1])
+
+
+def _strict_gangs(
+    lengths: np.ndarray, pieces: np.ndarray, batching: Padded | Fixed, gang_size: int
+) -> np.ndarray:
+    """Gang offsets over pieces in ascending length, cut from the longest down."""
+    edges = [len(pieces)]
+    while edges[-1] > 0:
+        rows = gang_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
+        edges.append(max(0, edges[-1] - rows))
+    return np.array(edges[::-1])
+
+
+def _deal(band: np.ndarray, num_gangs: int, turn: int) -> np.ndarray:
+    """The pieces of a band in the order of its gangs, given in order of length."""
+    stratum, nth = np.divmod(np.arange(len(band)), num_gangs)
+    gang = (nth + stratum * turn) % num_gangs
+    dealt = np.empty_like(band)
+    dealt[gang * (len(band) // num_gangs) + stratum] = band
+    return dealt
+
+
+def _label_variance(
+    labels: np.ndarray, pieces: np.ndarray, gang_offsets: np.ndarray, gang_size: int
+) -> float:
+    """How much the labels in a micro-batch vary, over how much those of a random one would.
+
+    Of a gang's rows every micro-batch gets its share, so what a gang has too much of is divided
+    among its micro-batches.
+    """
+    values, label = np.unique(labels, return_inverse=True)
+    gang = np.repeat(np.arange(len(gang_offsets) - 1), np.diff(gang_offsets))
+    shape = len(gang_offsets) - 1, len(values)
+    counts = np.bincount(gang * shape[1] + label[pieces], minlength=shape[0] * shape[1])
+    sizes = np.diff(gang_offsets)[:, None]
+    share = np.bincount(label) / len(label)
+    expected = len(sizes) * (share * (1 - share)).sum()
+    if not expected:
+        return 1.0
+    found = ((counts.reshape(shape) / sizes - share) ** 2 * sizes).sum()
+    return 1 + (float(found / expected) - 1) / gang_size
