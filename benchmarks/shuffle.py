@@ -69,6 +69,7 @@ class Measure:
 
     def __init__(self, corpus: Corpus, rows_a_batch: int) -> None:
         self.corpus = corpus
+        self.has_classes = int(corpus.groups.max()) == 1
         tokens = np.bincount(corpus.groups, corpus.lengths)
         self.whole = tokens / tokens.sum()
         shuffles = [full_shuffle(corpus.lengths, rows_a_batch, seed) for seed in range(SEEDS)]
@@ -114,15 +115,15 @@ def execute(command: list[str]) -> str:
     return (done.stdout.strip().splitlines() or [""])[-1]
 
 
-def orders_of(case: Case, python: str, data: Path, folder: Path) -> list[Order]:
-    """The epochs of one case."""
+def orders_of(case: Case, python: str | None, data: Path, folder: Path) -> list[Order]:
+    """The epochs of one case; `python` has the peer."""
     out = data / "order"
-    if case.peer:
+    if python and case.peer:
         lengths = folder / "lengths.npy"
         run(python, "peer", case.peer, lengths, case.rows_a_batch, case.epochs, out)
     else:
         shards = shards_of(case, folder)
-        run(python, "ours", json.dumps(case.settings), shards, case.epochs, out)
+        run(sys.executable, "ours", json.dumps(case.settings), shards, case.epochs, out)
     orders = [load(Path(f"{out}-{epoch}.npz")) for epoch in range(case.epochs)]
     if case.settings.get("shuffled"):
         numbers = origins(shards)
@@ -157,33 +158,36 @@ def make(data: Path, name: str, scale: float) -> tuple[Corpus, Path]:
 
 
 def compare(options: argparse.Namespace, peers: dict[str, str], old: list[Entry]) -> list[Entry]:
-    """Every case of every corpus."""
+    """Every case of every corpus; a peer that is missing keeps what the old results have."""
     kept = {(entry["rows"], entry["case"]): entry for entry in old}
     results = []
     for rows in options.corpora:
         corpus, folder = make(options.data, rows, options.scale)
         measure = Measure(corpus, CASES[rows][0].rows_a_batch)
         for case in CASES[rows]:
-            python = peers.get(case.peer) if case.peer else sys.executable
-            if python is None:
-                results.append(
-                    before or {"rows": rows, "case": case.name, "failed": "not installed"}
-                )
+            entry: Entry = {"rows": rows, "case": case.name}
+            if case.peer and case.peer not in peers:
+                missing = entry | {"failed": "not installed"}
+                results.append(kept.get((rows, case.name), missing))
                 continue
             print(f"{rows}: {case.name}", file=sys.stderr, flush=True)
-            results.append({"rows": rows, "case": case.name})
             try:
-                orders = orders_of(case, python, options.data, folder)
+                orders = orders_of(case, peers.get(case.peer or ""), options.data, folder)
+                results.append(entry | describe(case, measure, orders))
             except CaseError as error:
-                results[-1]["failed"] = str(error)
-                continue
-            results[-1] |= measure.describe(orders)
-            if rows == "two classes":
-                results[-1]["labels"] = digits(label_variance(orders[0], corpus.groups))
-            if case.name in LINES:
-                line = shares(orders[0], corpus.groups, STEPS[LINE_STEP])[:, 0]
-                results[-1]["line"] = [digits(share) for share in line]
+                results.append(entry | {"failed": str(error)})
     return results
+
+
+def describe(case: Case, measure: Measure, orders: list[Order]) -> Entry:
+    """The figures, and what only some cases have."""
+    found, groups = measure.describe(orders), measure.corpus.groups
+    if measure.has_classes:
+        found["labels"] = digits(label_variance(orders[0], groups))
+    if case.name in LINES:
+        line = shares(orders[0], groups, STEPS[LINE_STEP])[:, 0]
+        found["line"] = [digits(share) for share in line]
+    return found
 
 
 def mixtures(options: argparse.Namespace) -> Iterator[Entry]:

@@ -164,7 +164,7 @@ def origins(folder: Path) -> np.ndarray:
     """Which row of the corpus each row of a data set was, (R,), int64."""
     manifest, numbers = Manifest.read(folder), []
     for shard in manifest.split("train").shards:
-        reader = ShardReader.open(folder, manifest, shard, only=["origin_record"])
+        reader = ShardReader.open(folder, manifest, shard)
         parts = [reader.read(batch)[0] for batch in range(shard.batches)]
         numbers += [rows.per_row["origin_record"].astype(np.int64) for rows in parts]
     return np.concatenate(numbers)
