@@ -36,7 +36,7 @@ import numpy as np
 from protocol import RESULTS, write_result
 from rich.console import Console
 from rich.table import Table
-from shuffle_cases import CASES, COSTS, FULL, LINES, MIXTURES, Case
+from shuffle_cases import CASES, COSTS, FULL, LINES, MIXTURES, PICTURED, Case
 from shuffle_corpora import CORPORA, Corpus, origins, write_shards
 from shuffle_metrics import (
     Order,
@@ -69,7 +69,6 @@ class Measure:
 
     def __init__(self, corpus: Corpus, rows_a_batch: int) -> None:
         self.corpus = corpus
-        self.has_classes = int(corpus.groups.max()) == 1
         tokens = np.bincount(corpus.groups, corpus.lengths)
         self.whole = tokens / tokens.sum()
         shuffles = [full_shuffle(corpus.lengths, rows_a_batch, seed) for seed in range(SEEDS)]
@@ -95,7 +94,14 @@ class Measure:
         found["padding"] = digits(first.padding)
         if len(orders) > 1:
             found["again"] = {name: digits(part) for name, part in again(*orders[:2]).items()}
+        if len(self.whole) == 2:
+            found["labels"] = digits(label_variance(first, groups))
         return found
+
+    def line(self, order: Order) -> list[float | None]:
+        """The share of the first group, step by step."""
+        of_steps = shares(order, self.corpus.groups, STEPS[LINE_STEP])
+        return [digits(share) for share in of_steps[:, 0]]
 
 
 def digits(number: float | None) -> float | None:
@@ -173,21 +179,12 @@ def compare(options: argparse.Namespace, peers: dict[str, str], old: list[Entry]
             print(f"{rows}: {case.name}", file=sys.stderr, flush=True)
             try:
                 orders = orders_of(case, peers.get(case.peer or ""), options.data, folder)
-                results.append(entry | describe(case, measure, orders))
+                results.append(entry | measure.describe(orders))
+                if rows == PICTURED and case.name in LINES:
+                    results[-1]["line"] = measure.line(orders[0])
             except CaseError as error:
                 results.append(entry | {"failed": str(error)})
     return results
-
-
-def describe(case: Case, measure: Measure, orders: list[Order]) -> Entry:
-    """The figures, and what only some cases have."""
-    found, groups = measure.describe(orders), measure.corpus.groups
-    if measure.has_classes:
-        found["labels"] = digits(label_variance(orders[0], groups))
-    if case.name in LINES:
-        line = shares(orders[0], groups, STEPS[LINE_STEP])[:, 0]
-        found["line"] = [digits(share) for share in line]
-    return found
 
 
 def mixtures(options: argparse.Namespace) -> Iterator[Entry]:

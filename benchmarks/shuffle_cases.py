@@ -5,11 +5,12 @@ from typing import Any
 
 from shuffle_peers import PEERS
 
-__all__ = ["CASES", "COSTS", "FULL", "LINES", "MIXTURES", "Case", "Mixtures"]
+__all__ = ["CASES", "COSTS", "FULL", "LINES", "MIXTURES", "PICTURED", "Case", "Mixtures"]
 
 FULL = "full shuffle (datasets, map-style)"
 LINES = (FULL, "tokenfeed padded", "mosaicml-streaming py1e, 16 nodes", "datasets buffer 10,000")
-"""What the picture shows."""
+PICTURED = "documents by source"
+"""What the picture shows: orders of one corpus."""
 
 
 @dataclass(frozen=True, slots=True)

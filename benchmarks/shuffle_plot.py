@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from protocol import RESULTS
-from shuffle_cases import LINES
+from shuffle_cases import LINES, PICTURED
 
 __all__ = ["plot"]
 
@@ -22,7 +22,11 @@ TICKS = (0.0, 0.1, 0.2, 0.3, 0.4)
 def plot(results: Path) -> Path:
     """Draw the picture beside the results, a panel an order."""
     entries = json.loads(results.read_text())["results"]
-    lines = {entry["case"]: entry["line"] for entry in entries if "line" in entry}
+    lines = {
+        entry["case"]: entry["line"]
+        for entry in entries
+        if entry["rows"] == PICTURED and "line" in entry
+    }
     names = [name for name in LINES if name in lines]
     path = results.with_suffix(".svg")
     height = len(names) * (HEIGHT + GAP) + 24
