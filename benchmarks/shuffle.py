@@ -261,6 +261,14 @@ def find_peers(python: str | None) -> tuple[dict[str, str], dict[str, str]]:
     return dict.fromkeys(found, python), {k: v for each in found.values() for k, v in each.items()}
 
 
+def last_results(options: argparse.Namespace) -> Entry:
+    """Those of the same scale, if there are any."""
+    path = options.results / "shuffle.json"
+    found: Entry = json.loads(path.read_text()) if path.exists() else {"environment": {}}
+    fits = found["environment"].get("scale") == options.scale
+    return found if fits else {"environment": {}, "results": []}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--peer-python", help="an interpreter that has the peers")
@@ -271,8 +279,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the results, not a table")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
     options = parser.parse_args()
-    path = options.results / "shuffle.json"
-    old = json.loads(path.read_text()) if path.exists() else {"environment": {}, "results": []}
+    old = last_results(options)
     peers, versions = find_peers(options.peer_python)
     versions = versions or old["environment"].get("peers", {})
     with tempfile.TemporaryDirectory() as name:

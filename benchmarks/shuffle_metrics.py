@@ -131,18 +131,18 @@ def again(first: Order, second: Order) -> dict[str, float]:
     Returns:
         `pairs`: part of the first epoch's pairs that meet again; `chance`: the same if the second
         epoch were a full shuffle into batches of its sizes; `batches`: part of the first epoch's
-        batches that come again whole.
+        batches of two rows and more that come again whole.
     """
     one, two = batch_of_rows(first), batch_of_rows(second)
     width = int(two.max()) + 1
     both, counts = np.unique(one * width + two, return_counts=True)
     sizes = np.bincount(one), np.bincount(two)
-    same = (counts == sizes[0][both // width]) & (counts == sizes[1][both % width])
+    same = (counts == sizes[0][both // width]) & (counts == sizes[1][both % width]) & (counts > 1)
     pairs = _pairs(sizes[0])
     return {
         "pairs": _pairs(counts) / max(pairs, 1),
         "chance": _pairs(sizes[1]) / max(_pairs(np.array([len(one)])), 1),
-        "batches": float(same.sum() / np.count_nonzero(sizes[0])),
+        "batches": float(same.sum() / max(np.count_nonzero(sizes[0] > 1), 1)),
     }
 
 

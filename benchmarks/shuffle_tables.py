@@ -92,9 +92,16 @@ def costs(results: list[Entry]) -> Rows:
 
 def learning(results: list[Entry]) -> Rows:
     """Held-out loss of every order."""
-    header = ["order", "loss, mean of the sources", "spread over seeds", "worst source"]
-    names = ("case", "loss", "spread", "worst_source")
-    return [header, *([str(entry[name]) for name in names] for entry in results)]
+    header = ["order", "loss, mean of the sources", "worst source", "less that of a full shuffle"]
+    return [header, *(learning_row(entry) for entry in results)]
+
+
+def learning_row(entry: Entry) -> list[str]:
+    row = [entry["case"], f"{entry['loss']:.3f}", f"{entry['worst_source']:.3f}"]
+    if "to_full" not in entry:
+        return [*row, NONE]
+    mean, least, most = (f"{entry['to_full'][name]:+.3f}" for name in ("mean", "min", "max"))
+    return [*row, f"{mean} [{least}, {most}]"]
 
 
 def short(number: float | None) -> str:

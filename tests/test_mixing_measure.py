@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from learning import stand_in
 from shuffle import STEPS, Measure, shards_of
 from shuffle_case import delivered, open_loader
 from shuffle_cases import CASES, COSTS, MIXTURES, Case
@@ -156,3 +157,10 @@ def test_the_chance_of_a_peer_is_that_of_its_own_sampler() -> None:
     lengths = np.random.default_rng(0).integers(1, 100, 2000)
     order = PEERS["full shuffle (datasets, map-style)"].give(lengths, 8, 0)
     assert sorted(order.tolist()) == list(range(2000))
+
+
+def test_few_rows_come_as_those_do_that_they_stand_for() -> None:
+    order = np.random.default_rng(0).permutation(1000)
+    assert stand_in(order, 1000).tolist() == order.tolist()
+    few = stand_in(np.concatenate([np.arange(500, 1000), np.arange(500)]), 10)
+    assert few.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
