@@ -31,8 +31,8 @@ import torch
 from protocol import RESULTS, write_result
 from rich.console import Console
 from rich.table import Table
-from shuffle import find_peers, make, orders_of
 from shuffle_cases import CASES, FULL
+from shuffle_orders import find_peers, make, orders_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 

@@ -24,11 +24,9 @@ depend on tokenfeed: without --peer-python those of the last results stay.
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +34,8 @@ import numpy as np
 from protocol import RESULTS, write_result
 from rich.console import Console
 from rich.table import Table
-from shuffle_cases import CASES, COSTS, FULL, LINES, MIXTURES, PICTURED, Case
-from shuffle_corpora import CORPORA, Corpus, origins, write_shards
+from shuffle_cases import CASES, COSTS, FULL, LINES, MIXTURES, PICTURED
+from shuffle_corpora import Corpus
 from shuffle_metrics import (
     Order,
     again,
@@ -49,19 +47,15 @@ from shuffle_metrics import (
     persistence,
     shares,
 )
+from shuffle_orders import CaseError, find_peers, load, make, orders_of, run, shards_of
 from shuffle_plot import plot
 
 STEPS = {"64k": 1 << 16, "0.5M": 1 << 19, "1M": 1 << 20, "4M": 1 << 22}
 SEEDS = 3
 """Full shuffles that a spread is compared with."""
 LINE_STEP = "1M"
-WHERE = str(Path(__file__).with_name("shuffle_case.py"))
 
 Entry = dict[str, Any]
-
-
-class CaseError(Exception):
-    """An order could not be had; the text is the last line that was written."""
 
 
 class Measure:
@@ -106,61 +100,6 @@ class Measure:
 
 def digits(number: float | None) -> float | None:
     return None if number is None else float(f"{number:.4g}")
-
-
-def run(python: str, *arguments: object) -> str:
-    """One case in a process of its own; what it printed last."""
-    return execute([python, WHERE, *map(str, arguments)])
-
-
-def execute(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if any(map(str.isalnum, line))]
-        raise CaseError(said[-1].strip("│ ") if said else f"ended with {done.returncode}")
-    return (done.stdout.strip().splitlines() or [""])[-1]
-
-
-def orders_of(case: Case, python: str | None, data: Path, folder: Path) -> list[Order]:
-    """The epochs of one case; `python` has the peer."""
-    out = data / "order"
-    if python and case.peer:
-        lengths = folder / "lengths.npy"
-        run(python, "peer", case.peer, lengths, case.rows_a_batch, case.epochs, out)
-    else:
-        shards = shards_of(case, folder)
-        run(sys.executable, "ours", json.dumps(case.settings), shards, case.epochs, out)
-    orders = [load(Path(f"{out}-{epoch}.npz")) for epoch in range(case.epochs)]
-    if case.settings.get("shuffled"):
-        numbers = origins(shards)
-        orders = [replace(order, rows=numbers[order.rows]) for order in orders]
-    return orders
-
-
-def shards_of(case: Case, folder: Path) -> Path:
-    """The shards of a corpus; those that `shards shuffle` makes of them, where a case wants it."""
-    if not case.settings.get("shuffled"):
-        return folder / "shards"
-    if not (folder / "shuffled" / "manifest.json").exists():
-        command = ["tokenfeed.tools.shards", "shuffle", folder / "shards", folder / "shuffled"]
-        execute([sys.executable, "-m", *map(str, command)])
-    return folder / "shuffled"
-
-
-def load(path: Path) -> Order:
-    with np.load(path) as file:
-        order = Order(**{name: file[name] for name in file.files})
-    path.unlink()
-    return order
-
-
-def make(data: Path, name: str, scale: float) -> tuple[Corpus, Path]:
-    """The corpus, and the folder with its lengths and its shards."""
-    corpus, folder = CORPORA[name](scale), data / name.replace(" ", "-")
-    if not (folder / "lengths.npy").exists():
-        write_shards(folder / "shards", corpus.lengths)
-        np.save(folder / "lengths.npy", corpus.lengths)
-    return corpus, folder
 
 
 def compare(options: argparse.Namespace, peers: dict[str, str], old: list[Entry]) -> list[Entry]:
@@ -251,14 +190,6 @@ def cells(entry: Entry) -> Iterator[str]:
     figures += [repeated.get(name) for name in ("pairs", "chance", "batches")]
     for figure in [*figures, entry.get("labels")]:
         yield "" if figure is None else f"{figure:.3g}"
-
-
-def find_peers(python: str | None) -> tuple[dict[str, str], dict[str, str]]:
-    """The interpreter of every peer that is installed, and the versions of their packages."""
-    if python is None:
-        return {}, {}
-    found = json.loads(run(python, "versions"))
-    return dict.fromkeys(found, python), {k: v for each in found.values() for k, v in each.items()}
 
 
 def last_results(options: argparse.Namespace) -> Entry:

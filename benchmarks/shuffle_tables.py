@@ -81,7 +81,8 @@ def costs(results: list[Entry]) -> Rows:
         corpus = entry["rows"].removeprefix("cost, ")
         if corpus == entry["rows"]:
             continue
-        row = [corpus, entry["case"], short(spread[corpus, entry["case"]].get("1M"))]
+        of_order = spread.get((corpus, entry["case"]), {})
+        row = [corpus, entry["case"], short(of_order.get("1M"))]
         if "failed" in entry:
             rows.append([*row, entry["failed"], NONE, NONE])
             continue

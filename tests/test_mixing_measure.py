@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from learning import stand_in
-from shuffle import STEPS, Measure, shards_of
+from shuffle import STEPS, Measure
 from shuffle_case import delivered, open_loader
 from shuffle_cases import CASES, COSTS, MIXTURES, Case
 from shuffle_corpora import CORPORA, Corpus, origins, tenths, write_shards
@@ -20,6 +20,7 @@ from shuffle_metrics import (
     persistence,
     shares,
 )
+from shuffle_orders import shards_of
 from shuffle_peers import PEERS
 
 ROWS = 40_000
