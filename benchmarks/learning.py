@@ -185,7 +185,7 @@ def describe(name: str, found: dict[str, list[list[float]]]) -> Entry:
         "by_source": [round(float(each), 3) for each in of_seeds.mean(axis=0)],
         "by_seed": [round(float(each), 4) for each in means],
     }
-    if FULL in found:
+    if FULL in found and name != FULL:
         apart = means - np.array(found[FULL]).mean(axis=1)
         entry["to_full"] = {"mean": round(float(apart.mean()), 4)}
         entry["to_full"] |= {n: round(float(f(apart)), 4) for n, f in (("min", min), ("max", max))}
@@ -228,7 +228,7 @@ def main() -> None:
         found = {name: [run.result() for run in runs] for name, runs in started.items()}
     results = [describe(name, found) for name in found]
     show(results)
-    names = [Path(source.partition(":")[0]).stem for source in options.sources]
+    names = [Path(source).name for source in options.sources]
     settings = {"sources": names, "rows": len(rows), "row_tokens": LENGTH, "batch_rows": ROWS}
     print(f"written to {write_result('learning', results, options.results, **settings)}")
 
