@@ -1,11 +1,11 @@
-"""Writes the figures of README.md that stand between two marker lines, from the results.
+"""Writes the figures of README.md and docs/ that stand between two marker lines, from the results.
 
     <!-- benchmark:loader -->
     | rows | loader | ... |
     <!-- end -->
 
 usage: python benchmarks/readme.py            # after a benchmark
-       python benchmarks/readme.py --check    # exit 1 if README.md says something else
+       python benchmarks/readme.py --check    # exit 1 if a file says something else
 """
 
 import argparse
@@ -16,10 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import shuffle_tables
 from protocol import RESULTS
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCK = re.compile(r"(<!-- benchmark:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+ROOT = Path(__file__).parents[1]
+FILES = (ROOT / "README.md", ROOT / "docs" / "mixing.md")
+BLOCK = re.compile(r"(<!-- benchmark:([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NONE = "–"  # noqa: RUF001
 
@@ -73,7 +75,10 @@ def significant(number: float | None) -> str:
     )
 
 
-TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {"loader": loader_table}
+TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
+    "loader": loader_table,
+    **shuffle_tables.TABLES,
+}
 
 
 def markdown(rows: list[list[str]]) -> str:
@@ -82,22 +87,25 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def written(block: re.Match[str]) -> str:
-    """A block of README.md as the results have it."""
-    begin, question, end = block.groups()
-    results = json.loads((RESULTS / f"{question}.json").read_text())["results"]
-    return begin + markdown(TABLES[question](results)) + end
+    """A block as the results have it."""
+    begin, name, end = block.groups()
+    path = RESULTS / f"{name.partition('/')[0]}.json"
+    results = json.loads(path.read_text())["results"]
+    return begin + markdown(TABLES[name](results)) + end
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if it differs")
     options = parser.parse_args()
-    before = README.read_text(encoding="utf-8")
-    after = BLOCK.sub(written, before)
-    if options.check and after != before:
-        sys.exit("error: README.md is not what the results say. Run `python benchmarks/readme.py`.")
-    if not options.check:
-        README.write_text(after, encoding="utf-8")
+    for file in FILES:
+        before = file.read_text(encoding="utf-8")
+        after = BLOCK.sub(written, before)
+        if options.check and after != before:
+            command = "`python benchmarks/readme.py`"
+            sys.exit(f"error: {file.name} is not what the results say. Run {command}.")
+        if not options.check:
+            file.write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,167 @@
+"""The measure of mixing says what it should of orders that are known."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from learning import stand_in
+from shuffle import STEPS, Measure
+from shuffle_case import delivered, open_loader
+from shuffle_cases import CASES, COSTS, MIXTURES, Case
+from shuffle_corpora import CORPORA, Corpus, origins, tenths, write_shards
+from shuffle_metrics import (
+    Order,
+    again,
+    by_rows,
+    drift,
+    full_shuffle,
+    label_variance,
+    neighbours,
+    persistence,
+    shares,
+)
+from shuffle_orders import shards_of
+from shuffle_peers import PEERS
+
+ROWS = 40_000
+STEP = "64k"
+
+
+@pytest.fixture(scope="module")
+def corpus() -> Corpus:
+    lengths = np.random.default_rng(3).integers(50, 200, ROWS)
+    return Corpus(lengths, tenths(lengths))
+
+
+@pytest.fixture(scope="module")
+def measure(corpus: Corpus) -> Measure:
+    return Measure(corpus, 32)
+
+
+def in_order(corpus: Corpus, order: np.ndarray) -> Order:
+    return by_rows(order, corpus.lengths, 32)
+
+
+def in_blocks(size: int) -> np.ndarray:
+    """Blocks of consecutive rows in random order."""
+    blocks = np.arange(ROWS).reshape(-1, size)
+    return np.random.default_rng(0).permutation(blocks).reshape(-1)
+
+
+def test_a_full_shuffle_is_as_far_from_the_corpus_as_a_full_shuffle(
+    corpus: Corpus, measure: Measure
+) -> None:
+    found = measure.describe([full_shuffle(corpus.lengths, 32, seed) for seed in (10, 11)])
+    assert found["deviation"][STEP] == pytest.approx(1, abs=0.1)
+    assert found["correlation"][STEP] == pytest.approx(0, abs=0.15)
+    assert found["neighbours"]["distance"] == pytest.approx(1, abs=0.03)
+    assert found["neighbours"]["near"] == pytest.approx(1, abs=0.3)
+    assert found["again"]["pairs"] == pytest.approx(found["again"]["chance"], rel=0.2)
+    assert found["again"]["batches"] == 0
+    assert found["drift"] < 0.2
+
+
+def test_a_sorted_order_is_far_from_it_and_every_epoch_the_same(
+    corpus: Corpus, measure: Measure
+) -> None:
+    sorted_order = in_order(corpus, np.arange(ROWS))
+    found = measure.describe([sorted_order, sorted_order])
+    assert found["deviation"][STEP] > 20
+    assert found["correlation"][STEP] > 0.8
+    assert found["neighbours"]["distance"] < 0.001
+    assert found["again"]["pairs"] == found["again"]["batches"] == 1
+    assert found["drift"] == pytest.approx(10)
+
+
+def test_the_deviation_of_blocks_grows_with_the_root_of_their_size(
+    corpus: Corpus, measure: Measure
+) -> None:
+    """A step of n rows holds n / k blocks: its variance is that of k times as few rows."""
+    for size in (4, 16):
+        found = measure.describe([in_order(corpus, in_blocks(size))])
+        assert found["deviation"][STEP] == pytest.approx(size**0.5, rel=0.2)
+        assert found["correlation"][STEP] == pytest.approx(0, abs=0.2)
+
+
+def test_shares_are_by_tokens_and_the_tail_is_left_out() -> None:
+    lengths, groups = np.array([3, 1, 2, 2, 1]), np.array([0, 1, 0, 1, 1])
+    found = shares(by_rows(np.arange(5), lengths, 2), groups, 4)
+    assert found.tolist() == [[0.75, 0.25], [0.5, 0.5]]
+
+
+def test_an_order_that_drifts_is_told_from_one_that_does_not(corpus: Corpus) -> None:
+    place = np.arange(ROWS) + np.random.default_rng(0).normal(0, ROWS, ROWS)
+    drifting = drift(in_order(corpus, np.argsort(place)), corpus.groups)
+    assert drifting > 5 * drift(full_shuffle(corpus.lengths, 32, 0), corpus.groups)
+
+
+def test_neighbouring_steps_that_alternate_are_correlated_negatively() -> None:
+    of_steps = np.tile([[0.4, 0.6], [0.6, 0.4]], (20, 1))
+    found = persistence(of_steps, np.array([0.5, 0.5]))
+    assert found is not None
+    assert found < -0.9
+
+
+def test_pairs_that_meet_again_are_counted() -> None:
+    lengths = np.ones(6, np.int64)
+    first = by_rows(np.arange(6), lengths, 2)
+    second = by_rows(np.array([1, 0, 2, 4, 3, 5]), lengths, 2)
+    assert again(first, second) == {"pairs": 1 / 3, "chance": 3 / 15, "batches": 1 / 3}
+
+
+def test_a_row_that_is_cut_is_one_row() -> None:
+    rows, tokens = np.array([0, 1, 1, 2]), np.array([1, 5, 2, 1])
+    whole, batches = np.array([True, True, False, True]), np.array([0, 2, 4])
+    order = Order(rows, tokens, whole, batches, 12)
+    assert neighbours(order)["distance"] == pytest.approx(1 / (3 * (1 - 0.5**0.5)))
+    assert again(order, order)["pairs"] == 1
+    assert order.padding == 0.25
+
+
+def test_labels_drawn_at_random_have_the_binomial_variance_and_sorted_ones_that_of_batches() -> (
+    None
+):
+    labels = np.random.default_rng(0).integers(0, 2, ROWS)
+    lengths = np.ones(ROWS, np.int64)
+    random = label_variance(by_rows(np.arange(ROWS), lengths, 16), labels)
+    apart = label_variance(by_rows(np.argsort(labels), lengths, 16), labels)
+    assert random == pytest.approx(1, abs=0.1)
+    assert apart == pytest.approx(16, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", [("Padded", 2048), ("Packed", 256, 4), ("Fixed", 16)])
+def test_what_is_measured_of_us_is_every_token_once_with_the_padding_that_stats_say(
+    tmp_path: Path, policy: tuple[str, int]
+) -> None:
+    lengths = CORPORA["2,000 documents"](1.0).lengths
+    write_shards(tmp_path / "shards", lengths)
+    name, *arguments = policy
+    settings = {"policy": name, "arguments": arguments, "workers": 0, "window_tokens": 400_000}
+    loader = open_loader(settings, tmp_path / "shards")
+    order = delivered(loader)
+    assert np.bincount(order.rows, order.tokens).tolist() == lengths.tolist()
+    assert np.bincount(order.rows[order.whole]).tolist() == [1] * len(lengths)
+    assert order.padding == pytest.approx(loader.stats().padding, abs=1e-6)
+    assert origins(tmp_path / "shards").tolist() == list(range(len(lengths)))
+
+
+def test_every_case_is_of_a_corpus_and_of_a_peer_that_there_are() -> None:
+    assert {*CASES, *COSTS, *MIXTURES.corpora} <= {*CORPORA}
+    for cases in CASES.values():
+        assert len({case.name for case in cases}) == len(cases)
+        assert all(case.peer in PEERS for case in cases if case.peer)
+    assert shards_of(Case("ours", 1), Path("folder")) == Path("folder/shards")
+    assert list(STEPS.values()) == sorted(STEPS.values())
+
+
+def test_the_chance_of_a_peer_is_that_of_its_own_sampler() -> None:
+    lengths = np.random.default_rng(0).integers(1, 100, 2000)
+    order = PEERS["full shuffle (datasets, map-style)"].give(lengths, 8, 0)
+    assert sorted(order.tolist()) == list(range(2000))
+
+
+def test_few_rows_come_as_those_do_that_they_stand_for() -> None:
+    order = np.random.default_rng(0).permutation(1000)
+    assert stand_in(order, 1000).tolist() == order.tolist()
+    few = stand_in(np.concatenate([np.arange(500, 1000), np.arange(500)]), 10)
+    assert few.tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4]
