@@ -21,6 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
 )
 from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
 
@@ -40,6 +41,8 @@ class Corpus:
     """Tokens of each, (R,), int64."""
     groups: np.ndarray
     """What each is of: a source, a tenth, a label; (R,), int64."""
+    task: Task = "lm"
+    """`classify`: the groups are labels, and stand in the data set."""
 
 
 def by_source(tokens: int, mean: float, spread: float, longest: int) -> Corpus:
@@ -73,7 +76,7 @@ def two_classes(rows: int) -> Corpus:
     rng = np.random.default_rng(1)
     labels = rng.integers(0, 2, rows)
     lengths = rng.lognormal(np.log(np.where(labels, 67, 20)), 0.4).astype(np.int64)
-    return Corpus(np.clip(lengths, 1, 512), labels)
+    return Corpus(np.clip(lengths, 1, 512), labels, "classify")
 
 
 def draw(tokens: int, mean: float, spread: float, longest: int) -> np.ndarray:
@@ -103,8 +106,9 @@ CORPORA: dict[str, Callable[[float], Corpus]] = {
 """Name -> the rows, at a scale."""
 
 
-def write_shards(folder: Path, lengths: np.ndarray) -> None:
+def write_shards(folder: Path, corpus: Corpus) -> None:
     """Write a data set of rows of these lengths, as `pretokenize` would."""
+    lengths = corpus.lengths
     folder.mkdir(parents=True)
     for name in ("sources.jsonl", "rejects.jsonl"):
         (folder / name).touch()
@@ -112,31 +116,36 @@ def write_shards(folder: Path, lengths: np.ndarray) -> None:
     shard = (np.cumsum(lengths) - lengths) // SHARD_TOKENS
     cuts = np.flatnonzero(np.diff(shard)) + 1
     parts = np.split(np.arange(len(lengths)), cuts)
-    shards = tuple(write_shard(folder, n, lengths, part) for n, part in enumerate(parts))
+    shards = tuple(write_shard(folder, n, corpus, part) for n, part in enumerate(parts))
     histogram = tuple(length_histogram(lengths).tolist())
-    manifest(folder, SplitInfo(shards=shards, length_histogram=histogram)).write(folder)
+    manifest(folder, corpus.task, SplitInfo(shards=shards, length_histogram=histogram)).write(
+        folder
+    )
 
 
-def write_shard(folder: Path, number: int, lengths: np.ndarray, part: np.ndarray) -> ShardInfo:
-    of_rows = lengths[part]
+def write_shard(folder: Path, number: int, corpus: Corpus, part: np.ndarray) -> ShardInfo:
+    of_rows = corpus.lengths[part]
+    labels = {"label": corpus.groups[part].astype(np.int32)} if corpus.task == "classify" else {}
     rows = Rows(
         of_rows,
         {"input_ids": np.resize(_BLOCK, int(of_rows.sum()))},
-        {"origin_file": np.zeros(len(part), np.uint32), "origin_record": part.astype(np.uint64)},
+        {"origin_file": np.zeros(len(part), np.uint32), "origin_record": part.astype(np.uint64)}
+        | labels,
     )
-    with ShardWriter(folder, f"train/{number:05d}.arrow", VOCABULARY) as writer:
+    columns = task_columns(corpus.task)
+    with ShardWriter(folder, f"train/{number:05d}.arrow", VOCABULARY, columns) as writer:
         writer.append(rows)
     assert writer.info
     return writer.info
 
 
-def manifest(folder: Path, split: SplitInfo) -> Manifest:
-    """That of a data set of one split, of nothing but ids."""
+def manifest(folder: Path, task: Task, split: SplitInfo) -> Manifest:
+    """That of a data set of one split."""
     return Manifest(
         format_version=1,
-        task="lm",
-        columns=(),
-        label_names=(),
+        task=task,
+        columns=task_columns(task),
+        label_names=("short", "long") if task == "classify" else (),
         tokenizer=TokenizerInfo(
             **described(folder / "tokenizer.json"),
             vocabulary_size=VOCABULARY,

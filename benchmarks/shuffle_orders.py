@@ -78,6 +78,6 @@ def make(data: Path, name: str, scale: float) -> tuple[Corpus, Path]:
     """The corpus, and the folder with its lengths and its shards."""
     corpus, folder = CORPORA[name](scale), data / name.replace(" ", "-")
     if not (folder / "lengths.npy").exists():
-        write_shards(folder / "shards", corpus.lengths)
+        write_shards(folder / "shards", corpus)
         np.save(folder / "lengths.npy", corpus.lengths)
     return corpus, folder

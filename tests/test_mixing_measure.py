@@ -133,8 +133,9 @@ def test_labels_drawn_at_random_have_the_binomial_variance_and_sorted_ones_that_
 def test_what_is_measured_of_us_is_every_token_once_with_the_padding_that_stats_say(
     tmp_path: Path, policy: tuple[str, int]
 ) -> None:
-    lengths = CORPORA["2,000 documents"](1.0).lengths
-    write_shards(tmp_path / "shards", lengths)
+    corpus = CORPORA["2,000 documents"](1.0)
+    lengths = corpus.lengths
+    write_shards(tmp_path / "shards", corpus)
     name, *arguments = policy
     settings = {"policy": name, "arguments": arguments, "workers": 0, "window_tokens": 400_000}
     loader = open_loader(settings, tmp_path / "shards")

@@ -12,6 +12,7 @@ Nothing stops at the end of a window or an epoch. The state counts what the user
 was prefetched, so a state saved at any batch continues with exactly the next one.
 """
 
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.audit import audit
 from tokenfeed.pipeline.planning.estimate import estimate_rounds
 from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
 from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
@@ -96,7 +98,9 @@ class ShardLoader:
                 are of nearly equal length and the same on any number of ranks. None: that of a
                 loaded state, else the ranks. With more ranks than that, several gangs make a round,
                 each of rows of its own length, so the work of its ranks is no longer equal.
-            window_tokens: Tokens that are shuffled and sorted together; None chooses.
+            window_tokens: Tokens that are shuffled and sorted together; None chooses 8 to 32 M,
+                several windows of which are in memory. More mix a corpus better that is in some
+                order; see `Stats.mixing`.
             timeout: Seconds after which a worker that does not answer counts as hung;
                 `float("inf")` for no limit.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
@@ -135,6 +139,8 @@ class ShardLoader:
         plan = self._plan_with(gang_size=self._ranks.group_size if gang_size is None else gang_size)
         self._delivery = Delivery(Delivered(plan))
         self._length: int | None = None
+        if warning := unmixed(plan, self._sources):
+            warnings.warn(warning, stacklevel=2)
 
     @property
     def manifest(self) -> Manifest:
@@ -201,7 +207,8 @@ class ShardLoader:
         delivered = self._delivery.delivered
         present = dict(zip(names, delivered.tokens, strict=True))
         last = dict(zip(names, delivered.last_epoch_tokens, strict=False))
-        return self._delivery.counters.read(self.num_workers, present, last)
+        mixing = deviation(self._plan, self._sources)
+        return self._delivery.counters.read(self.num_workers, mixing, present, last)
 
     def state_dict(self) -> dict[str, Any]:
         """What was delivered up to the last batch given out: a few integers, the plan's settings

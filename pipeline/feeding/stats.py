@@ -38,6 +38,10 @@ class Stats:
     cut_pieces: int
     """Pieces that continue a row which was too long."""
     windows: int
+    mixing: float | None
+    """About how far a step of a million tokens strays from the whole corpus, if rows that are alike
+    stand together there, over how far it strays after a full shuffle: 1 is as well mixed. None
+    without shuffling."""
     epoch_tokens: dict[str, int]
     """Tokens of the present epoch by source, over all ranks, since its beginning."""
     last_epoch_tokens: dict[str, int]
@@ -86,7 +90,11 @@ class Counters:
         self.queue_depth.add(ready)
 
     def read(
-        self, num_workers: int, epoch_tokens: dict[str, int], last_epoch_tokens: dict[str, int]
+        self,
+        num_workers: int,
+        mixing: float | None,
+        epoch_tokens: dict[str, int],
+        last_epoch_tokens: dict[str, int],
     ) -> Stats:
         """The figures now."""
         return Stats(
@@ -97,6 +105,7 @@ class Counters:
             padding=1 - self.tokens / self.slots if self.slots else 0.0,
             cut_pieces=self.cut_pieces,
             windows=self.windows,
+            mixing=mixing,
             epoch_tokens=epoch_tokens,
             last_epoch_tokens=last_epoch_tokens,
             num_workers=num_workers,

@@ -11,12 +11,13 @@ and in every epoch stratum k moves on by k gangs. Here 12 rows become 3 gangs:
     second epoch    0 5 7 9     1 3 8 10    2 4 6 11
 
 So rows that met do not meet in the next epoch, unless their strata are as far apart as there are
-gangs, or twice as far (0 and 9 above). Bands begin elsewhere in every cycle of epochs. Torch-free.
+gangs, or twice as far (0 and 9 above). Strata begin at random gangs, others in every cycle of
+epochs. How many gangs there are depends on lengths and labels alone, never on chance. Torch-free.
 """
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.order import Draw, stream_key
+from tokenfeed.pipeline.planning.order import Draw, mix64
 from tokenfeed.pipeline.planning.policy import Fixed, Padded
 
 __all__ = ["length_gangs", "sort_by_length"]
@@ -50,13 +51,13 @@ def length_gangs(
     """
     num_gangs = batching.batches_of(lengths) / gang_size
     spread = _of_window(batching.spread, draw)
-    while True:
-        pieces, offsets = _cut(lengths, batching, gang_size, draw, num_gangs, spread)
-        if labels is None or not 0 < spread < 1:
-            return pieces, offsets
-        if _label_variance(labels, pieces, offsets, gang_size) <= _LABEL_VARIANCE:
-            return pieces, offsets
+    while draw and labels is not None and 0 < spread < 1:
+        some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, and so is what it decides
+        cut = _cut(lengths, batching, gang_size, some, num_gangs, spread)
+        if _label_variance(labels, *cut, gang_size) <= _LABEL_VARIANCE:
+            break
         spread = min(1.0, 2 * spread)
+    return _cut(lengths, batching, gang_size, draw, num_gangs, spread)
 
 
 def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
@@ -115,18 +116,16 @@ def _cut(
     pieces = sort_by_length(lengths, draw.cycle_key)
     ascending = lengths[pieces]
     edges = [len(pieces)]
-    limit = most if spread >= 1 else 1 + stream_key(draw.cycle_key, 0) % most  # so that bands move
     while (stop := edges[-1]) > 0:
         longest = int(ascending[stop - 1])
         rows = gang_size * batching.rows_of(longest)
         near = stop - np.searchsorted(ascending, longest * (1 - _LENGTHS_PER_SPREAD * spread))
-        count = max(1, min(limit, -(-int(near) // rows), stop // rows))
+        count = max(1, min(most, -(-int(near) // rows), stop // rows))
         start = max(0, stop - count * rows)
         if count > 1:
-            pieces[start:stop] = _deal(pieces[start:stop], count, draw.turn)
+            pieces[start:stop] = _deal(pieces[start:stop], count, draw)
         edges += range(stop - rows, start, -rows)
         edges.append(start)
-        limit = most
     return pieces, np.array(edges[::-1])
 
 
@@ -141,10 +140,11 @@ def _strict_gangs(
     return np.array(edges[::-1])
 
 
-def _deal(band: np.ndarray, num_gangs: int, turn: int) -> np.ndarray:
+def _deal(band: np.ndarray, num_gangs: int, draw: Draw) -> np.ndarray:
     """The pieces of a band in the order of its gangs, given in order of length."""
     stratum, nth = np.divmod(np.arange(len(band)), num_gangs)
-    gang = (nth + stratum * turn) % num_gangs
+    begins = mix64(stratum.astype(np.uint64) ^ np.uint64(draw.cycle_key)) >> np.uint64(33)
+    gang = (nth + begins.astype(np.int64) + stratum * draw.turn) % num_gangs
     dealt = np.empty_like(band)
     dealt[gang * (len(band) // num_gangs) + stratum] = band
     return dealt

@@ -22,10 +22,11 @@ from typing import Self
 
 import numpy as np
 
-__all__ = ["Draw", "EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
+__all__ = ["CYCLE", "Draw", "EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
 
 _ROUNDS = 6
-_CYCLE = 8
+CYCLE = 8
+"""Epochs after which the strata of bands begin anew; see `bands`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 
@@ -99,7 +100,7 @@ class Draw:
     key: int
     """64 bits, other ones in every epoch."""
     cycle_key: int
-    """64 bits that stay the same for a cycle of 8 epochs, so that these can avoid each other."""
+    """64 bits that stay the same for a cycle of epochs, so that one epoch can avoid the other."""
     turn: int
     """The epoch's number within its cycle."""
     num_windows: int
@@ -169,8 +170,8 @@ class EpochOrder:
         """All randomness inside one window; None without any."""
         if not self.shuffle:
             return None
-        cycle, turn = divmod(epoch, _CYCLE)
-        cycle_key = stream_key(self.seed, cycle, window, _CYCLE)
+        cycle, turn = divmod(epoch, CYCLE)
+        cycle_key = stream_key(self.seed, cycle, window, CYCLE)
         return Draw(stream_key(self.seed, epoch, window), cycle_key, turn, self.num_windows)
 
     def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:

@@ -213,9 +213,9 @@ def _read(state: object) -> _Saved:
         raise ResumeError("cannot resume: this is no loader state, as `state_dict` gives it.")
     if state["version"] != _VERSION:
         raise ResumeError(
-            f"cannot resume: the state has version {state['version']!r}, this is version {_VERSION} "
-            "of the plan, which delivers rows in another order. Resume with the tokenfeed that "
-            "saved the state, or start a new run."
+            f"cannot resume: the state has version {state['version']!r}, this is version "
+            f"{_VERSION} of the plan, which delivers rows in another order. Resume with the "
+            "tokenfeed that saved the state, or start a new run."
         )
     try:
         return msgspec.convert(dict(state), _Saved)

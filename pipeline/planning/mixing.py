@@ -1,0 +1,79 @@
+"""How far rows are mixed: about, from the plan and the manifests alone.
+
+The worst case is a corpus in which what is alike stands together, say a tenth of it. In a window of
+K strata the tenth's share is off by sqrt(1/3) / K, for where it begins and ends a stratum is partly
+of it; a training step of one such window is off by as much, and by what chance makes of its few
+rows. A full shuffle has the latter alone. Torch-free.
+"""
+
+import numpy as np
+
+from tokenfeed.pipeline.planning.estimate import likely_lengths
+from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.plan import Plan
+
+__all__ = ["STEP_TOKENS", "deviation", "unmixed"]
+
+STEP_TOKENS = 1_000_000
+"""Of the training steps that the estimate is for."""
+_LARGE_TOKENS = 100 * STEP_TOKENS
+"""A smaller epoch is over before a drift could matter."""
+_FAR = 6.0
+_TENTH = 0.1
+_SAMPLE = 1000
+
+
+def deviation(plan: Plan, sources: tuple[Source, ...]) -> float | None:
+    """How far a step of `STEP_TOKENS` is from the whole corpus, over how far a full shuffle is.
+
+    It is the standard deviation of the share of a tenth of a source whose rows stand together, for
+    the source where that is largest. 1 is a full shuffle.
+
+    Returns:
+        1.0 where an epoch is one window; None without shuffling.
+    """
+    if not plan.order.shuffle:
+        return None
+    if plan.order.num_windows == 1:
+        return 1.0
+    of_window = _window_tokens(plan, sources)
+    return max(
+        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
+        for source, tokens in zip(sources, of_window, strict=True)
+    )
+
+
+def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
+    """A warning for an epoch that is large and far from mixed; None for any other."""
+    if all(source.manifest.shuffled for source in sources):
+        return None
+    ratio = deviation(plan, sources)
+    tokens = sum(_window_tokens(plan, sources)) * plan.order.num_windows
+    if ratio is None or ratio < _FAR or tokens < _LARGE_TOKENS:
+        return None
+    batches = sum(plan.order.batches_read) / plan.order.num_windows
+    return (
+        f"a window takes rows from {batches:,.0f} places of the corpus only: if that is in any "
+        f"order, steps stray {ratio:.0f} times as far from the whole as after a full shuffle. "
+        "Raise `window_tokens`, or run `shards shuffle` once."
+    )
+
+
+def _window_tokens(plan: Plan, sources: tuple[Source, ...]) -> list[float]:
+    """Tokens of each source in a window of average size."""
+    read = zip(sources, plan.order.batches_read, strict=True)
+    return [
+        source.tokens * batches / source.batches / plan.order.num_windows
+        for source, batches in read
+    ]
+
+
+def _deviation(source: Source, window_tokens: float, step_tokens: float) -> float:
+    """For one source, given how many of its tokens a window and a step have."""
+    lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
+    by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
+    strata = source.batches * window_tokens / source.tokens
+    windows = max(1.0, step_tokens / window_tokens)
+    by_strata = 1 / 3 / strata**2 / windows
+    rest = max(0.0, 1 - step_tokens / window_tokens)  # no row of a window comes twice
+    return float(np.sqrt(max(1.0, rest + by_strata / by_chance)))
