@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -36,7 +37,7 @@ from tokenfeed.tools.encoding.ledger import UnitLedger, UnitResult
 from tokenfeed.tools.encoding.tasks import Samples, Task
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TRAIN", "VALIDATION", "Job", "UnitEncoder"]
+__all__ = ["TRAIN", "VALIDATION", "Encoded", "Job", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
 _SAMPLED_PART = 1000
@@ -64,6 +65,21 @@ class Job:
     verifies: bool = False
     """Whether both engines encode everything, where there is a fast one."""
 
+    def begin(
+        self, on_progress: Callable[[float, int], None], engine: Engine | None = None
+    ) -> Callable[[Unit], "Encoded"]:
+        """Load the engine, unless it is given; what encodes a unit."""
+        return UnitEncoder(self, on_progress, engine).encode
+
+
+class Encoded(NamedTuple):
+    """A unit is encoded."""
+
+    result: UnitResult
+    """What is kept of it."""
+    sample: list[bytes]
+    """Some of its texts, to compare the engines by."""
+
 
 class UnitEncoder:
     """Encodes units, one after the other. One per process, for its engines are costly to load."""
@@ -83,11 +99,8 @@ class UnitEncoder:
         self._engine = engine or _load_engine(job)
         self._compared = _load_both(job) if job.verifies else None
 
-    def encode(self, unit: Unit) -> tuple[UnitResult, list[bytes]]:
+    def encode(self, unit: Unit) -> Encoded:
         """Write the shards of `unit` and count what became of its records.
-
-        Returns:
-            What is kept of the unit, and a sample of its texts, not compared yet.
 
         Raises:
             EngineFailure: The fast engine broke down.
@@ -107,7 +120,7 @@ class UnitEncoder:
             stale.unlink(missing_ok=True)
             stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
-        return ledger.result(infos), ledger.sample
+        return Encoded(ledger.result(infos), ledger.sample)
 
     def _writer(self, split: str, number: int) -> ShardWriter:
         return ShardWriter(

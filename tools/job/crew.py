@@ -1,10 +1,11 @@
 """Worker processes: a program that has imported everything, and the forks it makes of itself.
 
-The program can start before there is anything to do, so that its imports run beside this process's
-own. Each worker has a socket, by which units, results and progress travel, and ends when that
-closes: a killed run leaves nobody writing. Nothing has a name, in the file system or elsewhere, so
-there is nothing to clear up either. Ctrl-C and SIGTERM are this process's to handle: its workers
-begin with both blocked. `worker` is their side.
+What they do is the job's to say: it is sent to the program, and begun there. The program can start
+before there is anything to do, so that its imports run beside this process's own. Each worker has a
+socket, by which units, results and progress travel, and ends when that closes: a killed run leaves
+nobody writing. Nothing has a name, in the file system or elsewhere, so there is nothing to clear up
+either. Ctrl-C and SIGTERM are this process's to handle: its workers begin with both blocked.
+`worker` is their side.
 """
 
 import contextlib
@@ -16,23 +17,23 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from tokenfeed.tools.signals import signals_held
 
-if TYPE_CHECKING:  # seconds of imports that the program's start need not wait for
-    from tokenfeed.tools.corpus.units import Unit
-    from tokenfeed.tools.encoding.ledger import UnitResult
-    from tokenfeed.tools.encoding.unit import Job
-
 __all__ = [
     "SMALL_BYTES",
+    "Begin",
     "Crew",
     "Done",
     "Failure",
+    "Job",
     "OnProgress",
     "Progress",
+    "ResultT",
     "Server",
+    "UnitT",
+    "Weighed",
     "WorkerDied",
 ]
 
@@ -47,6 +48,32 @@ _ENVIRONMENT = {
 """A worker is one of many: it has no threads of its own, and a fork of threads is none."""
 
 
+class Weighed(Protocol):
+    """A unit of work, as far as a crew cares."""
+
+    @property
+    def weight_bytes(self) -> float:
+        """Its part of all the work, by which progress is shown."""
+
+
+UnitT = TypeVar("UnitT", bound=Weighed)
+ResultT = TypeVar("ResultT")
+_TakenT = TypeVar("_TakenT", bound=Weighed, contravariant=True)
+_GivenT = TypeVar("_GivenT", covariant=True)
+
+Begin = Callable[[Callable[[float, int], None]], Callable[[UnitT], ResultT]]
+"""Loads what work on units needs, and gives what does a unit; what it is given is to be told the
+weight and tokens of each part of a unit that is done."""
+
+
+class Job(Protocol[_TakenT, _GivenT]):
+    """What all workers are to do, whichever unit they get."""
+
+    @property
+    def begin(self) -> Begin[_TakenT, _GivenT]:
+        """Called once, before the workers are forked."""
+
+
 class Progress(NamedTuple):
     """Part of a unit is done."""
 
@@ -57,9 +84,8 @@ class Progress(NamedTuple):
 class Done(NamedTuple):
     """A unit is done."""
 
-    result: "UnitResult"
-    sample: list[bytes]
-    """Some of its texts, to compare the engines by."""
+    result: Any
+    """Whatever the job makes of a unit."""
 
 
 class Failure(NamedTuple):
@@ -80,12 +106,12 @@ class WorkerDied(Exception):
 class Server:
     """The program that workers are forked from. It ends with its workers, or with this process."""
 
-    def __init__(self) -> None:
-        """Start it; it imports what workers need and waits."""
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """Start it; it imports `modules`, as far as there are such, and waits for a job."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._process = subprocess.Popen(
-                _command(theirs.fileno()),
+                _command(theirs.fileno(), modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ENVIRONMENT,
@@ -94,7 +120,7 @@ class Server:
         self._workers: list[Connection] = []
         self.is_used = False
 
-    def fork(self, job: "Job", num_workers: int) -> list[Connection]:
+    def fork(self, job: Job[Any, Any], num_workers: int) -> list[Connection]:
         """Have it make workers for `job`, once, and give the connection to each."""
         self.is_used = True
         try:
@@ -117,14 +143,14 @@ class Server:
         self._process.wait()
 
 
-class Crew:
-    """Workers that encode units, for as long as the block lasts. The first come first."""
+class Crew(Generic[UnitT, ResultT]):
+    """Workers that do units, for as long as the block lasts. The first come first."""
 
     def __init__(
         self,
         server: Server,
-        job: "Job",
-        units: Sequence["Unit"],
+        job: Job[UnitT, ResultT],
+        units: Sequence[UnitT],
         num_workers: int,
         on_progress: OnProgress,
     ) -> None:
@@ -143,7 +169,7 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self._server.close()
 
-    def __iter__(self) -> Iterator[Done]:
+    def __iter__(self) -> Iterator[ResultT]:
         """The results, in the order of their completion.
 
         Raises:
@@ -155,7 +181,7 @@ class Crew:
                 assert isinstance(ready, Connection)
                 yield from self._receive(ready)
 
-    def _receive(self, connection: Connection) -> Iterator[Done]:
+    def _receive(self, connection: Connection) -> Iterator[ResultT]:
         try:
             message: Progress | Done | Failure = connection.recv()
         except (EOFError, ConnectionError):
@@ -165,7 +191,7 @@ class Crew:
         elif isinstance(message, Done):
             self._busy.remove(connection)
             self._give(connection)  # it is to be busy while the caller looks at the result
-            yield message
+            yield message.result
         else:
             message.error.add_note(message.traceback)
             raise message.error
@@ -187,7 +213,7 @@ class Crew:
             raise
 
 
-def _command(socket_fd: int) -> list[str]:
+def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
     """The command line of a program that finds the same modules as this process."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
@@ -197,7 +223,7 @@ try:
     from tokenfeed.tools.job.worker import main
 except (ImportError, MemoryError):  # there is no room for it, which the parent will say
     sys.exit(1)
-main({socket_fd})
+main({socket_fd}, {list(modules)!r})
 """
     return [sys.executable, "-c", code]
 

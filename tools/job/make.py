@@ -63,7 +63,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         logger.info("already finished: the same command and input made this data set")
         resumed_units, new_bytes = len(plan.units), 0
     else:
-        with claim(options.out, job) as journal:
+        with claim(options.out, job, UnitResult) as journal:
             resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
             manifest = _encode(options, plan, tokenizer, journal, server)
         new_bytes = manifest.ledger.bytes - resumed_bytes
@@ -94,7 +94,7 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
         )
 
 
-def _text_bytes(journal: Journal) -> int:
+def _text_bytes(journal: Journal[UnitResult]) -> int:
     """Text of the units that are done."""
     results = journal.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
@@ -104,7 +104,7 @@ def _encode(
     options: Options,
     plan: Plan,
     tokenizer: TextTokenizer,
-    journal: Journal,
+    journal: Journal[UnitResult],
     server: Server | None,
 ) -> Manifest:
     """Everything that writes."""

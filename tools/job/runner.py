@@ -11,16 +11,19 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import EngineFailure, ReferenceEngine
 from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
+from tokenfeed.tools.encoding.preloaded import MODULES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import Job
-from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Done, Server, WorkerDied
+from tokenfeed.tools.encoding.unit import Encoded, Job
+from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Server
+from tokenfeed.tools.job.interruption import saying_what_is_kept
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.progress import Bar
 from tokenfeed.tools.job.worker import Worker
@@ -64,7 +67,7 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, journal: Journal) -> Job:
+def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
     """Encode the units that the journal does not have yet, and enter each as it is done.
 
     Returns:
@@ -76,22 +79,15 @@ def run_units(run: Run, journal: Journal) -> Job:
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: With a line that says what is kept.
     """
-    try:
+    with saying_what_is_kept(len(run.units), journal):
         job = _trusting(run, journal)
         if job is None:
             job = replace(run.job, engine=ReferenceEngine.name)
             _run(run, job, journal)
         return job
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_kept(run.units, journal)) from None
-    except WorkerDied:
-        raise TokenfeedError(
-            "a worker process was killed, perhaps for want of memory (then use fewer `--workers`); "
-            + _kept(run.units, journal)
-        ) from None
 
 
-def _trusting(run: Run, journal: Journal) -> Job | None:
+def _trusting(run: Run, journal: Journal[UnitResult]) -> Job | None:
     """Run by the engine that was chosen; None where that must not be, or comes to nothing."""
     if run.job.engine == ReferenceEngine.name or journal.distrusted:
         return None
@@ -110,7 +106,7 @@ def _trusting(run: Run, journal: Journal) -> Job | None:
     return None
 
 
-def _run(run: Run, job: Job, journal: Journal) -> None:
+def _run(run: Run, job: Job, journal: Journal[UnitResult]) -> None:
     """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
     _check(run, job, journal, list(journal.results.values()))
     missing = [unit for unit in run.units if unit.number not in journal.results]
@@ -128,22 +124,22 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
 
 
 @contextlib.contextmanager
-def _crew(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Iterable[Done]]:
+def _crew(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Iterable[Encoded]]:
     """Whoever encodes `units`; of processes none is left when the block ends."""
     if is_small(run.units):
         yield _encode_here(run, job, units, bar)
         return
-    server = run.server if run.server and not run.server.is_used else Server()
+    server = run.server if run.server and not run.server.is_used else Server(MODULES)
     with Crew(server, job, units, min(run.workers, len(units)), bar.advance) as crew:
         yield crew
 
 
-def _encode_here(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Done]:
+def _encode_here(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Encoded]:
     is_reference = job.engine == ReferenceEngine.name
-    worker = Worker(job, ReferenceEngine(run.tokenizer) if is_reference else None)
+    engine = ReferenceEngine(run.tokenizer) if is_reference else None
+    worker = Worker(partial(job.begin, engine=engine))
     worker.on_progress = bar.advance
-    for unit in units:
-        yield worker.encode(unit)
+    yield from map(worker.do, units)
 
 
 def _begin_audit(run: Run, job: Job) -> bool:
@@ -175,7 +171,7 @@ def _audited(run: Run, result: UnitResult, sample: list[bytes]) -> UnitResult:
     )
 
 
-def _check(run: Run, job: Job, journal: Journal, results: list[UnitResult]) -> None:
+def _check(run: Run, job: Job, journal: Journal[UnitResult], results: list[UnitResult]) -> None:
     """Look at what has just been finished: are ids to be believed, and rejects few enough?"""
     if job.engine != ReferenceEngine.name:
         for result in results:
@@ -195,10 +191,3 @@ def _believe(differing: list[bytes]) -> None:
             f"the fast engine gives other ids than the reference, {len(differing)} times, first "
             f"for {shown!r}"
         )
-
-
-def _kept(units: tuple[Unit, ...], journal: Journal) -> str:
-    return (
-        f"{len(journal.results):,} of {len(units):,} units are finished and kept; the same command "
-        "continues with the others."
-    )

@@ -1,7 +1,7 @@
-"""The workers' side of a crew: a program that loads the engine once, forks, and serves units.
+"""The workers' side of a crew: a program that begins a job once, forks, and serves units.
 
-It forks when the engine is loaded and not yet used, for a tokenizer's threads do not survive a
-fork; what was loaded is then memory that all workers share. A worker whose socket closes ends at
+It forks when the job is begun and nothing done yet, for threads, like a tokenizer's, do not survive
+a fork; what was loaded is then memory that all workers share. A worker whose socket closes ends at
 once, whatever it is doing: nobody wants its unit any more.
 """
 
@@ -10,40 +10,44 @@ import gc
 import importlib
 import os
 import pickle
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, Generic, NoReturn
 
 from tokenfeed.tools.console import log_to_stderr
-from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.engine import Engine
-from tokenfeed.tools.encoding.unit import Job, UnitEncoder
-from tokenfeed.tools.job.crew import Done, Failure, OnProgress, Progress
+from tokenfeed.tools.job.crew import (
+    Begin,
+    Done,
+    Failure,
+    OnProgress,
+    Progress,
+    ResultT,
+    UnitT,
+    Weighed,
+)
 
 __all__ = ["Worker", "main"]
 
-_PRELOADED = ["awkward", "gigatoken"]
-"""What the fast engine will import: before a job is known there is time for it."""
 
+class Worker(Generic[UnitT, ResultT]):
+    """Does units, and says how far it is."""
 
-class Worker:
-    """Encodes units, and says how far it is."""
-
-    def __init__(self, job: Job, engine: Engine | None = None) -> None:
-        """Load the job's engine, unless it is given."""
+    def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
+        """Begin a job."""
         self.on_progress: OnProgress = lambda progress: None
         self._left_bytes = 0.0
-        self._encoder = UnitEncoder(job, self._count, engine)
+        self._do = begin(self._count)
 
-    def encode(self, unit: Unit) -> Done:
-        """Encode a unit; see `UnitEncoder.encode`."""
+    def do(self, unit: UnitT) -> ResultT:
+        """What the job makes of a unit."""
         self._left_bytes = unit.weight_bytes
-        done = Done(*self._encoder.encode(unit))
+        result = self._do(unit)
         self._count(self._left_bytes, 0)
-        return done
+        return result
 
     def _count(self, weight_bytes: float, num_tokens: int) -> None:
         """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
@@ -52,11 +56,11 @@ class Worker:
         self.on_progress(Progress(weight_bytes, num_tokens))
 
 
-def main(socket_fd: int) -> None:
-    """The program: wait for a job, load its engine, fork its workers, outlive them."""
+def main(socket_fd: int, modules: list[str]) -> None:
+    """The program: wait for a job, begin it, fork its workers, outlive them."""
     log_to_stderr()
-    for name in _PRELOADED:
-        with contextlib.suppress(Exception):  # loading the engine will tell
+    for name in modules:  # before a job is known there is time for it
+        with contextlib.suppress(Exception):  # beginning the job will tell
             importlib.import_module(name)
     control = Connection(socket_fd)
     try:
@@ -64,16 +68,18 @@ def main(socket_fd: int) -> None:
         connections = [Connection(recv_handle(control)) for _ in range(num_workers)]
     except (EOFError, ConnectionError):
         return  # nobody wants any
+    except (ImportError, MemoryError):  # there is no room for the job, which the parent will say
+        sys.exit(1)
     control.close()
     try:
-        worker = Worker(job)
+        worker: Worker[Any, Any] = Worker(job.begin)
     except BaseException as error:
         _say_failed(connections, error)
     else:
         _fork(worker, connections)
 
 
-def _fork(worker: Worker, connections: list[Connection]) -> None:
+def _fork(worker: Worker[Any, Any], connections: list[Connection]) -> None:
     """A process for each connection; returns when all have ended."""
     gc.freeze()  # a collection would copy the memory that they share
     while connections:
@@ -93,8 +99,8 @@ def _fork(worker: Worker, connections: list[Connection]) -> None:
             os.wait()
 
 
-def _serve(worker: Worker, connection: Connection) -> NoReturn:
-    units: SimpleQueue[Unit] = SimpleQueue()
+def _serve(worker: Worker[Any, Any], connection: Connection) -> NoReturn:
+    units: SimpleQueue[Weighed] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, units), daemon=True).start()
     worker.on_progress = connection.send
     try:
@@ -104,7 +110,7 @@ def _serve(worker: Worker, connection: Connection) -> NoReturn:
         os._exit(os.EX_OK)
 
 
-def _receive(connection: Connection, units: SimpleQueue[Unit]) -> None:
+def _receive(connection: Connection, units: SimpleQueue[Weighed]) -> None:
     """Take units, and end the process when none can come any more."""
     try:
         while True:
@@ -113,9 +119,9 @@ def _receive(connection: Connection, units: SimpleQueue[Unit]) -> None:
         os._exit(os.EX_OK)
 
 
-def _answer(worker: Worker, unit: Unit) -> Done | Failure:
+def _answer(worker: Worker[Any, Any], unit: Weighed) -> Done | Failure:
     try:
-        return worker.encode(unit)
+        return Done(worker.do(unit))
     except ConnectionError:  # from telling the progress
         raise
     except BaseException as error:  # a panic of a library in Rust is no mere Exception
