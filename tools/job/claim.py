@@ -25,6 +25,7 @@ from tokenfeed.tools.job.journal import Journal, Result
 
 __all__ = [
     "MADE_BY_FILE",
+    "UNSHUFFLED_FOLDER",
     "State",
     "claim",
     "made_by",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 MADE_BY_FILE = ".made_by.json"
+UNSHUFFLED_FOLDER = ".unshuffled"
+"""Holds the data set that an unfinished `pretokenize --shuffle` is to shuffle."""
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -62,6 +65,11 @@ def state_of(folder: Path) -> State:
         raise ConfigError(
             f"{folder}: already holds a finished data set, and no {MADE_BY_FILE} that says what "
             "made it. Give another folder, or delete this one."
+        )
+    if UNSHUFFLED_FOLDER in names:
+        raise ConfigError(
+            f"{folder}: holds an unfinished run of `pretokenize --shuffle`. Repeat that command, "
+            "or give another folder."
         )
     if others := sorted(names):
         raise ConfigError(
