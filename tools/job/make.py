@@ -7,6 +7,7 @@ and the manifest last, so a folder is at any time new, unfinished or finished.
 
 import logging
 import time
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -36,12 +37,15 @@ __all__ = ["make_dataset"]
 logger = logging.getLogger(__name__)
 
 
-def make_dataset(options: Options, server: Server | None = None) -> Summary:
+def make_dataset(
+    options: Options, server: Server | None = None, folder: Path | None = None
+) -> Summary:
     """Make the data set that `options` describe, or finish it, and say what became of the input.
 
     Args:
-        options: What is wanted.
+        options: What is wanted; its rows are in the order of the input all the same.
         server: A program to fork workers from, if one was started already.
+        folder: Where to make it; None for the output folder.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
@@ -49,27 +53,29 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
     """
     started = time.perf_counter()
     options.check()
-    state = state_of(options.out)
+    folder = folder or options.out
+    state = state_of(folder)
     plan = Plan.of(options)
     tokenizer_started = time.perf_counter()
-    tokenizer = _settle_tokenizer(options, plan, state)
+    tokenizer = _settle_tokenizer(options, plan, folder, state)
     tokenizer_seconds = time.perf_counter() - tokenizer_started
     _advise(options, tokenizer)
     plan.task.frame(tokenizer)  # an error here is one before anything is written
     job = _describe(options, plan, tokenizer)
     if state == "finished":
-        manifest = recognise(options.out, job)
+        manifest = recognise(folder, job)
         _check_rejects(options, manifest)
-        logger.info("already finished: the same command and input made this data set")
+        if folder == options.out:
+            logger.info("already finished: the same command and input made this data set")
         resumed_units, new_bytes = len(plan.units), 0
     else:
-        with claim(options.out, job, UnitResult) as journal:
+        with claim(folder, job, UnitResult) as journal:
             resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
-            manifest = _encode(options, plan, tokenizer, journal, server)
+            manifest = _encode(options, plan, tokenizer, folder, journal, server)
         new_bytes = manifest.ledger.bytes - resumed_bytes
     return Summary.of(
         manifest,
-        folder=options.out,
+        folder=folder,
         tokenizer=tokenizer,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
         skipped_binary=plan.corpus.skipped_binary,
@@ -104,12 +110,13 @@ def _encode(
     options: Options,
     plan: Plan,
     tokenizer: TextTokenizer,
+    folder: Path,
     journal: Journal[UnitResult],
     server: Server | None,
 ) -> Manifest:
     """Everything that writes."""
-    atomic_write(options.out / TOKENIZER_FILE, tokenizer.json_bytes)
-    run = _plan_run(options, plan, tokenizer, server)
+    atomic_write(folder / TOKENIZER_FILE, tokenizer.json_bytes)
+    run = _plan_run(options, plan, tokenizer, folder, server)
     try:
         job = run_units(run, journal)
     except TokenizerError as error:  # another command may do better, here too
@@ -120,19 +127,22 @@ def _encode(
     if not any(result.shards for result in results):
         withdraw(journal, plan.splits)
         raise _no_document(plan.corpus, results)
-    remember(options.out, journal.job)
+    remember(folder, journal.job)
     manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
     journal.remove()
     return manifest
 
 
-def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Server | None) -> Run:
+def _plan_run(
+    options: Options, plan: Plan, tokenizer: TextTokenizer, folder: Path, server: Server | None
+) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small."""
     falls_back = options.engine == "auto"
     is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
-    audit = Audit(tokenizer, plan.units, plan.task.fields, options.seed)
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    audit = Audit(tokenizer, plan.units, plan.task.fields, sample_seed)
     job = Job(
-        folder=options.out,
+        folder=folder,
         task=plan.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -155,9 +165,9 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
     )
 
 
-def _settle_tokenizer(options: Options, plan: Plan, state: State) -> TextTokenizer:
+def _settle_tokenizer(options: Options, plan: Plan, folder: Path, state: State) -> TextTokenizer:
     """The tokenizer asked for, or the one an earlier run has trained, or a newly trained one."""
-    trained = options.out / TOKENIZER_FILE
+    trained = folder / TOKENIZER_FILE
     origin: object = options.tokenizer or trained
     if options.tokenizer:
         json_bytes = fetch_tokenizer_json(options.tokenizer)
@@ -197,7 +207,8 @@ def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[st
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
-    return {
+    shuffle = {"--shuffle and --seed": options.seed} if options.shuffle else {}
+    return shuffle | {
         "CORPUS": list(options.corpus),
         "--exclude": list(options.exclude),
         "--split": list(options.split),
