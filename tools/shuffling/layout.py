@@ -21,7 +21,7 @@ from tokenfeed.pipeline.planning.order import permute, stream_key
 
 __all__ = ["Gather", "Layout", "Scatter", "SplitLayout", "bytes_a_token_and_row"]
 
-_SECTION_BYTES = 1 << 16
+_SECTION_BYTES = 1 << 18
 """What one pass hands the other in one piece, where memory allows so much."""
 _SMALLEST_BUCKET = 4_000_000
 _WORKERS_AT_LEAST = 2

@@ -27,7 +27,7 @@ __all__ = ["Columns", "Placed", "read_section", "write_partition"]
 
 _ENTRY = struct.Struct("<5Q")
 """Where a section begins, its bytes, rows and tokens, and a checksum over these and its content."""
-_CODEC = pa.Codec("lz4")
+_CODEC = pa.Codec("lz4_raw")
 _LENGTH, _PLACE = ("length", "row"), ("place", "row")
 """What a section has beside the columns of the data set."""
 

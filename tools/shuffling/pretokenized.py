@@ -1,4 +1,4 @@
-"""`pretokenize --shuffle`: make a data set in a hidden folder of the output folder, then shuffle it.
+"""`pretokenize --shuffle`: make a data set in a folder of the output folder, then shuffle it.
 
 Each of the two continues by itself where it was interrupted, and what made the first is said to
 have made the second. The hidden folder goes when the output folder is finished, not before.
