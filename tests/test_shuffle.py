@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command import files_of
+from command import files_of, kill_at
 from conftest import VOCABULARY_SIZE, random_rows, rows_of_ids, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,11 +27,13 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import task_columns
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.shuffling import run
+from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.shuffling.layout import Layout
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.shards", "shuffle"]
+GOLDEN = Path(__file__).parent / "golden/format1/lm"
 MakeDataset = Callable[..., Path]
 
 
@@ -77,7 +80,6 @@ def lengths_of(count: int, mean: float = 30, seed: int = 0) -> np.ndarray:
 
 def manifest_of(rows: int, tokens: int, shards: int, batches: int) -> Manifest:
     """A manifest of a data set that need not exist."""
-    empty = json.loads((Path(__file__).parent / "golden/format1/lm/manifest.json").read_text())
     info = ShardInfo(
         file="train/0.arrow",
         bytes=1,
@@ -89,9 +91,7 @@ def manifest_of(rows: int, tokens: int, shards: int, batches: int) -> Manifest:
     )
     others = dataclasses.replace(info, rows=0, tokens=0, batches=0)
     split = SplitInfo(shards=(info, *[others] * (shards - 1)), length_histogram=())
-    golden = Manifest.read(Path(__file__).parent / "golden/format1/lm")
-    assert golden.content() == {n: v for n, v in empty.items() if n != "manifest_xxh3"}
-    return dataclasses.replace(golden, splits={"train": split})
+    return dataclasses.replace(Manifest.read(GOLDEN), splits={"train": split})
 
 
 @given(
@@ -257,11 +257,11 @@ def test_a_shuffled_set_can_be_shuffled_again(make_dataset: MakeDataset, tmp_pat
 def test_the_shard_size_decides_how_many_shards_there_are(
     make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
-    source = make_dataset(lengths_of(1000), 4)
+    source = make_dataset(lengths_of(15), 4)
     manifest = Manifest.read(source)
     ledger = dataclasses.replace(manifest.ledger, bytes=120_000)
     dataclasses.replace(manifest, ledger=ledger).write(source)
-    for size, shards in ((None, 4), (10_000, 12), (10**9, 1), (1, 1000)):
+    for size, shards in ((None, 4), (10_000, 12), (10**9, 1), (1, 15)):
         out = shuffle(source, tmp_path / f"{size}", shard_bytes=size)
         rows = [shard.rows for shard in Manifest.read(out).split("train").shards]
         assert len(rows) == shards
@@ -288,23 +288,38 @@ def test_nothing_temporary_is_left_and_the_same_command_is_already_finished(
     assert "the fingerprint of IN was" in error_of(other, out, expect=2)
 
 
-def test_what_cannot_work_is_refused_in_one_line(make_dataset: MakeDataset, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"memory": "0"}, "`--memory` 0: expected a size like 256MB."),
+        ({"memory": "some"}, "`--memory` some: expected a size like 256MB."),
+        ({"shard_size": "0"}, "`--shard-size` 0: expected a size like 256MB, or auto."),
+        ({"workers": 0}, "`--workers` 0: expected at least 1, or auto."),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(
+    tmp_path: Path, make_dataset: MakeDataset, option: dict[str, Any], said: str
+) -> None:
+    wanted = ShuffleRows(source=make_dataset([1]), out=tmp_path / "out", **option)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        wanted.run()
+
+
+def test_a_folder_that_cannot_be_the_output_is_refused(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
     source = make_dataset(lengths_of(300))
-    for settings, said in (
-        (["--memory", "0"], "`--memory` 0: expected a size like 256MB."),
-        (["--memory", "some"], "`--memory` some: expected a size like 256MB."),
-        (["--shard-size", "0"], "`--shard-size` 0: expected a size like 256MB, or auto."),
-        (["--workers", "0"], "`--workers` 0: expected at least 1, or auto."),
-    ):
-        assert said in error_of(source, tmp_path / "out", *settings, expect=2)
     assert "is or lies in the data set" in error_of(source, source / "deep" / "out", expect=2)
-    assert "is or lies in the data set" in error_of(source, source, expect=2)
-    assert "already holds other data" in error_of(source, tmp_path, expect=2)
+    for out, said in ((source, "is or lies in the data set"), (tmp_path, "holds other data")):
+        with pytest.raises(ConfigError, match=said):
+            shuffle(source, out)
+
+
+def test_an_unfinished_data_set_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     unfinished = tmp_path / "unfinished"
     unfinished.mkdir()
     (unfinished / ".journal.jsonl").touch()
-    said = error_of(unfinished, tmp_path / "out")
-    assert "holds no finished data set" in said
+    assert "holds no finished data set" in error_of(unfinished, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -337,7 +352,7 @@ def test_an_unfinished_run_is_continued_by_the_command_that_began_it_alone(
     make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
     source, out = make_dataset(lengths_of(3000), 3), tmp_path / "out"
-    assert kill_at(1, source, out)
+    assert kill_at(1, "shuffle", source, out)
     with pytest.raises(ConfigError, match="--seed was 0, is 1"):
         shuffle(source, out, seed=1)
     with pytest.raises(ConfigError, match="--memory was 1000000000, is 5"):
@@ -350,32 +365,6 @@ def test_an_unfinished_run_is_continued_by_the_command_that_began_it_alone(
     shuffle(source, out)
 
 
-def kill_at(moment: int, source: Path, out: Path, module: str = "shards", *more: str) -> bool:
-    """Run the command until that many files have their names, or are synced, and kill it there;
-    False if it was done before."""
-    code = f"""
-import os, signal, sys
-left = [{moment}]
-def counted(function):
-    def call(*arguments, **options):
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        return function(*arguments, **options)
-    return call
-for name in ("replace", "fsync", "unlink", "rmdir"):
-    setattr(os, name, counted(getattr(os, name)))
-from tokenfeed.tools.{module} import main
-main()
-"""
-    arguments = [*(["shuffle"] if module == "shards" else []), str(source), str(out), *more]
-    result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True
-    )
-    assert result.returncode in (0, -signal.SIGKILL), result.stderr
-    return result.returncode != 0
-
-
 def test_a_run_killed_at_any_step_continues_to_the_same_bytes(
     make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
@@ -383,7 +372,7 @@ def test_a_run_killed_at_any_step_continues_to_the_same_bytes(
     expected = files_of(shuffle(source, tmp_path / "expected"))
     out = tmp_path / "out"
     kills = 0
-    while kill_at(1 + 6 * kills, source, out):
+    while kill_at(1 + 9 * kills, "shuffle", source, out):
         kills += 1
     assert kills >= 4
     assert files_of(out) == expected
@@ -392,7 +381,7 @@ def test_a_run_killed_at_any_step_continues_to_the_same_bytes(
 def test_damaged_partitions_are_made_again(make_dataset: MakeDataset, tmp_path: Path) -> None:
     source, out = make_dataset(lengths_of(30_000), 3), tmp_path / "out"
     expected = files_of(shuffle(source, tmp_path / "expected", memory_bytes=10**6))
-    assert kill_at(25, source, out, "shards", "--memory", "1MB", "--workers", "1")
+    assert kill_at(25, "shuffle", source, out, "--memory", "1MB", "--workers", "1")
     partitions = sorted((out / PARTITIONS).iterdir())
     assert len(partitions) > 3
     partitions[0].write_bytes(partitions[0].read_bytes()[:-1])
@@ -502,6 +491,8 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path: Path) -> None:
 def test_fingerprints_of_before_stay_and_the_key_is_there_only_where_rows_were_shuffled(
     make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
+    stored = json.loads((GOLDEN / "manifest.json").read_text())
+    assert Manifest.read(GOLDEN).fingerprint == stored["manifest_xxh3"]
     source = make_dataset(lengths_of(30))
     assert "shuffled" not in json.loads((source / "manifest.json").read_text())
     out = shuffle(source, tmp_path / "out", seed=4)
