@@ -448,7 +448,8 @@ def test_ctrl_c_says_what_is_kept_and_the_same_command_continues(tmp_path: Path)
     process = subprocess.Popen(
         [*COMMAND, str(source), str(out), *options], stderr=subprocess.PIPE, text=True
     )
-    while not list((out / PARTITIONS).glob("0*")):
+    journal = out / ".journal.jsonl"
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 3:  # the job, and two units
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

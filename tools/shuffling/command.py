@@ -35,8 +35,8 @@ class ShuffleRows:
     shard_size: str = "auto"
     """Text in a shard, like 256MB; auto: as many shards as IN has."""
     memory: str = "1GB"
-    """What rows in memory may take, in all processes. No influence on the output, but on the time:
-    of very large data sets, several terabytes, give a hundredth."""
+    """What rows in memory may take, in all processes together; more helps beyond 100GB of rows. No
+    influence on the output."""
     workers: int | Literal["auto"] = "auto"
     """Processes; auto: one a core, as far as they find room. No influence on the output."""
     json: bool = False
