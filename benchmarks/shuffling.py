@@ -5,13 +5,15 @@ short rows (mean 12), whose ids come in phrases that are drawn again and again, 
 compress about as well as text. The real command shuffles it in new processes, with 2 workers and
 `--memory 200MB`; time is from start to last fsync. Memory is the most that all its processes had
 together (PSS), of one more run that is looked at ten times a second and not timed. Beside it, what
-the disk alone needs to write as many bytes as the shards have, and to sync them.
+the disk alone needs to write as many bytes as the shards have, and to sync them. On a machine that
+others use, look at the processor time of all processes instead of the speed.
 
     python benchmarks/shuffling.py [--repeats 3] [--size 1000] [--data FOLDER]
 """
 
 import argparse
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -126,9 +128,9 @@ def write_manifest(folder: Path, shards: tuple[ShardInfo, ...], histogram: np.nd
     ).write(folder)
 
 
-def shuffle(data: Path, out: Path, sample_seconds: float | None) -> tuple[float, int]:
-    """One run of the command: seconds, and the most memory where it is looked for."""
-    started, peak = time.perf_counter(), 0
+def shuffle(data: Path, out: Path, sample_seconds: float | None) -> tuple[float, float, int]:
+    """One run of the command: seconds, those of processors, the most memory if it is looked for."""
+    started, cpu_started, peak = time.perf_counter(), cpu_seconds(), 0
     command = [*COMMAND, str(data), str(out), *SETTINGS]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     while sample_seconds and process.poll() is None:
@@ -138,7 +140,13 @@ def shuffle(data: Path, out: Path, sample_seconds: float | None) -> tuple[float,
         sys.exit(f"{' '.join(command)}: exit code {process.returncode}")
     seconds = time.perf_counter() - started
     shutil.rmtree(out)
-    return seconds, peak
+    return seconds, cpu_seconds() - cpu_started, peak
+
+
+def cpu_seconds() -> float:
+    """Processor time of all processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def disk_seconds(folder: Path, num_bytes: int) -> float:
@@ -160,8 +168,9 @@ def measure(folder: Path, kind: str, num_bytes: int, repeats: int) -> dict[str, 
         make_data(data, kind, num_bytes)
     train = Manifest.read(data).split("train")
     size = sum(shard.bytes for shard in train.shards)
-    _, peak = shuffle(data, folder / "out", sample_seconds=0.1)
-    seconds = [shuffle(data, folder / "out", None)[0] for _ in range(repeats)]
+    *_, peak = shuffle(data, folder / "out", sample_seconds=0.1)
+    runs = [shuffle(data, folder / "out", None) for _ in range(repeats)]
+    seconds = [run[0] for run in runs]
     disk = [disk_seconds(folder, size) for _ in range(repeats)]
     return {
         "kind": kind,
@@ -172,6 +181,7 @@ def measure(folder: Path, kind: str, num_bytes: int, repeats: int) -> dict[str, 
         "mb_per_s": summary([size / 1e6 / each for each in seconds]),
         "million_tokens_per_s": summary([train.tokens / 1e6 / each for each in seconds]),
         "million_rows_per_s": summary([train.rows / 1e6 / each for each in seconds], 2),
+        "mb_per_cpu_s": summary([size / 1e6 / run[1] for run in runs]),
         "disk_mb_per_s": summary([size / 1e6 / each for each in disk]),
         "peak_memory_mb": round(peak / 1e6),
     }
@@ -179,7 +189,17 @@ def measure(folder: Path, kind: str, num_bytes: int, repeats: int) -> dict[str, 
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="shards shuffle, 2 workers, --memory 200MB")
-    for name in ("rows", "MB", "B/token", "MB/s", "M tokens/s", "M rows/s", "disk", "memory"):
+    for name in (
+        "rows",
+        "MB",
+        "B/token",
+        "MB/s",
+        "M tokens/s",
+        "M rows/s",
+        "MB/CPU s",
+        "disk",
+        "memory",
+    ):
         table.add_column(name, justify="right")
     for result in results:
         table.add_row(
@@ -190,7 +210,7 @@ def show(results: list[dict[str, Any]]) -> None:
                 f"{result[name]['median']} [{result[name]['min']}, {result[name]['max']}]"
                 for name in (
                     *("mb_per_s", "million_tokens_per_s", "million_rows_per_s"),
-                    "disk_mb_per_s",
+                    *("mb_per_cpu_s", "disk_mb_per_s"),
                 )
             ),
             f"{result['peak_memory_mb']} MB",

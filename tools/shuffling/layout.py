@@ -26,8 +26,9 @@ _SECTION_BYTES = 1 << 18
 _SMALLEST_BUCKET = 4_000_000
 _WORKERS_AT_LEAST = 2
 """So many find room in the memory that is allowed."""
-_COPIES = 2.5
-"""Of a bucket that a worker has at once: read and joined, or joined and in order."""
+_COPIES = 4.5
+"""Of a bucket, in the memory that a worker was seen to take for one: rows as read, joined and in
+order, and what allocators keep."""
 _SLICE_ROWS = 1 << 16
 """Rows whose places are computed at once, within the processor's cache."""
 _ROW_BYTES = 40

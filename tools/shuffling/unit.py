@@ -138,8 +138,26 @@ class _Shuffler:
         return Done(unit=unit.number, shards=tuple(infos))
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """A bucket as it was read, and where each of its places is."""
+
+    number: int
+    rows: Rows
+    order: np.ndarray
+    """The row that belongs in each place, shape (R,)."""
+
+    def slices(self, start: int, stop: int) -> Iterator[Rows]:
+        """The rows of places `start` up to `stop`, copied so many tokens at a time."""
+        ends = np.cumsum(self.rows.lengths[self.order[start:stop]])
+        goals = np.arange(_SLICE_TOKENS, int(ends[-1]), _SLICE_TOKENS)
+        cuts = np.unique([start, *(start + 1 + np.searchsorted(ends, goals)), stop])
+        for first, end in pairwise(cuts.tolist()):
+            yield self.rows.take(self.order[first:end])
+
+
 class _BucketSource:
-    """Rows in their new order, read a bucket at a time."""
+    """Rows in their new order, from one bucket after the other."""
 
     def __init__(self, job: Shuffle, unit: Gather, columns: Columns) -> None:
         self._split = job.layout.splits[unit.split]
@@ -149,54 +167,39 @@ class _BucketSource:
             for scatter in job.layout.scatters
             if scatter.split == unit.split
         ]
-        self._kept = -1
-        self._rows: Rows | None = None
+        self._bucket: _Bucket | None = None
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Those of the new places `start` up to `stop`, in slices."""
         edges = self._split.bucket_edges
         first = int(np.searchsorted(edges, start, side="right")) - 1
-        for bucket in range(first, int(np.searchsorted(edges, stop))):
-            begin, end = edges[bucket : bucket + 2].tolist()
+        for number in range(first, int(np.searchsorted(edges, stop))):
+            begin, end = edges[number : number + 2].tolist()
             if begin < end:
                 wanted = max(start, begin) - begin, min(stop, end) - begin
-                yield from _slices(self._bucket(bucket), *wanted)
+                yield from self._opened(number).slices(*wanted)
 
-    def _bucket(self, bucket: int) -> Rows:
-        if bucket != self._kept or self._rows is None:
-            self._rows = None  # room for the next
-            self._rows, self._kept = self._read(bucket), bucket
-        return self._rows
+    def _opened(self, number: int) -> _Bucket:
+        if self._bucket is None or self._bucket.number != number:
+            self._bucket = None  # room for the next
+            self._bucket = self._read(number)
+        return self._bucket
 
-    def _read(self, bucket: int) -> Rows:
-        """All rows of a bucket, each in its place."""
-        placed = self._joined(bucket)
-        size = int(np.diff(self._split.bucket_edges[bucket : bucket + 2])[0])
-        if len(placed.places) != size:
-            raise ShardFormatError(
-                f"{self._partitions[0].parent}: holds {len(placed.places):,} rows of bucket "
-                f"{bucket}, expected {size:,}. Delete the folder and repeat the command."
-            )
-        order = np.empty(size, np.int64)
-        order[placed.places] = np.arange(size)
-        return placed.rows.take(order)
-
-    def _joined(self, bucket: int) -> Placed:
+    def _read(self, number: int) -> _Bucket:
         num_buckets = len(self._split.bucket_edges) - 1
         parts = [
-            read_section(path, bucket, num_buckets, self._columns) for path in self._partitions
+            read_section(path, number, num_buckets, self._columns) for path in self._partitions
         ]
-        rows = Rows.concatenate([part.rows for part in parts])
-        return Placed(rows, np.concatenate([part.places for part in parts]))
-
-
-def _slices(rows: Rows, start: int, stop: int) -> Iterator[Rows]:
-    """Rows `start` up to `stop`, so many tokens at a time."""
-    ends = np.cumsum(rows.lengths[start:stop])
-    goals = np.arange(_SLICE_TOKENS, int(ends[-1]), _SLICE_TOKENS)
-    cuts = np.unique([start, *(start + 1 + np.searchsorted(ends, goals)), stop])
-    for first, end in pairwise(cuts.tolist()):
-        yield rows.slice(first, end)
+        places = np.concatenate([part.places for part in parts])
+        size = int(np.diff(self._split.bucket_edges[number : number + 2])[0])
+        if len(places) != size:
+            raise ShardFormatError(
+                f"{self._partitions[0].parent}: holds {len(places):,} rows of bucket {number}, "
+                f"expected {size:,}. Delete the folder and repeat the command."
+            )
+        order = np.empty(size, np.int64)
+        order[places] = np.arange(size)
+        return _Bucket(number, Rows.concatenate([part.rows for part in parts]), order)
 
 
 def _partition_name(number: int) -> str:
