@@ -372,7 +372,7 @@ def test_a_run_killed_at_any_step_continues_to_the_same_bytes(
     expected = files_of(shuffle(source, tmp_path / "expected"))
     out = tmp_path / "out"
     kills = 0
-    while kill_at(1 + 9 * kills, "shuffle", source, out):
+    while kill_at(1 + 5 * kills, "shuffle", source, out):
         kills += 1
     assert kills >= 4
     assert files_of(out) == expected

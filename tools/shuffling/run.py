@@ -1,7 +1,7 @@
 """Shuffle a data set: a run as a whole.
 
-Two passes of units, then the side files' manifest under which the shards are frozen. The journal
-goes first and the manifest last, so the output folder is at any time new, unfinished or finished;
+Two passes of units, then the manifest that freezes what the second has written. The journal goes
+first and the manifest last, so the output folder is at any time new, unfinished or finished;
 what a kill leaves of the temporary files, the same command uses or clears away.
 """
 
@@ -100,7 +100,8 @@ def shuffle_into(
         shard_bytes=settings.shard_bytes,
         memory_bytes=memory_bytes,
     )
-    with claim(out, job | {"--memory": memory_bytes}, Done) as journal:
+    units = {"--memory": memory_bytes, "the size of a bucket": layout.bucket_bytes}
+    with claim(out, job | units, Done) as journal:  # what the bytes do not depend on, but the work
         work = Shuffle.of(source, manifest, out, layout)
         run = _Run(work, journal, layout.workers(settings.workers, memory_bytes))
         for info in (manifest.tokenizer, manifest.sources, manifest.rejects):
