@@ -292,7 +292,7 @@ def test_nothing_temporary_is_left_and_the_same_command_is_already_finished(
     ("option", "said"),
     [
         ({"memory": "0"}, "`--memory` 0: expected a size like 256MB."),
-        ({"memory": "some"}, "`--memory` some: expected a size like 256MB."),
+        ({"memory": "some"}, "`--memory` 'some': expected a size like 256MB."),
         ({"shard_size": "0"}, "`--shard-size` 0: expected a size like 256MB, or auto."),
         ({"workers": 0}, "`--workers` 0: expected at least 1, or auto."),
     ],

@@ -32,5 +32,6 @@ def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
     num_bytes = int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else 0
     if not num_bytes:
         also = f", or {otherwise}" if otherwise else ""
-        raise ConfigError(f"`{flag}` {size}: expected a size like 256MB{also}.")
+        shown = 0 if match else repr(size)
+        raise ConfigError(f"`{flag}` {shown}: expected a size like 256MB{also}.")
     return num_bytes
