@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ __all__ = [
     "WORDS",
     "error_of",
     "files_of",
+    "kill_at",
     "run",
     "run_json",
     "texts",
@@ -70,6 +72,31 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def kill_at(moment: int, command: str, *arguments: object) -> bool:
+    """Run `pretokenize` or `shuffle`, and kill it when it has named, synced or deleted so many
+    files; False if it was done before."""
+    module = "shards" if command == "shuffle" else command
+    code = f"""
+import os, signal
+left = [{moment}]
+def counted(function):
+    def call(*arguments, **options):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*arguments, **options)
+    return call
+for name in ("replace", "fsync", "unlink", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+from tokenfeed.tools.{module} import main
+main()
+"""
+    given = [*(["shuffle"] if command == "shuffle" else []), *map(str, arguments)]
+    result = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr
+    return result.returncode != 0
 
 
 def texts(num_documents: int, seed: int = 0) -> list[str]:

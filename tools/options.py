@@ -6,7 +6,6 @@ tyro turns the dataclass into the command line: a field's docstring is its help.
 import dataclasses
 import functools
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
+from tokenfeed.tools.sizes import bytes_of
 
 __all__ = ["Options", "parse_options"]
 
@@ -32,15 +32,6 @@ _FIELDS: dict[TaskName, tuple[str, ...]] = {
 """The options that name the fields of a task."""
 _TRAINING = ("vocab_size", "seed")
 """Options of a tokenizer that is trained."""
-_SIZE_UNITS = {
-    "B": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +112,11 @@ class Options:
         int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any number)")
     ] = None
     """End when more records than this cannot be used."""
+    shuffle: bool = False
+    """Deliver all rows of a split in random order, as `shards shuffle` does, and in the same
+    memory. While it runs it takes three times the room of the data set."""
     seed: int = 0
-    """Draws the sample for training a tokenizer."""
+    """Draws the sample for training a tokenizer, and the order of `--shuffle`."""
     json: bool = False
     """Print the summary as JSON."""
 
@@ -141,12 +135,7 @@ class Options:
         """Bytes that `shard_size` means; None for auto."""
         if self.shard_size == "auto":
             return None
-        match = re.fullmatch(r"(\d+) ?([KMG]i?B)?", self.shard_size, re.IGNORECASE)
-        if not match:
-            raise ConfigError(
-                f"`--shard-size` {self.shard_size!r}: expected a size like 256MB, or auto."
-            )
-        return int(match[1]) * _SIZE_UNITS[(match[2] or "B").upper()]
+        return bytes_of(self.shard_size, flag="--shard-size", otherwise="auto")
 
     @property
     def num_workers(self) -> int:
@@ -233,8 +222,7 @@ class Options:
                 "`--verify-ids` compares with what `--engine tokenizers` makes: leave one of them "
                 "out."
             )
-        if self.shard_bytes == 0:
-            raise ConfigError("`--shard-size` 0: expected a size like 256MB, or auto.")
+        _ = self.shard_bytes  # raises where it is no size
         self._check_tokenizer()
 
     def _check_meaning(self) -> None:
@@ -249,7 +237,8 @@ class Options:
                     f"this is `--task {self.task}`."
                 )
         for name in _TRAINING:
-            if name in given and self.tokenizer:
+            is_of_use = name == "seed" and self.shuffle
+            if name in given and self.tokenizer and not is_of_use:
                 raise ConfigError(
                     f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."

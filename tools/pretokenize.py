@@ -39,9 +39,11 @@ def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.tools.job.make import make_dataset
         from tokenfeed.tools.options import parse_options
+        from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
-    summary = make_dataset(options, server)
+    make = make_shuffled_dataset if options.shuffle else make_dataset
+    summary = make(options, server)
     if options.json:
         print_json(summary.as_json())
     else:
@@ -53,6 +55,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
 
     A guess, for they are not parsed yet: a wrong one costs time and nothing else.
     """
+    from tokenfeed.tools.encoding.preloaded import MODULES
     from tokenfeed.tools.job.crew import SMALL_BYTES, Server
 
     num_bytes = 0
@@ -61,7 +64,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
             for size in _sizes(argument):
                 num_bytes += size
                 if num_bytes > SMALL_BYTES:
-                    return Server()
+                    return Server(MODULES)
     return None
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Ledger",
     "Manifest",
     "ShardInfo",
+    "Shuffled",
     "SplitInfo",
     "TokenizerInfo",
     "length_histogram",
@@ -39,7 +40,7 @@ JOURNAL_FILE = ".journal.jsonl"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = "manifest_xxh3"
-_ADDED = ("seal", "routed", "verified")
+_ADDED = ("seal", "routed", "verified", "shuffled")
 """Keys that the first manifests lack: left out where nothing is known, so that these keep their
 fingerprints."""
 _HISTOGRAM_BINS = 32
@@ -143,6 +144,15 @@ class Ledger:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Shuffled:
+    """How the rows of a data set came into a random order."""
+
+    seed: int
+    source: str
+    """Fingerprint of the data set that has the same rows in the order they had before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """A frozen data set: what it holds, what made it, and the checksum of every file."""
 
@@ -159,6 +169,8 @@ class Manifest:
     """sources.jsonl: a line per input file, with its own ledger; rows point at it."""
     rejects: FileInfo
     """rejects.jsonl: a line per record that could not be used: file, record, reason."""
+    shuffled: Shuffled | None = None
+    """Given where `shards shuffle` ordered the rows."""
 
     @property
     def fingerprint(self) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from tokenfeed.pipeline.format.ragged import take
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
 __all__ = ["Rows", "batch_buffers", "record_batch", "rows_of_buffers"]
@@ -41,6 +42,15 @@ class Rows:
             self.lengths[start:stop],
             {name: values[first:last] for name, values in self.per_token.items()},
             {name: values[start:stop] for name, values in self.per_row.items()},
+        )
+
+    def take(self, rows: np.ndarray) -> "Rows":
+        """The given rows, shape (K,) integers, in that order."""
+        offsets = np.append(0, np.cumsum(self.lengths))
+        return Rows(
+            self.lengths[rows],
+            {name: take(values, offsets, rows) for name, values in self.per_token.items()},
+            {name: values[rows] for name, values in self.per_row.items()},
         )
 
     @staticmethod

@@ -21,11 +21,12 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, *, synced: bool = True) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the name `path` only when the block ends well.
 
     It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made
-    if need be; on an error it is deleted.
+    if need be; on an error it is deleted. One that is not synced may be lost or empty after a
+    power cut, and costs no time.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
@@ -33,14 +34,16 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
         with open(temporary, "w+b") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if synced:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             error.filename = str(path)  # the system says only that there is no room
         raise
-    sync_folder(path.parent)
+    if synced:
+        sync_folder(path.parent)
 
 
 def atomic_write(path: Path, data: bytes) -> None:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
@@ -74,6 +74,12 @@ class Source:
     tokens: int
     batches: int
     """Record batches; like the two above, of the whole split."""
+
+    @classmethod
+    def of(cls, folder: Path, manifest: Manifest, split: SplitInfo) -> Self:
+        """A split of the data set that `manifest` freezes in `folder`."""
+        sizes = split.rows, split.tokens, split.batches
+        return cls(folder, folder.absolute(), manifest, split, *sizes)
 
 
 def open_sources(path: str | Path | Mixture, split: str) -> tuple[Source, ...]:
@@ -167,7 +173,7 @@ def _open(folder: Path, split: str) -> Source:
         raise ConfigError(
             f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."
         )
-    return Source(folder, folder.absolute(), manifest, info, info.rows, info.tokens, info.batches)
+    return Source.of(folder, manifest, info)
 
 
 def _refuse_difference(first: Source, other: Source) -> None:

@@ -126,7 +126,7 @@ def test_an_error_in_a_worker_arrives_as_itself(
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
     with pytest.raises(FileExistsError) as caught:
         make_dataset(options)
-    assert "in _do" in "".join(caught.value.__notes__)
+    assert "in _answer" in "".join(caught.value.__notes__)
 
 
 def test_a_long_temporary_folder_and_development_mode_do_no_harm(

@@ -28,7 +28,7 @@ from tokenfeed.tools.encoding.engine import (
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Answers", "Audit", "adversarial_texts", "beginning", "sample_texts"]
+__all__ = ["Answers", "Audit", "Questions", "adversarial_texts", "beginning", "sample_texts"]
 
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 18
@@ -44,6 +44,14 @@ _NEIGHBOURS = (
     *("x{}y", "X{}Y", "1{}2", "!{}?", "_{}_", "{}{}", "{}  {}", "\n{}\n", "\t{}\u00a0", "'{}'s"),
     *("\u00e9{}\u6f22", "e{}\u0301", "\u2581{}\u2581"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Texts that the fast engine is to encode, as a unit of work that does not count."""
+
+    texts: list[bytes]
+    weight_bytes: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +126,10 @@ class Audit:
         self._reference = ReferenceEngine(tokenizer)
         self._units, self._fields, self._seed = units, fields, seed
 
-    def questions(self) -> list[bytes]:
+    def questions(self) -> Questions:
         """The texts that the fast engine is to encode at the beginning of the run."""
         texts = adversarial_texts(self._tokenizer)
-        return texts + sample_texts(self._units, self._fields, self._seed)
+        return Questions(texts + sample_texts(self._units, self._fields, self._seed))
 
     def begin(self, answers: Answers) -> None:
         """Look at the answers to the questions."""

@@ -147,7 +147,9 @@ class FastEngine:
         """
         self.routed = 0
         """Texts of the last batch that the reference has encoded instead."""
-        self.json_bytes, self._splits_special = json_bytes, splits_special
+        self.made_of = json_bytes, vocabulary_size, splits_special
+        """What it was made of."""
+        self._json, self._splits_special = json_bytes, splits_special
         self._dtype = token_dtype(vocabulary_size)
         with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
@@ -208,7 +210,7 @@ class FastEngine:
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
             with _raising(EngineFailure):
-                self._tokenizer = self._load(Shape.of(self.json_bytes))
+                self._tokenizer = self._load(Shape.of(self._json))
             self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 
@@ -216,7 +218,7 @@ class FastEngine:
         """The ids of some of the texts by the reference."""
         if self._reference is None:
             tokenizer = TextTokenizer.load(
-                self.json_bytes, origin="the tokenizer", splits_special=self._splits_special
+                self._json, origin="the tokenizer", splits_special=self._splits_special
             )
             self._reference = ReferenceEngine(tokenizer)
             self._largest_bytes = max(self._largest_bytes, _resident_bytes() + _CACHE_BYTES)

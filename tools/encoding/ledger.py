@@ -45,6 +45,11 @@ class UnitResult:
     routed: int = 0
     """Texts that the fast engine has left to the reference."""
 
+    @property
+    def files(self) -> tuple[ShardInfo, ...]:
+        """All that was written."""
+        return tuple(self.shards.values())
+
 
 class UnitLedger:
     """Counts by source; those of a unit are in order and near each other, so arrays will do."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -21,7 +22,7 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers, beginning
+from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
 from tokenfeed.tools.encoding.batches import Batch, read_batches
 from tokenfeed.tools.encoding.engine import (
     Engine,
@@ -33,10 +34,11 @@ from tokenfeed.tools.encoding.engine import (
 )
 from tokenfeed.tools.encoding.frame import Frame
 from tokenfeed.tools.encoding.ledger import UnitLedger, UnitResult
+from tokenfeed.tools.encoding.preloading import fast_engine
 from tokenfeed.tools.encoding.tasks import Samples, Task
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TRAIN", "VALIDATION", "Job", "UnitEncoder"]
+__all__ = ["TRAIN", "VALIDATION", "Encoded", "Job", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
 _SAMPLED_PART = 1000
@@ -66,6 +68,21 @@ class Job:
     verifies: bool = False
     """Whether both engines encode everything, where there is a fast one; needs `audits`."""
 
+    def begin(
+        self, on_progress: Callable[[float, int], None], engine: Engine | None = None
+    ) -> "Callable[[Unit | Questions], Encoded | Answers]":
+        """Load the engine, unless it is given; what encodes a unit, or answers the audit."""
+        return UnitEncoder(self, on_progress, engine).do
+
+
+class Encoded(NamedTuple):
+    """A unit is encoded."""
+
+    result: UnitResult
+    """What is kept of it."""
+    sample: Answers
+    """What the fast engine gives for some of its texts, to be compared."""
+
 
 class UnitEncoder:
     """Encodes units, one after the other. One per process, for its engines are costly to load."""
@@ -86,15 +103,16 @@ class UnitEncoder:
         self._fast = self._audited_engine()
         self._verifier = self._verifying_engine()
 
-    def answer(self, texts: list[bytes]) -> Answers:
+    def do(self, work: Unit | Questions) -> "Encoded | Answers":
+        """Encode a unit, or what the audit asks; see `encode` and `answer`."""
+        return self.encode(work) if isinstance(work, Unit) else self.answer(work)
+
+    def answer(self, questions: Questions) -> Answers:
         """What the fast engine gives for some texts; no texts where there is none."""
-        return Answers.of(self._fast, texts) if self._fast else Answers.joined([])
+        return Answers.of(self._fast, questions.texts) if self._fast else Answers.joined([])
 
-    def encode(self, unit: Unit) -> tuple[UnitResult, Answers]:
+    def encode(self, unit: Unit) -> "Encoded":
         """Write the shards of `unit` and count what became of its records.
-
-        Returns:
-            What is kept of the unit, and the answers for a sample of its texts, not compared yet.
 
         Raises:
             EngineFailure: The fast engine broke down.
@@ -114,7 +132,7 @@ class UnitEncoder:
             stale.unlink(missing_ok=True)
             stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
-        return ledger.result(infos), Answers.joined(ledger.sample)
+        return Encoded(ledger.result(infos), Answers.joined(ledger.sample))
 
     def _audited_engine(self) -> Engine | None:
         if not self._job.audits or self._engine.name == FastEngine.name:
@@ -189,7 +207,7 @@ class UnitEncoder:
         answers: list[Answers] = []
 
         def noting(given: list[bytes]) -> Ragged:
-            answers.append(self.answer(list(map(beginning, given))))
+            answers.append(self.answer(Questions(list(map(beginning, given)))))
             return self._engine.encode(given)
 
         if len(sample):
@@ -200,10 +218,10 @@ class UnitEncoder:
 def _load_engine(job: Job) -> Engine:
     """Of the two only the one that is needed: a large vocabulary takes a second to load."""
     path = job.folder / TOKENIZER_FILE
-    special = job.splits_special
+    json_bytes, special = path.read_bytes(), job.splits_special
     if job.engine == FastEngine.name:
-        return FastEngine(path.read_bytes(), job.vocabulary_size, splits_special=special)
-    made = TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
+        return fast_engine(json_bytes, job.vocabulary_size, splits_special=special)
+    made = TextTokenizer.load(json_bytes, origin=path, splits_special=special)
     return ReferenceEngine(made)
 
 

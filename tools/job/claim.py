@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
@@ -21,13 +21,27 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
 )
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.tools.job.journal import Journal
+from tokenfeed.tools.job.journal import Journal, Result
 
-__all__ = ["MADE_BY_FILE", "State", "claim", "recognise", "remember", "state_of", "withdraw"]
+__all__ = [
+    "MADE_BY_FILE",
+    "UNSHUFFLED_FOLDER",
+    "State",
+    "claim",
+    "made_by",
+    "recognise",
+    "remember",
+    "state_of",
+    "withdraw",
+]
 
 MADE_BY_FILE = ".made_by.json"
+UNSHUFFLED_FOLDER = ".unshuffled"
+"""Holds the data set that an unfinished `pretokenize --shuffle` is to shuffle."""
 
 State = Literal["new", "unfinished", "finished"]
+
+ResultT = TypeVar("ResultT", bound=Result)
 
 
 def state_of(folder: Path) -> State:
@@ -52,6 +66,11 @@ def state_of(folder: Path) -> State:
             f"{folder}: already holds a finished data set, and no {MADE_BY_FILE} that says what "
             "made it. Give another folder, or delete this one."
         )
+    if UNSHUFFLED_FOLDER in names:
+        raise ConfigError(
+            f"{folder}: holds an unfinished run of `pretokenize --shuffle`. Repeat that command, "
+            "or give another folder."
+        )
     if others := sorted(names):
         raise ConfigError(
             f"{folder}: already holds other data ({others[0]}). Give a new or empty folder."
@@ -66,17 +85,18 @@ def _check_can_be_made(folder: Path) -> None:
         raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
-def claim(folder: Path, job: dict[str, Any]) -> Journal:
+def claim(folder: Path, job: dict[str, Any], kind: type[ResultT]) -> Journal[ResultT]:
     """Begin a run in `folder`, or continue the unfinished one there.
 
     Args:
         folder: The output folder; made if need be.
         job: Everything the output depends on, by the name a user knows it by.
+        kind: What is kept of a finished unit.
 
     Raises:
         ConfigError: The unfinished run there is of another command or another input.
     """
-    journal = Journal.open(folder, job)
+    journal = Journal.open(folder, job, kind)
     if journal.is_new and (folder / MANIFEST_FILE).exists():  # another run has just finished
         journal.remove()
         journal.close()
@@ -97,6 +117,24 @@ def remember(folder: Path, job: dict[str, Any]) -> None:
     atomic_write(folder / MADE_BY_FILE, json.dumps(job, indent=1).encode() + b"\n")
 
 
+def made_by(folder: Path) -> dict[str, Any]:
+    """The job that made the finished data set in `folder`.
+
+    Raises:
+        ConfigError: The file that says so is damaged.
+    """
+    try:
+        job = json.loads((folder / MADE_BY_FILE).read_bytes())
+    except ValueError:
+        job = None
+    if not isinstance(job, dict):
+        raise ConfigError(
+            f"{folder / MADE_BY_FILE}: is damaged, so what made this finished data set is unknown. "
+            "Give another folder, or delete this one."
+        )
+    return job
+
+
 def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
     """The manifest of the finished data set in `folder`, if `job` is what made it.
 
@@ -104,16 +142,7 @@ def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
         ConfigError: It was another command or another input.
         ManifestError: The manifest is damaged, or a file that it names is not there whole.
     """
-    try:
-        made_by = json.loads((folder / MADE_BY_FILE).read_bytes())
-    except ValueError:
-        made_by = None
-    if not isinstance(made_by, dict):
-        raise ConfigError(
-            f"{folder / MADE_BY_FILE}: is damaged, so what made this finished data set is unknown. "
-            "Give another folder, or delete this one."
-        )
-    if differences := _differences(made_by, job):
+    if differences := _differences(made_by(folder), job):
         raise ConfigError(
             f"{folder}: already holds a finished data set, of another command or input: "
             f"{differences}. Give another folder, or delete this one."
@@ -135,7 +164,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def withdraw(journal: Journal, splits: Iterable[str]) -> None:
+def withdraw(journal: Journal[Any], splits: Iterable[str]) -> None:
     """Leave nothing of a run that came to nothing: no file, and no folder that is empty then."""
     folder = journal.path.parent
     for split in splits:

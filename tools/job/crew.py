@@ -1,10 +1,11 @@
 """Worker processes: a program that has imported everything, and the forks it makes of itself.
 
-The program can start before there is anything to do, so that its imports run beside this process's
-own. Each worker has a socket, by which units, results and progress travel, and ends when that
-closes: a killed run leaves nobody writing. Nothing has a name, in the file system or elsewhere, so
-there is nothing to clear up either. Ctrl-C and SIGTERM are this process's to handle: its workers
-begin with both blocked. `worker` is their side.
+What they do is the job's to say: it is sent to the program, and begun there. The program can start
+before there is anything to do, so that its imports run beside this process's own. Each worker has a
+socket, by which units, results and progress travel, and ends when that closes: a killed run leaves
+nobody writing. Nothing has a name, in the file system or elsewhere, so there is nothing to clear up
+either. Ctrl-C and SIGTERM are this process's to handle: its workers begin with both blocked.
+`worker` is their side.
 """
 
 import contextlib
@@ -13,29 +14,27 @@ import signal
 import socket
 import subprocess
 import sys
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from tokenfeed.tools.signals import signals_held
 
-if TYPE_CHECKING:  # seconds of imports that the program's start need not wait for
-    from tokenfeed.tools.corpus.units import Unit
-    from tokenfeed.tools.encoding.audit import Answers
-    from tokenfeed.tools.encoding.ledger import UnitResult
-    from tokenfeed.tools.encoding.unit import Job
-
 __all__ = [
     "SMALL_BYTES",
+    "Begin",
     "Crew",
     "Done",
     "Failure",
+    "Job",
     "OnProgress",
-    "Preload",
     "Progress",
+    "ResultT",
     "Server",
+    "UnitT",
+    "Weighed",
     "WorkerDied",
 ]
 
@@ -54,13 +53,30 @@ _ENVIRONMENT = {
 a batch has freed it keeps for the next: to have it zeroed anew took a tenth of its time."""
 
 
-class Preload(NamedTuple):
-    """A tokenizer that a job is likely to have, so that its engine is loaded when the job comes."""
+class Weighed(Protocol):
+    """A unit of work, as far as a crew cares."""
 
-    name: str
-    """As `--tokenizer` has it."""
-    vocabulary_size: int
-    splits_special: bool
+    @property
+    def weight_bytes(self) -> float:
+        """Its part of all the work, by which progress is shown."""
+
+
+UnitT = TypeVar("UnitT", bound=Weighed)
+ResultT = TypeVar("ResultT")
+_TakenT = TypeVar("_TakenT", bound=Weighed, contravariant=True)
+_GivenT = TypeVar("_GivenT", covariant=True)
+
+Begin = Callable[[Callable[[float, int], None]], Callable[[UnitT], ResultT]]
+"""Loads what work on units needs, and gives what does a unit; what it is given is to be told the
+weight and tokens of each part of a unit that is done."""
+
+
+class Job(Protocol[_TakenT, _GivenT]):
+    """What all workers are to do, whichever unit they get."""
+
+    @property
+    def begin(self) -> Begin[_TakenT, _GivenT]:
+        """Called once, before the workers are forked."""
 
 
 class Progress(NamedTuple):
@@ -73,9 +89,8 @@ class Progress(NamedTuple):
 class Done(NamedTuple):
     """A unit is done."""
 
-    result: "UnitResult"
-    sample: "Answers"
-    """What the fast engine gives for some of its texts, to be compared."""
+    result: Any
+    """Whatever the job makes of a unit."""
 
 
 class Failure(NamedTuple):
@@ -96,12 +111,12 @@ class WorkerDied(Exception):
 class Server:
     """The program that workers are forked from. It ends with its workers, or with this process."""
 
-    def __init__(self) -> None:
-        """Start it; it imports what workers need and waits."""
+    def __init__(self, modules: Sequence[str] = ()) -> None:
+        """Start it; it imports `modules`, as far as there are such, and waits for a job."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._process = subprocess.Popen(
-                _command(theirs.fileno()),
+                _command(theirs.fileno(), modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | _ENVIRONMENT,
@@ -110,12 +125,12 @@ class Server:
         self._workers: list[Connection] = []
         self.is_used = False
 
-    def preload(self, tokenizer: Preload) -> None:
-        """Have it load the fast engine, in vain if no job for it follows; before `fork`."""
+    def prepare(self, load: Callable[[], None]) -> None:
+        """Have it call something that a job will need, before there is one."""
         with contextlib.suppress(ConnectionError):  # it is gone: forking will tell
-            self._control.send(tokenizer)
+            self._control.send(load)
 
-    def fork(self, job: "Job", num_workers: int) -> list[Connection]:
+    def fork(self, job: Job[Any, Any], num_workers: int) -> list[Connection]:
         """Have it make workers for `job`, once, and give the connection to each."""
         self.is_used = True
         try:
@@ -138,14 +153,14 @@ class Server:
         self._process.wait()
 
 
-class Crew:
-    """Workers that encode units, for as long as the block lasts. The first come first."""
+class Crew(Generic[UnitT, ResultT]):
+    """Workers that do units, for as long as the block lasts. The first come first."""
 
     def __init__(
         self,
         server: Server,
-        job: "Job",
-        units: Sequence["Unit"],
+        job: Job[UnitT, ResultT],
+        units: Sequence[UnitT],
         num_workers: int,
         on_progress: OnProgress,
     ) -> None:
@@ -153,11 +168,11 @@ class Crew:
         self._server = server
         self._waiting = iter(units)
         self._on_progress = on_progress
-        self._given: Counter[Connection] = Counter()
-        self._is_ahead = False
+        self._given: dict[Connection, deque[UnitT]] = {}
+        self._urgent: UnitT | None = None
         with self._closing_after_an_error():
             for connection in server.fork(job, num_workers):
-                self._given[connection] = 0
+                self._given[connection] = deque()
             self._give_all()
 
     def __enter__(self) -> Self:
@@ -166,16 +181,16 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         self._server.close()
 
-    def ask(self, texts: list[bytes]) -> None:
-        """Have the fast engine encode some texts soon: the answers come among the results.
+    def hurry(self, unit: UnitT) -> None:
+        """Have one more unit done soon.
 
-        Until then workers have one unit in advance: the caller will be busy with the comparison.
+        Until it is, workers have one unit in advance: the caller will be busy with its result.
         """
-        self._send(next(iter(self._given)), texts)
-        self._is_ahead = True
+        self._send(next(iter(self._given)), unit)
+        self._urgent = unit
         self._give_all()
 
-    def __iter__(self) -> Iterator["Done | Answers"]:
+    def __iter__(self) -> Iterator[ResultT]:
         """The results, in the order of their completion.
 
         Raises:
@@ -187,9 +202,9 @@ class Crew:
                 assert isinstance(ready, Connection)
                 yield from self._receive(ready)
 
-    def _receive(self, connection: Connection) -> Iterator["Done | Answers"]:
+    def _receive(self, connection: Connection) -> Iterator[ResultT]:
         try:
-            message: Progress | Done | Answers | Failure = connection.recv()
+            message: Progress | Done | Failure = connection.recv()
         except (EOFError, ConnectionError):
             raise WorkerDied from None
         if isinstance(message, Progress):
@@ -198,12 +213,11 @@ class Crew:
             message.error.add_note(message.traceback)
             raise message.error
         else:
-            self._given[connection] -= 1
-            if not isinstance(message, Done):
-                self._is_ahead = False
-            elif self._given[connection] <= self._is_ahead:
+            if self._given[connection].popleft() is self._urgent:
+                self._urgent = None
+            if len(self._given[connection]) <= (self._urgent is not None):
                 self._give(connection)  # it is to be busy while the caller looks at the result
-            yield message
+            yield message.result
 
     def _give_all(self) -> None:
         for connection in self._given:
@@ -215,10 +229,10 @@ class Crew:
         if unit is not None:
             self._send(connection, unit)
 
-    def _send(self, connection: Connection, work: "Unit | list[bytes]") -> None:
+    def _send(self, connection: Connection, unit: UnitT) -> None:
         with contextlib.suppress(ConnectionError):  # it is gone: reading will tell
-            connection.send(work)
-        self._given[connection] += 1
+            connection.send(unit)
+        self._given[connection].append(unit)
 
     @contextlib.contextmanager
     def _closing_after_an_error(self) -> Iterator[None]:
@@ -229,7 +243,7 @@ class Crew:
             raise
 
 
-def _command(socket_fd: int) -> list[str]:
+def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
     """The command line of a program that finds the same modules as this process."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
     code = f"""
@@ -239,7 +253,7 @@ try:
     from tokenfeed.tools.job.worker import main
 except (ImportError, MemoryError):  # there is no room for it, which the parent will say
     sys.exit(1)
-main({socket_fd})
+main({socket_fd}, {list(modules)!r})
 """
     return [sys.executable, "-c", code]
 

@@ -11,33 +11,48 @@ import io
 import json
 import logging
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.locking import hold
-from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, ShardInfo
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.encoding.ledger import UnitResult
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "Result", "is_as_written"]
 
 logger = logging.getLogger(__name__)
 
 _DISTRUSTED = "distrusted"
 
 
-class Journal:
+class Result(Protocol):
+    """What is kept of a finished unit: a dataclass."""
+
+    @property
+    def unit(self) -> int:
+        """Its number."""
+
+    @property
+    def files(self) -> Iterable[FileInfo]:
+        """Those it has written, which must be as they were left for the unit to count."""
+
+
+ResultT = TypeVar("ResultT", bound=Result)
+
+
+class Journal(Generic[ResultT]):
     """The journal of an output folder, locked for this process until it is closed."""
 
-    def __init__(self, folder: Path, file: io.FileIO) -> None:
+    def __init__(self, folder: Path, file: io.FileIO, kind: type[ResultT]) -> None:
         """Use `open`."""
         self.path = folder / JOURNAL_FILE
         self.job: dict[str, Any] = {}
-        self.results: dict[int, UnitResult] = {}
+        self.results: dict[int, ResultT] = {}
         """Finished units by number."""
         self.distrusted = False
         """Whether the fast engine was found wrong, so that the reference makes all ids."""
@@ -45,12 +60,14 @@ class Journal:
         self.made_folders: list[Path] = []
         """Folders above the output folder that had to be made, the innermost first."""
         self._file = file
+        self._kind = kind
         self._lock()
-        self._load()
 
     @classmethod
-    def open(cls, folder: Path, job: dict[str, Any]) -> "Journal":
+    def open(cls, folder: Path, job: dict[str, Any], kind: type[ResultT]) -> "Journal[ResultT]":
         """Open the journal that an unfinished run left in `folder`, or begin one for `job`.
+
+        Its results are of the given kind; of another job's journal only the job is read.
 
         Raises:
             ConfigError: Another run is writing into this folder.
@@ -59,7 +76,9 @@ class Journal:
         missing = [parent for parent in folder.parents if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / JOURNAL_FILE
-        journal = cls(folder, open(path, "a+b", buffering=0))  # noqa: SIM115 - open as long as the run
+        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the run
+        journal = cls(folder, file, kind)
+        journal._load(job)
         journal.made_folders = missing
         if not journal.job:
             journal._write(job)
@@ -67,9 +86,9 @@ class Journal:
             journal.is_new = True
         return journal
 
-    def append(self, result: UnitResult) -> None:
+    def append(self, result: ResultT) -> None:
         """Record a finished unit, for good."""
-        self._write(dataclasses.asdict(result))
+        self._write(dataclasses.asdict(result))  # type: ignore[call-overload]
         self.results[result.unit] = result
 
     def distrust(self, reason: str) -> None:
@@ -114,14 +133,14 @@ class Journal:
                 f"{self.path.parent}: another run is writing here. Wait for it or end it."
             )
 
-    def _load(self) -> None:
+    def _load(self, job: dict[str, Any]) -> None:
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         try:
             lines = [_decoded(line) for line in content[:whole].splitlines()]
             self.job = lines[0] if lines else {}
-            for line in lines[1:]:
+            for line in lines[1:] if self.job == job else []:
                 self._enter(line)
         except (ValueError, RecursionError) as error:  # msgspec's errors are kinds of ValueError
             self.close()
@@ -137,7 +156,7 @@ class Journal:
             self.distrusted = True
             self.results = {}
         else:
-            result = msgspec.convert(line, UnitResult)
+            result = msgspec.convert(line, self._kind)
             self.results[result.unit] = result
 
     def _drop_damaged(self) -> None:
@@ -154,15 +173,17 @@ class Journal:
                 len(damaged),
             )
 
-    def _is_whole(self, result: UnitResult) -> bool:
-        return all(map(self._is_as_written, result.shards.values()))
+    def _is_whole(self, result: ResultT) -> bool:
+        return all(is_as_written(self.path.parent, info) for info in result.files)
 
-    def _is_as_written(self, shard: ShardInfo) -> bool:
-        path = self.path.parent / shard.file
-        try:
-            return path.stat().st_size == shard.bytes and file_xxh3(path) == shard.xxh3
-        except FileNotFoundError:
-            return False
+
+def is_as_written(folder: Path, info: FileInfo) -> bool:
+    """Whether a file is there, with the content that it was left with."""
+    path = folder / info.file
+    try:
+        return path.stat().st_size == info.bytes and file_xxh3(path) == info.xxh3
+    except FileNotFoundError:
+        return False
 
 
 def _decoded(line: bytes) -> dict[str, Any]:

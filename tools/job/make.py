@@ -7,6 +7,9 @@ and the manifest last, so a folder is at any time new, unfinished or finished.
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -18,12 +21,13 @@ from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
 from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.preloading import preload
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import Job
 from tokenfeed.tools.job.claim import State, claim, recognise, remember, state_of, withdraw
-from tokenfeed.tools.job.crew import Preload, Server
+from tokenfeed.tools.job.crew import Server
 from tokenfeed.tools.job.freeze import REJECTS_FILE, freeze
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.plan import Plan
@@ -36,12 +40,15 @@ __all__ = ["make_dataset"]
 logger = logging.getLogger(__name__)
 
 
-def make_dataset(options: Options, server: Server | None = None) -> Summary:
+def make_dataset(
+    options: Options, server: Server | None = None, folder: Path | None = None
+) -> Summary:
     """Make the data set that `options` describe, or finish it, and say what became of the input.
 
     Args:
-        options: What is wanted.
+        options: What is wanted; its rows are in the order of the input all the same.
         server: A program to fork workers from, if one was started already.
+        folder: Where to make it; None for the output folder.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
@@ -49,30 +56,32 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
     """
     started = time.perf_counter()
     options.check()
-    state = state_of(options.out)
-    tokenizer = _given_tokenizer(options, state)
+    folder = folder or options.out
+    state = state_of(folder)
+    tokenizer = _given_tokenizer(options, folder, state)
     if tokenizer and server:
-        server.preload(_preload(options, tokenizer))
+        server.prepare(_preloading(options, folder, tokenizer))
     plan = Plan.of(options)
     training_started = time.perf_counter()
-    tokenizer = tokenizer or _trained_tokenizer(options, plan)
+    tokenizer = tokenizer or _trained_tokenizer(options, plan, folder)
     training_seconds = time.perf_counter() - training_started
     _advise(options, tokenizer)
     plan.task.frame(tokenizer)  # an error here is one before anything is written
     job = _describe(options, plan, tokenizer)
     if state == "finished":
-        manifest = recognise(options.out, job)
+        manifest = recognise(folder, job)
         _check_rejects(options, manifest)
-        logger.info("already finished: the same command and input made this data set")
+        if folder == options.out:
+            logger.info("already finished: the same command and input made this data set")
         resumed_units, new_bytes = len(plan.units), 0
     else:
-        with claim(options.out, job) as journal:
+        with claim(folder, job, UnitResult) as journal:
             resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
-            manifest = _encode(options, plan, tokenizer, journal, server)
+            manifest = _encode(options, plan, tokenizer, folder, journal, server)
         new_bytes = manifest.ledger.bytes - resumed_bytes
     return Summary.of(
         manifest,
-        folder=options.out,
+        folder=folder,
         tokenizer=tokenizer,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
         skipped_binary=plan.corpus.skipped_binary,
@@ -97,7 +106,7 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
         )
 
 
-def _text_bytes(journal: Journal) -> int:
+def _text_bytes(journal: Journal[UnitResult]) -> int:
     """Text of the units that are done."""
     results = journal.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
@@ -107,12 +116,13 @@ def _encode(
     options: Options,
     plan: Plan,
     tokenizer: TextTokenizer,
-    journal: Journal,
+    folder: Path,
+    journal: Journal[UnitResult],
     server: Server | None,
 ) -> Manifest:
     """Everything that writes."""
-    atomic_write(options.out / TOKENIZER_FILE, tokenizer.json_bytes)
-    run = _plan_run(options, plan, tokenizer, server)
+    atomic_write(folder / TOKENIZER_FILE, tokenizer.json_bytes)
+    run = _plan_run(options, plan, tokenizer, folder, server)
     try:
         job = run_units(run, journal)
     except TokenizerError as error:  # another command may do better, here too
@@ -123,18 +133,21 @@ def _encode(
     if not any(result.shards for result in results):
         withdraw(journal, plan.splits)
         raise _no_document(plan.corpus, results)
-    remember(options.out, journal.job)
+    remember(folder, journal.job)
     manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
     journal.remove()
     return manifest
 
 
-def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Server | None) -> Run:
+def _plan_run(
+    options: Options, plan: Plan, tokenizer: TextTokenizer, folder: Path, server: Server | None
+) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small."""
     falls_back = options.engine == "auto"
     is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
     job = Job(
-        folder=options.out,
+        folder=folder,
         task=plan.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -152,15 +165,15 @@ def _plan_run(options: Options, plan: Plan, tokenizer: TextTokenizer, server: Se
         units=plan.units,
         sources=plan.corpus.sources,
         workers=options.num_workers,
-        audit=Audit(tokenizer, plan.units, plan.task.fields, options.seed),
+        audit=Audit(tokenizer, plan.units, plan.task.fields, sample_seed),
         falls_back=falls_back,
         server=server,
     )
 
 
-def _given_tokenizer(options: Options, state: State) -> TextTokenizer | None:
+def _given_tokenizer(options: Options, folder: Path, state: State) -> TextTokenizer | None:
     """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
-    trained = options.out / TOKENIZER_FILE
+    trained = folder / TOKENIZER_FILE
     if options.tokenizer:
         return _load(options, fetch_tokenizer_json(options.tokenizer), options.tokenizer)
     if state != "new" and trained.exists():
@@ -168,7 +181,7 @@ def _given_tokenizer(options: Options, state: State) -> TextTokenizer | None:
     return None
 
 
-def _trained_tokenizer(options: Options, plan: Plan) -> TextTokenizer:
+def _trained_tokenizer(options: Options, plan: Plan, folder: Path) -> TextTokenizer:
     logger.info("training a tokenizer on a sample of the corpus")
     json_bytes = train_tokenizer_json(
         plan.units,
@@ -176,7 +189,7 @@ def _trained_tokenizer(options: Options, plan: Plan) -> TextTokenizer:
         vocabulary_size=options.vocab_size,
         seed=options.seed,
     )
-    return _load(options, json_bytes, options.out / TOKENIZER_FILE)
+    return _load(options, json_bytes, folder / TOKENIZER_FILE)
 
 
 def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
@@ -188,9 +201,11 @@ def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
     )
 
 
-def _preload(options: Options, tokenizer: TextTokenizer) -> Preload:
-    name = options.tokenizer or str(options.out / TOKENIZER_FILE)
-    return Preload(name, tokenizer.vocabulary_size, tokenizer.splits_special)
+def _preloading(options: Options, folder: Path, tokenizer: TextTokenizer) -> Callable[[], None]:
+    """What loads the fast engine for a tokenizer, in another process."""
+    name = options.tokenizer or str(folder / TOKENIZER_FILE)
+    special = tokenizer.splits_special
+    return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
 
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
@@ -211,7 +226,8 @@ def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[st
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
-    return {
+    shuffle = {"--shuffle and --seed": options.seed} if options.shuffle else {}
+    return shuffle | {
         "CORPUS": list(options.corpus),
         "--exclude": list(options.exclude),
         "--split": list(options.split),

@@ -6,10 +6,10 @@ so neither compression nor fields that nobody wants make it jump or stall.
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.job.crew import Progress
+from tokenfeed.tools.job.crew import Progress, Weighed
 
 if TYPE_CHECKING:
     import rich.progress
@@ -20,7 +20,7 @@ __all__ = ["Bar"]
 class Bar:
     """Shows how far a run is, on a terminal; elsewhere it is silent."""
 
-    def __init__(self, units: list[Unit]) -> None:
+    def __init__(self, units: Sequence[Weighed]) -> None:
         self._num_units = len(units)
         self._units_done = self._tokens = 0
         self._started = time.perf_counter()

@@ -9,13 +9,15 @@ sample later, all units are encoded again by the reference.
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
-from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.tools.corpus.sources import Source
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
 from tokenfeed.tools.encoding.engine import (
     EngineFailure,
     EngineUnavailable,
@@ -23,9 +25,11 @@ from tokenfeed.tools.encoding.engine import (
     ReferenceEngine,
 )
 from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
+from tokenfeed.tools.encoding.preloaded import MODULES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import Job
-from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Done, Server, WorkerDied
+from tokenfeed.tools.encoding.unit import Encoded, Job
+from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Server
+from tokenfeed.tools.job.interruption import saying_what_is_kept
 from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.progress import Bar
 from tokenfeed.tools.job.worker import Worker
@@ -33,6 +37,9 @@ from tokenfeed.tools.job.worker import Worker
 __all__ = ["EngineRefused", "Run", "is_small", "run_units"]
 
 logger = logging.getLogger(__name__)
+
+_Work = Unit | Questions
+_Result = Encoded | Answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +72,7 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, journal: Journal) -> Job:
+def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
     """Encode the units that the journal does not have yet, and enter each as it is done.
 
     Returns:
@@ -77,23 +84,16 @@ def run_units(run: Run, journal: Journal) -> Job:
         CorpusError: There are more rejects than allowed.
         KeyboardInterrupt: With a line that says what is kept.
     """
-    try:
+    with saying_what_is_kept(len(run.units), journal):
         job = _trusting(run, journal)
         if job is None:
             audits = journal.distrusted  # so that the run's figures depend on the input alone
             job = replace(run.job, engine=ReferenceEngine.name, audits=audits)
             _run(run, job, journal)
         return job
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_kept(run.units, journal)) from None
-    except WorkerDied:
-        raise TokenfeedError(
-            "a worker process was killed, perhaps for want of memory (then use fewer `--workers`); "
-            + _kept(run.units, journal)
-        ) from None
 
 
-def _trusting(run: Run, journal: Journal) -> Job | None:
+def _trusting(run: Run, journal: Journal[UnitResult]) -> Job | None:
     """Run by the engine that was chosen; None where that must not be, or comes to nothing."""
     if run.job.engine == ReferenceEngine.name or journal.distrusted:
         return None
@@ -112,16 +112,16 @@ def _trusting(run: Run, journal: Journal) -> Job | None:
     return None
 
 
-def _run(run: Run, job: Job, journal: Journal) -> None:
+def _run(run: Run, job: Job, journal: Journal[UnitResult]) -> None:
     """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
     _check(run, job, journal, list(journal.results.values()))
     missing = [unit for unit in run.units if unit.number not in journal.results]
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
-    with Bar(missing) as bar, _crew(run, job, missing, bar) as crew:
+    with Bar(missing) as bar, _crew(run, job, [*missing], bar) as crew:
         if job.engine != ReferenceEngine.name:
             FastEngine.check(run.tokenizer)
         if job.audits:
-            crew.ask(run.audit.questions())
+            crew.hurry(run.audit.questions())
         for message in crew:
             if isinstance(message, Answers):
                 run.audit.begin(message)
@@ -136,35 +136,35 @@ def _run(run: Run, job: Job, journal: Journal) -> None:
 class _Alone:
     """A crew of this process only."""
 
-    def __init__(self, worker: Worker, units: list[Unit]) -> None:
-        self._worker, self._units = worker, units
-        self._texts: list[bytes] | None = None
+    def __init__(self, worker: Worker[_Work, _Result], units: list[_Work]) -> None:
+        self._worker, self._units = worker, deque(units)
 
-    def ask(self, texts: list[bytes]) -> None:
-        """See `Crew.ask`."""
-        self._texts = texts
+    def hurry(self, unit: _Work) -> None:
+        """See `Crew.hurry`."""
+        self._units.appendleft(unit)
 
-    def __iter__(self) -> Iterator[Done | Answers]:
-        if self._texts is not None:
-            yield self._worker.answer(self._texts)
-        yield from map(self._worker.encode, self._units)
+    def __iter__(self) -> Iterator[_Result]:
+        yield from map(self._worker.do, self._units)
 
 
 @contextlib.contextmanager
-def _crew(run: Run, job: Job, units: list[Unit], bar: Bar) -> Iterator[Crew | _Alone]:
+def _crew(
+    run: Run, job: Job, units: list[_Work], bar: Bar
+) -> Iterator[Crew[_Work, _Result] | _Alone]:
     """Whoever encodes `units`; of processes none is left when the block ends."""
     if is_small(run.units) or not units:
         is_reference = job.engine == ReferenceEngine.name
-        worker = Worker(job, (ReferenceEngine if is_reference else FastEngine.of)(run.tokenizer))
+        engine = (ReferenceEngine if is_reference else FastEngine.of)(run.tokenizer)
+        worker = Worker(partial(job.begin, engine=engine))
         worker.on_progress = bar.advance
         yield _Alone(worker, units)
         return
-    server = run.server if run.server and not run.server.is_used else Server()
+    server = run.server if run.server and not run.server.is_used else Server(MODULES)
     with Crew(server, job, units, min(run.workers, len(units)), bar.advance) as crew:
         yield crew
 
 
-def _audited(run: Run, done: Done) -> UnitResult:
+def _audited(run: Run, done: Encoded) -> UnitResult:
     """The result of a unit with what a comparison of its sample has shown."""
     result, sample = done
     differing = [text.decode() for text in run.audit.compare(sample)]
@@ -175,7 +175,7 @@ def _audited(run: Run, done: Done) -> UnitResult:
     )
 
 
-def _check(run: Run, job: Job, journal: Journal, results: list[UnitResult]) -> None:
+def _check(run: Run, job: Job, journal: Journal[UnitResult], results: list[UnitResult]) -> None:
     """Look at what has just been finished: are ids to be believed, and rejects few enough?"""
     if job.engine != ReferenceEngine.name:
         _believe(run.audit.differing)
@@ -196,10 +196,3 @@ def _believe(differing: list[bytes]) -> None:
             f"the fast engine gives other ids than the reference, {len(differing)} times, first "
             f"for {shown!r}"
         )
-
-
-def _kept(units: tuple[Unit, ...], journal: Journal) -> str:
-    return (
-        f"{len(journal.results):,} of {len(units):,} units are finished and kept; the same command "
-        "continues with the others."
-    )

@@ -1,7 +1,7 @@
-"""The workers' side of a crew: a program that loads the engine once, forks, and serves units.
+"""The workers' side of a crew: a program that begins a job once, forks, and serves units.
 
-It forks when the engine is loaded and not yet used, for a tokenizer's threads do not survive a
-fork; what was loaded is then memory that all workers share. A worker whose socket closes ends at
+It forks when the job is begun and nothing done yet, for threads, like a tokenizer's, do not survive
+a fork; what was loaded is then memory that all workers share. A worker whose socket closes ends at
 once, whatever it is doing: nobody wants its unit any more.
 """
 
@@ -10,47 +10,44 @@ import gc
 import importlib
 import os
 import pickle
+import sys
 import threading
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, Generic, NoReturn
 
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.console import log_to_stderr
-from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.audit import Answers
-from tokenfeed.tools.encoding.engine import Engine, FastEngine
-from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
-from tokenfeed.tools.encoding.unit import Job, UnitEncoder
-from tokenfeed.tools.job.crew import Done, Failure, OnProgress, Preload, Progress
+from tokenfeed.tools.job.crew import (
+    Begin,
+    Done,
+    Failure,
+    OnProgress,
+    Progress,
+    ResultT,
+    UnitT,
+    Weighed,
+)
 
 __all__ = ["Worker", "main"]
 
-_PRELOADED = ["awkward", "gigatoken"]
-"""What the fast engine will import: before a job is known there is time for it."""
 
+class Worker(Generic[UnitT, ResultT]):
+    """Does units, and says how far it is."""
 
-class Worker:
-    """Encodes units, and says how far it is."""
-
-    def __init__(self, job: Job, engine: Engine | None = None) -> None:
-        """Load the job's engine, unless it is given."""
+    def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
+        """Begin a job."""
         self.on_progress: OnProgress = lambda progress: None
         self._left_bytes = 0.0
-        self._encoder = UnitEncoder(job, self._count, engine)
+        self._do = begin(self._count)
 
-    def encode(self, unit: Unit) -> Done:
-        """Encode a unit; see `UnitEncoder.encode`."""
+    def do(self, unit: UnitT) -> ResultT:
+        """What the job makes of a unit."""
         self._left_bytes = unit.weight_bytes
-        done = Done(*self._encoder.encode(unit))
+        result = self._do(unit)
         self._count(self._left_bytes, 0)
-        return done
-
-    def answer(self, texts: list[bytes]) -> Answers:
-        """What the fast engine gives for some texts; see `UnitEncoder.answer`."""
-        return self._encoder.answer(texts)
+        return result
 
     def _count(self, weight_bytes: float, num_tokens: int) -> None:
         """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
@@ -59,25 +56,25 @@ class Worker:
         self.on_progress(Progress(weight_bytes, num_tokens))
 
 
-def main(socket_fd: int) -> None:
-    """The program: wait for a job, load its engine, fork its workers, outlive them."""
+def main(socket_fd: int, modules: list[str]) -> None:
+    """The program: wait for a job, begin it, fork its workers, outlive them."""
     log_to_stderr()
-    for name in _PRELOADED:
-        with contextlib.suppress(Exception):  # loading the engine will tell
+    for name in modules:  # before a job is known there is time for it
+        with contextlib.suppress(Exception):  # beginning the job will tell
             importlib.import_module(name)
     control = Connection(socket_fd)
-    engine: FastEngine | None = None
     try:
-        message = control.recv()
-        if isinstance(message, Preload):
-            engine, message = _preload(message), control.recv()
+        while callable(message := control.recv()):
+            message()
         job, num_workers = message
         connections = [Connection(recv_handle(control)) for _ in range(num_workers)]
     except (EOFError, ConnectionError):
         return  # nobody wants any
+    except (ImportError, MemoryError):  # there is no room for the job, which the parent will say
+        sys.exit(1)
     control.close()
     try:
-        worker = Worker(job, engine if engine and _is_of(engine, job) else None)
+        worker: Worker[Any, Any] = Worker(job.begin)
     except BaseException as error:
         _say_failed(connections, error)
     else:
@@ -85,24 +82,7 @@ def main(socket_fd: int) -> None:
     os._exit(os.EX_OK)  # the parent waits, and to take the interpreter down takes 30 ms
 
 
-def _preload(tokenizer: Preload) -> FastEngine | None:
-    """The fast engine for a tokenizer; None where that fails: loading it for a job will tell."""
-    with contextlib.suppress(Exception):
-        return FastEngine(
-            fetch_tokenizer_json(tokenizer.name),
-            tokenizer.vocabulary_size,
-            splits_special=tokenizer.splits_special,
-        )
-    return None
-
-
-def _is_of(engine: FastEngine, job: Job) -> bool:
-    """Whether an engine loaded in advance is the one that a job has."""
-    json_bytes = (job.folder / TOKENIZER_FILE).read_bytes()
-    return job.engine == engine.name and json_bytes == engine.json_bytes
-
-
-def _fork(worker: Worker, connections: list[Connection]) -> None:
+def _fork(worker: Worker[Any, Any], connections: list[Connection]) -> None:
     """A process for each connection; returns when all have ended."""
     gc.freeze()  # a collection would copy the memory that they share
     while connections:
@@ -122,29 +102,29 @@ def _fork(worker: Worker, connections: list[Connection]) -> None:
             os.wait()
 
 
-def _serve(worker: Worker, connection: Connection) -> NoReturn:
-    work: SimpleQueue[Unit | list[bytes]] = SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, work), daemon=True).start()
+def _serve(worker: Worker[Any, Any], connection: Connection) -> NoReturn:
+    units: SimpleQueue[Weighed] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, units), daemon=True).start()
     worker.on_progress = connection.send
     try:
         while True:
-            connection.send(_do(worker, work.get()))
+            connection.send(_answer(worker, units.get()))
     except ConnectionError:
         os._exit(os.EX_OK)
 
 
-def _receive(connection: Connection, work: SimpleQueue[Unit | list[bytes]]) -> None:
-    """Take what is to be done, and end the process when nothing can come any more."""
+def _receive(connection: Connection, units: SimpleQueue[Weighed]) -> None:
+    """Take units, and end the process when none can come any more."""
     try:
         while True:
-            work.put(connection.recv())
+            units.put(connection.recv())
     except (EOFError, OSError):
         os._exit(os.EX_OK)
 
 
-def _do(worker: Worker, work: Unit | list[bytes]) -> Done | Answers | Failure:
+def _answer(worker: Worker[Any, Any], unit: Weighed) -> Done | Failure:
     try:
-        return worker.encode(work) if isinstance(work, Unit) else worker.answer(work)
+        return Done(worker.do(unit))
     except ConnectionError:  # from telling the progress
         raise
     except BaseException as error:  # a panic of a library in Rust is no mere Exception

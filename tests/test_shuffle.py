@@ -1,0 +1,509 @@
+"""`shards shuffle`: every row once, anywhere with equal chance, whatever happens on the way."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from command import files_of, kill_at
+from conftest import VOCABULARY_SIZE, random_rows, rows_of_ids, write_rows
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, Shuffled, SplitInfo
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import task_columns
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools.shuffling import run
+from tokenfeed.tools.shuffling.command import ShuffleRows
+from tokenfeed.tools.shuffling.layout import Layout
+from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
+from tokenfeed.tools.shuffling.unit import PARTITIONS
+
+COMMAND = [sys.executable, "-m", "tokenfeed.tools.shards", "shuffle"]
+GOLDEN = Path(__file__).parent / "golden/format1/lm"
+MakeDataset = Callable[..., Path]
+
+
+def shuffle(source: Path, out: Path, **settings: Any) -> Path:
+    shuffle_dataset(source, out, Settings(**{"seed": 0, "workers": 1} | settings))
+    return out
+
+
+def command(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=100
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def error_of(*arguments: object, expect: int = 1) -> str:
+    """The one line that a run ends with."""
+    (line,) = command(*arguments, expect=expect).stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def rows_of(folder: Path, split: str = "train") -> Rows:
+    manifest = Manifest.read(folder)
+    readers = [(ShardReader.open(folder, manifest, s), s) for s in manifest.split(split).shards]
+    return Rows.concatenate(
+        [reader.read(index)[0] for reader, shard in readers for index in range(shard.batches)]
+    )
+
+
+def listed(rows: Rows) -> list[tuple[Any, ...]]:
+    """A tuple of all its values for each row."""
+    ends = np.cumsum(rows.lengths)[:-1]
+    columns = [[part.tobytes() for part in np.split(v, ends)] for v in rows.per_token.values()]
+    columns += [values.tolist() for values in rows.per_row.values()]
+    return list(zip(*columns, strict=True))
+
+
+def lengths_of(count: int, mean: float = 30, seed: int = 0) -> np.ndarray:
+    drawn = np.random.default_rng(seed).exponential(mean, count).astype(np.int64)
+    return np.maximum(1, drawn)
+
+
+def manifest_of(rows: int, tokens: int, shards: int, batches: int) -> Manifest:
+    """A manifest of a data set that need not exist."""
+    info = ShardInfo(
+        file="train/0.arrow",
+        bytes=1,
+        xxh3="0",
+        rows=rows,
+        tokens=tokens,
+        batches=batches,
+        longest_row=1,
+    )
+    others = dataclasses.replace(info, rows=0, tokens=0, batches=0)
+    split = SplitInfo(shards=(info, *[others] * (shards - 1)), length_histogram=())
+    return dataclasses.replace(Manifest.read(GOLDEN), splits={"train": split})
+
+
+@given(
+    rows=st.integers(1, 3000),
+    mean=st.integers(1, 500),
+    shards=st.integers(1, 40),
+    memory=st.integers(1000, 10**7),
+)
+def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
+    rows: int, mean: int, shards: int, memory: int
+) -> None:
+    batches = min(rows, max(shards, rows // 7))
+    manifest = manifest_of(rows, rows * mean, shards, batches)
+    layout = Layout.of(manifest, seed=1, shard_bytes=None, memory_bytes=memory)
+    split = layout.splits["train"]
+    assert sorted(split.positions(np.arange(rows)).tolist()) == list(range(rows))
+    per_shard = np.diff(split.shard_edges)
+    assert per_shard.sum() == rows
+    assert per_shard.max() - per_shard.min() <= 1
+    assert per_shard.min() >= 1
+    edges = split.bucket_edges
+    assert (edges[0], edges[-1]) == (0, rows)
+    assert np.all(np.diff(edges) >= 0)
+    assert len(edges) == split.num_groups * split.buckets_a_group + 1
+    of_groups = edges[:: split.buckets_a_group]
+    assert np.array_equal(of_groups, split.shard_edges[split.group_edges])
+    covered = [batch for unit in layout.scatters for batch in range(unit.start, unit.stop)]
+    assert covered == list(range(batches))
+    numbers = [unit.number for unit in (*layout.scatters, *layout.gathers)]
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("gigabytes", [1, 30, 1000])
+def test_as_many_workers_run_as_find_room_in_the_memory(gigabytes: int) -> None:
+    manifest = manifest_of(10**6 * gigabytes, 5 * 10**8 * gigabytes, 64 * gigabytes, 10**4)
+    for memory in (2 * 10**8, 10**9, 10**11):
+        layout = Layout.of(manifest, seed=0, shard_bytes=None, memory_bytes=memory)
+        workers = layout.workers(10**6, memory)
+        assert workers >= 2
+        assert workers * layout.bucket_bytes * 4 < memory
+        assert layout.workers(2, memory) == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "pairs"),
+    [("lm", False), ("classify", False), ("classify", True), ("tag", False), ("complete", False)],
+)
+def test_every_row_is_there_once_with_all_its_columns(
+    make_dataset: MakeDataset, tmp_path: Path, task: str, pairs: bool
+) -> None:
+    source = make_dataset(lengths_of(3000), 3, task=task, pairs=pairs)
+    out = shuffle(source, tmp_path / "out", memory_bytes=100_000)
+    before, after = listed(rows_of(source)), listed(rows_of(out))
+    assert before != after
+    assert sorted(before) == sorted(after)
+    assert rows_of(out).per_row.keys() == rows_of(source).per_row.keys()
+
+
+@pytest.mark.parametrize("vocabulary_size", [1000, 1 << 16, 1 << 17])
+def test_rows_stand_where_the_permutation_puts_them(tmp_path: Path, vocabulary_size: int) -> None:
+    rows = random_rows(lengths_of(2000, seed=5), vocabulary_size=vocabulary_size)
+    source = write_rows(tmp_path / "in", {"train": rows}, vocabulary_size, 3)
+    layout = Layout.of(Manifest.read(source), seed=7, shard_bytes=None, memory_bytes=10**6)
+    places = layout.splits["train"].positions(np.arange(2000)).tolist()
+    out = shuffle(source, tmp_path / "out", seed=7)
+    before, after = listed(rows), listed(rows_of(out))
+    assert all(after[place] == before[number] for number, place in enumerate(places))
+
+
+def test_workers_and_memory_change_no_byte(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_SMALL_BYTES", 0)
+    source = make_dataset(lengths_of(20_000), 5)
+    expected = files_of(shuffle(source, tmp_path / "expected"))
+    for workers, memory in ((1, 10**5), (2, 10**9), (3, 10**6)):
+        out = shuffle(source, tmp_path / f"{workers}", workers=workers, memory_bytes=memory)
+        assert files_of(out) == expected
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source = make_dataset(lengths_of(500))
+    orders = {
+        tuple(rows_of(shuffle(source, tmp_path / f"{seed}", seed=seed)).per_row["origin_record"])
+        for seed in range(4)
+    }
+    assert len(orders) == 4
+
+
+def test_rows_go_anywhere_with_equal_chance(tmp_path: Path) -> None:
+    """Mean displacement of a uniform permutation is a third; of a table of where the rows of each
+    part went, chi-square is about its degrees of freedom."""
+    count, parts = 60_000, 20
+    source = write_rows(
+        tmp_path / "in",
+        {"train": rows_of_ids(np.ones(count), np.ones(count, np.int64), VOCABULARY_SIZE)},
+        VOCABULARY_SIZE,
+        6,
+    )
+    for seed in range(3):
+        out = shuffle(source, tmp_path / f"{seed}", seed=seed, memory_bytes=10**6)
+        origin = rows_of(out).per_row["origin_record"].astype(np.int64)
+        displacement = np.abs(origin - np.arange(count)).mean() / count
+        assert abs(displacement - 1 / 3) < 0.005
+        assert abs(np.corrcoef(origin[:-1], origin[1:])[0, 1]) < 0.02
+        table = np.zeros((parts, parts))
+        np.add.at(table, (np.arange(count) * parts // count, origin * parts // count), 1)
+        expected = count / parts**2
+        chi_square = ((table - expected) ** 2 / expected).sum()
+        assert chi_square < 361 + 5 * np.sqrt(2 * 361)
+
+
+def test_every_split_is_shuffled_for_itself_and_provenance_is_kept(tmp_path: Path) -> None:
+    rows = random_rows(lengths_of(900))
+    splits = {
+        "test": rows.slice(0, 1),
+        "train": rows.slice(1, 700),
+        "validation": rows.slice(700, 900),
+    }
+    source = write_rows(
+        tmp_path / "in",
+        {**splits, "empty": rows.slice(0, 0)},
+        VOCABULARY_SIZE,
+        4,
+        task="classify",
+        columns=(),
+        label_names=("a", "b"),
+        tokenizer=b"{}",
+    )
+    out = shuffle(source, tmp_path / "out", seed=9)
+    for split, before in splits.items():
+        assert sorted(listed(rows_of(out, split))) == sorted(listed(before))
+    was, manifest = Manifest.read(source), Manifest.read(out)
+    assert manifest.split("empty") == was.split("empty")
+    assert manifest.shuffled == Shuffled(seed=9, source=was.fingerprint)
+    restored = dataclasses.replace(manifest, splits=was.splits, shuffled=None)
+    assert restored == was
+    for split in splits:
+        assert manifest.split(split).length_histogram == was.split(split).length_histogram
+        assert len(manifest.split(split).shards) == len(was.split(split).shards)
+    assert (out / "tokenizer").read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 2], [300_000], [1, 400_000, 3, 140_000, 1]])
+def test_tiny_sets_and_rows_beyond_the_limits_are_shuffled_too(
+    make_dataset: MakeDataset, tmp_path: Path, lengths: list[int]
+) -> None:
+    source = make_dataset(lengths, 1)
+    out = shuffle(source, tmp_path / "out", memory_bytes=1000)
+    assert sorted(listed(rows_of(out))) == sorted(listed(rows_of(source)))
+
+
+def test_a_shuffled_set_can_be_shuffled_again(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    source = make_dataset(lengths_of(300))
+    first = shuffle(source, tmp_path / "first")
+    second = shuffle(first, tmp_path / "second")
+    assert sorted(listed(rows_of(second))) == sorted(listed(rows_of(source)))
+    assert listed(rows_of(second)) != listed(rows_of(first))
+
+
+def test_the_shard_size_decides_how_many_shards_there_are(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source = make_dataset(lengths_of(15), 4)
+    manifest = Manifest.read(source)
+    ledger = dataclasses.replace(manifest.ledger, bytes=120_000)
+    dataclasses.replace(manifest, ledger=ledger).write(source)
+    for size, shards in ((None, 4), (10_000, 12), (10**9, 1), (1, 15)):
+        out = shuffle(source, tmp_path / f"{size}", shard_bytes=size)
+        rows = [shard.rows for shard in Manifest.read(out).split("train").shards]
+        assert len(rows) == shards
+        assert max(rows) - min(rows) <= 1
+
+
+def test_nothing_temporary_is_left_and_the_same_command_is_already_finished(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source, out = make_dataset(lengths_of(300)), tmp_path / "out"
+    first = json.loads(command(source, out, "--json").stdout)
+    expected = files_of(out)
+    assert {path.name for path in out.iterdir() if path.name.startswith(".")} == {".made_by.json"}
+    (out / PARTITIONS).mkdir()  # a kill at the very end leaves it
+    again = command(source, out, "--json", "--memory", "2GB", "--workers", "2")
+    assert again.stderr == "already finished: the same command and input made this data set\n"
+    assert json.loads(again.stdout)["already_finished"]
+    assert not first["already_finished"]
+    assert first["splits"] == {"train": 300}
+    assert files_of(out) == expected
+    assert not (out / PARTITIONS).exists()
+    assert "--seed was 0, is 1" in error_of(source, out, "--seed", 1, expect=2)
+    other = make_dataset(lengths_of(301))
+    assert "the fingerprint of IN was" in error_of(other, out, expect=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"memory": "0"}, "`--memory` 0: expected a size like 256MB."),
+        ({"memory": "some"}, "`--memory` 'some': expected a size like 256MB."),
+        ({"shard_size": "0"}, "`--shard-size` 0: expected a size like 256MB, or auto."),
+        ({"workers": 0}, "`--workers` 0: expected at least 1, or auto."),
+    ],
+)
+def test_an_option_that_cannot_work_is_refused(
+    tmp_path: Path, make_dataset: MakeDataset, option: dict[str, Any], said: str
+) -> None:
+    wanted = ShuffleRows(source=make_dataset([1]), out=tmp_path / "out", **option)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        wanted.run()
+
+
+def test_a_folder_that_cannot_be_the_output_is_refused(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source = make_dataset(lengths_of(300))
+    assert "is or lies in the data set" in error_of(source, source / "deep" / "out", expect=2)
+    for out, said in ((source, "is or lies in the data set"), (tmp_path, "holds other data")):
+        with pytest.raises(ConfigError, match=said):
+            shuffle(source, out)
+
+
+def test_an_unfinished_data_set_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    unfinished = tmp_path / "unfinished"
+    unfinished.mkdir()
+    (unfinished / ".journal.jsonl").touch()
+    assert "holds no finished data set" in error_of(unfinished, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_shard_is_named_and_the_run_goes_on_when_it_is_mended(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source, out = make_dataset(lengths_of(8000), 3), tmp_path / "out"
+    shard = source / "train/00001.arrow"
+    good = shard.read_bytes()
+    shard.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
+    assert str(shard) in error_of(source, out)
+    shard.unlink()
+    assert str(shard) in error_of(source, out)
+    shard.write_bytes(good)
+    command(source, out)
+    assert files_of(out) == files_of(shuffle(source, tmp_path / "expected"))
+
+
+def test_a_damaged_side_file_is_named(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    source = make_dataset(lengths_of(30))
+    (source / "tokenizer").write_bytes(b"other")
+    with pytest.raises(ManifestError, match="tokenizer: is not the file"):
+        shuffle(source, tmp_path / "out")
+    (source / "tokenizer").unlink()
+    with pytest.raises(ManifestError, match="tokenizer: is missing"):
+        shuffle(source, tmp_path / "out")
+
+
+def test_an_unfinished_run_is_continued_by_the_command_that_began_it_alone(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source, out = make_dataset(lengths_of(3000), 3), tmp_path / "out"
+    assert kill_at(1, "shuffle", source, out)
+    with pytest.raises(ConfigError, match="--seed was 0, is 1"):
+        shuffle(source, out, seed=1)
+    with pytest.raises(ConfigError, match="--memory was 1000000000, is 5"):
+        shuffle(source, out, memory_bytes=5)
+    (tmp_path / "some.txt").write_text("text")
+    pretokenize = [sys.executable, "-m", "tokenfeed.tools.pretokenize", tmp_path / "some.txt", out]
+    refused = subprocess.run(pretokenize, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "holds an unfinished run of another command" in refused.stderr
+    shuffle(source, out)
+
+
+def test_a_run_killed_at_any_step_continues_to_the_same_bytes(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source = make_dataset(lengths_of(3000), 3)
+    expected = files_of(shuffle(source, tmp_path / "expected"))
+    out = tmp_path / "out"
+    kills = 0
+    while kill_at(1 + 5 * kills, "shuffle", source, out):
+        kills += 1
+    assert kills >= 4
+    assert files_of(out) == expected
+
+
+def test_damaged_partitions_are_made_again(make_dataset: MakeDataset, tmp_path: Path) -> None:
+    source, out = make_dataset(lengths_of(30_000), 3), tmp_path / "out"
+    expected = files_of(shuffle(source, tmp_path / "expected", memory_bytes=10**6))
+    assert kill_at(25, "shuffle", source, out, "--memory", "1MB", "--workers", "1")
+    partitions = sorted((out / PARTITIONS).iterdir())
+    assert len(partitions) > 3
+    partitions[0].write_bytes(partitions[0].read_bytes()[:-1])
+    partitions[1].unlink()
+    partitions[2].write_bytes(
+        bytes([partitions[2].read_bytes()[0] ^ 1]) + partitions[2].read_bytes()[1:]
+    )
+    shuffle(source, out, memory_bytes=10**6)
+    assert files_of(out) == expected
+
+
+def test_a_partition_damaged_while_it_is_needed_is_named(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = make_dataset(lengths_of(3000), 3), tmp_path / "out"
+    finished = run._Run.finish
+
+    def damage(self: run._Run) -> float:
+        written = run.is_as_written
+        partition = out / PARTITIONS / "00000"
+        gathers, self._gathers = self._gathers, []
+        finished(self)
+        assert written
+        partition.write_bytes(partition.read_bytes()[:100] + b"?" + partition.read_bytes()[101:])
+        self._scatters, self._gathers = [], gathers
+        return finished(self)
+
+    monkeypatch.setattr(run._Run, "finish", damage)
+    with pytest.raises(ShardFormatError, match="00000: this temporary file is damaged"):
+        shuffle(source, out)
+    monkeypatch.undo()
+    shuffle(source, out)
+    assert files_of(out) == files_of(shuffle(source, tmp_path / "expected"))
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    source, out = make_dataset(lengths_of(30_000), 3), tmp_path / "out"
+    result = subprocess.run(
+        [*COMMAND, str(source), str(out)],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: {out}")
+    assert os.strerror(errno.EFBIG) in line
+    command(source, out)
+    assert files_of(out) == files_of(shuffle(source, tmp_path / "expected"))
+
+
+def large_set(tmp_path: Path) -> Path:
+    """Work for processes."""
+    rows = random_rows(lengths_of(60_000, mean=500))
+    return write_rows(tmp_path / "in", {"train": rows}, VOCABULARY_SIZE, 8)
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_what_is_kept_and_the_same_command_continues(tmp_path: Path) -> None:
+    source, out = large_set(tmp_path), tmp_path / "out"
+    options = ("--memory", "60MB", "--workers", "2")
+    process = subprocess.Popen(
+        [*COMMAND, str(source), str(out), *options], stderr=subprocess.PIPE, text=True
+    )
+    journal = out / ".journal.jsonl"
+    while not journal.exists() or journal.read_bytes().count(b"\n") < 3:  # the job, and two units
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "units are finished and kept; the same command continues with the others" in said
+    assert len(said.splitlines()) == 1
+    assert json.loads(command(source, out, "--json", *options).stdout)["resumed_units"] > 0
+    assert files_of(out) == files_of(shuffle(source, tmp_path / "expected"))
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_change_no_byte(tmp_path: Path) -> None:
+    source = large_set(tmp_path)
+    started = time.monotonic()
+    options = ("--memory", "60MB", "--workers", "2")
+    command(source, tmp_path / "expected", *options)
+    seconds = time.monotonic() - started
+    expected = files_of(tmp_path / "expected")
+    draw = np.random.default_rng(0)
+    kills = finished = 0
+    while kills < 20 or not finished:
+        out = tmp_path / f"out{finished}"
+        process = subprocess.Popen(
+            [*COMMAND, str(source), str(out), *options],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        try:
+            _, said = process.communicate(timeout=draw.uniform(0.3, 0.7 * seconds))
+            assert process.returncode == 0, said
+            assert files_of(out) == expected
+            finished += 1
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            kills += 1
+
+
+def test_fingerprints_of_before_stay_and_the_key_is_there_only_where_rows_were_shuffled(
+    make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    stored = json.loads((GOLDEN / "manifest.json").read_text())
+    assert Manifest.read(GOLDEN).fingerprint == stored["manifest_xxh3"]
+    source = make_dataset(lengths_of(30))
+    assert "shuffled" not in json.loads((source / "manifest.json").read_text())
+    out = shuffle(source, tmp_path / "out", seed=4)
+    written = json.loads((out / "manifest.json").read_text())["shuffled"]
+    assert written == {"seed": 4, "source": Manifest.read(source).fingerprint}
+
+
+def test_the_columns_of_a_task_come_in_any_width(tmp_path: Path) -> None:
+    columns = task_columns("tag", pairs=True)  # uint8 before int16
+    rows = random_rows(lengths_of(501, mean=7), "tag", pairs=True)
+    source = write_rows(tmp_path / "in", {"train": rows}, VOCABULARY_SIZE, 2, columns=columns)
+    out = shuffle(source, tmp_path / "out", memory_bytes=10_000)
+    assert sorted(listed(rows_of(out))) == sorted(listed(rows))

@@ -1,0 +1,115 @@
+"""`pretokenize --shuffle`: what `pretokenize` and `shards shuffle` make, by one command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import error_of, files_of, kill_at, run, run_json
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.job.claim import UNSHUFFLED_FOLDER
+from tokenfeed.tools.job.make import make_dataset
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
+from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
+from tokenfeed.tools.shuffling.unit import PARTITIONS
+from tokenfeed.tools.verify import find_problems
+
+
+def options_of(corpus: Path, out: Path, **options: Any) -> Options:
+    return Options(paths=(str(corpus), str(out)), **{"shard_size": "40KB"} | options)
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    """All files but the one that says what command made them."""
+    return {name: data for name, data in files_of(folder).items() if name != ".made_by.json"}
+
+
+def test_it_is_what_the_two_commands_make(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
+    out, options = tmp_path / "out", {"tokenizer": str(tokenizer), "validation": 0.1}
+    summary = make_shuffled_dataset(options_of(corpus, out, shuffle=True, seed=3, **options))
+    make_dataset(options_of(corpus, tmp_path / "plain", **options))
+    shuffle_dataset(tmp_path / "plain", tmp_path / "shuffled", Settings(seed=3, workers=1))
+    assert data_of(out) == data_of(tmp_path / "shuffled")
+    manifest = Manifest.read(out)
+    assert list(find_problems(out, manifest)) == []
+    assert summary.splits == {name: split.rows for name, split in manifest.splits.items()}
+    assert summary.out == str(out)
+    assert not summary.already_finished
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    assert summary.shard_bytes == sum(shard.bytes for shard in shards)
+
+
+def test_the_same_command_is_already_finished_and_any_other_is_refused(
+    corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    make_shuffled_dataset(options_of(corpus, out, shuffle=True, vocab_size=300))
+    expected = files_of(out)
+    (out / PARTITIONS).mkdir()  # kills at the very end leave these
+    (out / UNSHUFFLED_FOLDER).mkdir()
+    again = make_shuffled_dataset(options_of(corpus, out, shuffle=True, vocab_size=300))
+    assert again.already_finished
+    assert files_of(out) == expected
+    assert not (out / PARTITIONS).exists()
+    assert not (out / UNSHUFFLED_FOLDER).exists()
+    with pytest.raises(ConfigError, match="--shuffle and --seed was 0, is 1"):
+        make_shuffled_dataset(options_of(corpus, out, shuffle=True, vocab_size=300, seed=1))
+    with pytest.raises(ConfigError, match="--shuffle and --seed was 0, is not given"):
+        make_dataset(options_of(corpus, out, vocab_size=300))
+
+
+def test_a_run_killed_in_either_part_is_continued_by_the_same_command_alone(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--validation", "0")
+    expected = tmp_path / "expected"
+    run(corpus, expected, *options, "--shuffle", "--workers", "2")
+    out = tmp_path / "out"
+    kills, parts = 0, set()
+    while kill_at(4 + 12 * kills, "pretokenize", corpus, out, *options, "--shuffle"):
+        kills += 1
+        begun = {path.name for path in out.iterdir()}
+        part = ".journal.jsonl" in begun
+        if (begun & {UNSHUFFLED_FOLDER, ".journal.jsonl"}) and part not in parts:
+            parts.add(part)
+            said = "another command" if part else "unfinished run of `pretokenize --shuffle`"
+            assert said in error_of(corpus, out, *options, expect=2)
+    assert parts == {False, True}
+    assert files_of(out) == files_of(expected)
+
+
+def test_a_corpus_may_lie_around_the_output(corpus: Path, tokenizer: Path) -> None:
+    out, options = corpus / "out", ("--tokenizer", tokenizer, "--shuffle")
+    assert kill_at(20, "pretokenize", corpus, out, *options)
+    assert run_json(corpus, out, *options)["documents"] == 260
+
+
+def test_a_corpus_without_a_document_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    out = tmp_path / "out"
+    said = error_of(tmp_path / "empty.txt", out, "--tokenizer", tokenizer, "--shuffle")
+    assert "every document is empty" in said
+    assert not out.exists()
+
+
+def test_a_seed_beside_a_given_tokenizer_needs_a_shuffle(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    given = {"tokenizer": str(tokenizer), "seed": 1}
+    with pytest.raises(ConfigError, match="`--seed` 1: is for a tokenizer that is trained"):
+        options_of(corpus, tmp_path / "out", **given).check()
+    options_of(corpus, tmp_path / "out", shuffle=True, **given).check()
+
+
+def test_what_made_it_is_the_command_and_its_input(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    make_shuffled_dataset(options_of(corpus, out, tokenizer=str(tokenizer), shuffle=True))
+    made_by = json.loads((out / ".made_by.json").read_bytes())
+    assert made_by["CORPUS"] == [str(corpus)]
+    assert made_by["--shuffle and --seed"] == 0
+    assert "--memory" not in made_by

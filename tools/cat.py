@@ -1,0 +1,154 @@
+"""`shards cat OUT`: rows as text again, each with where it came from."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import (
+    ENDED_TASKS,
+    IGNORED,
+    LABEL,
+    LABELS,
+    ORIGIN_FILE,
+    ORIGIN_RECORD,
+    PROMPT_LENGTH,
+)
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools.console import print_json
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+__all__ = ["Cat"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cat:
+    """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
+
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    """Output folder of `pretokenize`."""
+    split: str = "train"
+    """Split to read."""
+    start: int = 0
+    """First row, counted from 0 within the split."""
+    rows: int = 5
+    """Rows to print."""
+    json: bool = False
+    """Print a JSON object per row."""
+
+    def run(self) -> int:
+        """Print the rows."""
+        manifest = Manifest.read(self.out)
+        num_rows = manifest.split(self.split).rows
+        if not 0 <= self.start < num_rows or self.rows < 1:
+            raise ConfigError(
+                f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
+                f"to {num_rows - 1:,}, and at least one must be asked for."
+            )
+        for row in _decoded_rows(self.out, manifest, self):
+            if self.json:
+                print_json(row)
+            else:
+                print(_heading(row))
+                print(row["text"])
+                if LABELS in row:
+                    tagged = zip(row["pieces"], row[LABELS], strict=True)
+                    print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
+        return 0
+
+
+def _heading(row: dict[str, Any]) -> str:
+    """Where a row comes from, how long it is, and what it is labelled with."""
+    facts = [
+        f"--- {row['split']} row {row['row']}",
+        f"{row['file']} record {row['record']}",
+        f"{row['tokens']:,} tokens",
+    ]
+    if LABEL in row:
+        facts.append(f"label {row[LABEL]}")
+    if PROMPT_LENGTH in row:
+        facts.append(f"{row[PROMPT_LENGTH]:,} of them prompt")
+    return " | ".join(facts)
+
+
+def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    tokenizer = _stored_tokenizer(folder, manifest)
+    sources = _checked_bytes(folder, manifest.sources).splitlines()
+    end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
+    for row, rows in _wanted_rows(folder, manifest, wanted):
+        ids = rows.ids.tolist()
+        text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
+        yield {
+            "split": wanted.split,
+            "row": row,
+            "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
+            "record": int(rows.per_row[ORIGIN_RECORD][0]),
+            "tokens": len(ids),
+            **_labels(rows, manifest, tokenizer),
+            "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
+        }
+
+
+def _labels(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The task's values of a single row, labels by name; beside tags the pieces they belong to."""
+    names = manifest.label_names
+    values: dict[str, Any] = {}
+    for column in manifest.columns:
+        if column.per == "row":
+            value = int(rows.per_row[column.name][0])
+            values[column.name] = names[value] if names else value
+        elif column.name == LABELS:
+            tags = rows.per_token[LABELS].tolist()
+            values[LABELS] = [None if tag == IGNORED else names[tag] for tag in tags]
+            values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
+        else:
+            values[column.name] = rows.per_token[column.name].tolist()
+    return values
+
+
+def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
+    json_bytes = _checked_bytes(folder, manifest.tokenizer)
+    return TextTokenizer.load(json_bytes, origin=folder / manifest.tokenizer.file)
+
+
+def _checked_bytes(folder: Path, info: FileInfo) -> bytes:
+    """The content of a side file, if it is the one the manifest names."""
+    path = folder / info.file
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error.strerror}. Restore it.") from error
+    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
+        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
+    return content
+
+
+def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
+    """Single rows from `wanted.start` on, with their number in the split."""
+    start, stop = wanted.start, wanted.start + wanted.rows
+    for shard in manifest.split(wanted.split).shards:
+        if start < shard.rows and stop > 0:
+            reader = ShardReader.open(folder, manifest, shard)
+            first = wanted.start - start
+            for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
+                yield first + row, rows
+        start, stop = start - shard.rows, stop - shard.rows
+
+
+def _rows_of_shard(
+    reader: ShardReader, num_batches: int, start: int, stop: int
+) -> Iterator[tuple[int, Rows]]:
+    """Single rows `start` up to `stop` of a shard."""
+    for index in range(num_batches):
+        batch, first = reader.read(index)
+        if first >= stop:
+            return
+        for row in range(max(start - first, 0), min(stop - first, len(batch))):
+            yield first + row, batch.slice(row, row + 1)
