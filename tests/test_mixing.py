@@ -112,6 +112,8 @@ def test_the_loader_says_how_far_rows_are_mixed(make_dataset: Any) -> None:
     with ShardLoader(folder, batching=Padded(1000), num_workers=0) as loader:
         assert loader.stats().mixing == 1.0
     with ShardLoader(folder, batching=Fixed(4), num_workers=0, window_tokens=10_000) as loader:
-        assert loader.stats().mixing == pytest.approx(1.0, rel=1)
+        mixing = loader.stats().mixing
+    assert mixing is not None
+    assert mixing > 5  # a window is one of four record batches
     with ShardLoader(folder, batching=Fixed(4), num_workers=0, shuffle=False) as loader:
         assert loader.stats().mixing is None
