@@ -179,7 +179,7 @@ def _verify(folder: Path, info: ShardInfo, good: bytes, damaged: bytearray) -> N
 
 def test_a_footer_that_points_at_another_batch_is_caught(tmp_path: Path) -> None:
     """Each batch is whole, so only the place inside the checksum tells them apart."""
-    info = write(tmp_path, rows_of([4096] * 96))
+    info = write(tmp_path, rows_of([4096] * 48))
     path = tmp_path / NAME
     data = path.read_bytes()
     footer_start = len(data) - 10 - int.from_bytes(data[-10:-6], "little")

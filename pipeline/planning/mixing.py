@@ -73,6 +73,8 @@ def _deviation(source: Source, window_tokens: float, step_tokens: float) -> floa
     lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
     by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
     strata = source.batches * window_tokens / source.tokens
+    if strata >= source.batches or step_tokens < source.tokens / source.batches:
+        return 1.0  # a window has all of it; or a step less than a record batch, whatever is done
     windows = max(1.0, step_tokens / window_tokens)
     by_strata = 1 / 3 / strata**2 / windows
     rest = max(0.0, 1 - step_tokens / window_tokens)  # no row of a window comes twice

@@ -167,7 +167,7 @@ def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
         loader.load_state_dict(state)
 
 
-@pytest.mark.parametrize("junk", [None, 3, [], {}, "x", {"version": 2}, {"streams": [3]}], ids=repr)
+@pytest.mark.parametrize("junk", [None, 3, [], {}, "x", {"version": 3}, {"streams": [3]}], ids=repr)
 def test_what_is_no_state_is_no_state_wherever_it_is_given(folder: Path, junk: Any) -> None:
     loader = open_loader(folder)
     for give in (
