@@ -15,6 +15,8 @@ gangs, or twice as far (0 and 9 above). Strata begin at random gangs, others in 
 epochs. How many gangs there are depends on lengths and labels alone, never on chance. Torch-free.
 """
 
+import math
+
 import numpy as np
 
 from tokenfeed.pipeline.planning.order import Draw, mix64
@@ -119,7 +121,8 @@ def _cut(
     while (stop := edges[-1]) > 0:
         longest = int(ascending[stop - 1])
         rows = gang_size * batching.rows_of(longest)
-        near = stop - np.searchsorted(ascending, longest * (1 - _LENGTHS_PER_SPREAD * spread))
+        least = math.ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))
+        near = stop - np.searchsorted(ascending, least)  # an int: a float would convert them all
         count = max(1, min(most, -(-int(near) // rows), stop // rows))
         start = max(0, stop - count * rows)
         if count > 1:
@@ -142,12 +145,13 @@ def _strict_gangs(
 
 def _deal(band: np.ndarray, num_gangs: int, draw: Draw) -> np.ndarray:
     """The pieces of a band in the order of its gangs, given in order of length."""
-    stratum, nth = np.divmod(np.arange(len(band)), num_gangs)
+    strata = band.reshape(-1, num_gangs)
+    stratum = np.arange(len(strata))
     begins = mix64(stratum.astype(np.uint64) ^ np.uint64(draw.cycle_key)) >> np.uint64(33)
-    gang = (nth + begins.astype(np.int64) + stratum * draw.turn) % num_gangs
-    dealt = np.empty_like(band)
-    dealt[gang * (len(band) // num_gangs) + stratum] = band
-    return dealt
+    moved = (begins.astype(np.int64) + stratum * draw.turn) % num_gangs
+    taken = np.arange(num_gangs)[:, None] - moved  # by each gang, of each stratum
+    taken += (taken < 0) * num_gangs
+    return np.asarray(strata[stratum, taken].ravel())
 
 
 def _label_variance(
