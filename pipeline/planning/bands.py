@@ -115,7 +115,8 @@ def _cut(
     if draw is None or most < 2:
         pieces = sort_by_length(lengths, draw.key if draw else None)
         return pieces, _strict_gangs(lengths, pieces, batching, gang_size)
-    pieces = sort_by_length(lengths, draw.cycle_key)
+    comes_again = draw.num_windows == 1
+    pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
     ascending = lengths[pieces]
     edges = [len(pieces)]
     while (stop := edges[-1]) > 0:
@@ -125,7 +126,7 @@ def _cut(
         near = stop - np.searchsorted(ascending, least)  # an int: a float would convert them all
         count = max(1, min(most, -(-int(near) // rows), stop // rows))
         start = max(0, stop - count * rows)
-        if count > 1:
+        if count > 1 and (comes_again or ascending[start] < longest):  # else ties are random anyway
             pieces[start:stop] = _deal(pieces[start:stop], count, draw)
         edges += range(stop - rows, start, -rows)
         edges.append(start)
