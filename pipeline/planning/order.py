@@ -71,18 +71,20 @@ def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarr
     Cost: O(len(positions)), whatever `size` is: the walk leaves the range less than 3 times of 4.
     """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    keys = np.broadcast_to(np.asarray(key, np.uint64), positions.shape)
+    keys = [_stream_keys(key, number) for number in range(_ROUNDS)]
     values = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (outside := values >= size).any():
-        values[outside] = _feistel(values[outside], half_bits, keys[outside])
+        again = [part if part.size == 1 else part[outside] for part in keys]
+        values[outside] = _feistel(values[outside], half_bits, again)
     return values.astype(np.int64)
 
 
-def _feistel(values: np.ndarray, half_bits: int, keys: np.ndarray) -> np.ndarray:
+def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
+    """Send values below 4 ** half_bits to each other; a key for each round, for all or for each."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
-    for number in range(_ROUNDS):
-        left, right = right, left ^ (mix64(right ^ _stream_keys(keys, number)) & mask)
+    for key in keys:
+        left, right = right, left ^ (mix64(right ^ key) & mask)
     return left << shift | right
 
 
