@@ -20,7 +20,8 @@ from tokenfeed.pipeline.planning.rounds import Rounds
 
 __all__ = ["Spans", "Window", "WindowReader", "gather"]
 
-_OPEN_SHARDS = 64
+_OPEN_SHARDS = 256
+"""Windows come back to the same shards; to open one costs a third of reading a record batch."""
 _KEPT_TOKENS = 1 << 20
 """Sources of no more, all together, are decoded once: a few MB, and epochs of milliseconds."""
 
