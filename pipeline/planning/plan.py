@@ -5,6 +5,7 @@ the rest. Two loaders with equal plans deliver the same micro-batches in the sam
 their ranks, workers, prefetching and devices are. Torch-free.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -16,7 +17,7 @@ from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.layout import lay_out
 from tokenfeed.pipeline.planning.ledger import digests, tokens_by_source
-from tokenfeed.pipeline.planning.mixture import Mixture, Source, mix
+from tokenfeed.pipeline.planning.mixture import Mixture, Source, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.rounds import deal_rounds
@@ -31,6 +32,7 @@ COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """At least 128 record batches: as many places of the corpus are mixed."""
 _WINDOW_GANGS = 256
+_WINDOW_BATCHES, _MOST_FOR_SOURCES = 5, 1 << 24
 
 
 class Position(NamedTuple):
@@ -86,10 +88,10 @@ class Plan:
             raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
         gang_size = checks.whole("gang_size", gang_size, least=1, most=checks.MOST)
         _check_fit(sources, batching)
-        if window_tokens is None:
-            window_tokens = default_window_tokens(sources, batching, gang_size)
-        window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
+        if window_tokens is None:
+            window_tokens = default_window_tokens(sources, weights, batching, gang_size)
+        window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         exhausted = mixture.exhausted if mixture else "continue"
         stretches = mix(sources, weights, exhausted, window_tokens)
         order = EpochOrder(
@@ -176,9 +178,12 @@ class Plan:
         }
 
 
-def default_window_tokens(sources: tuple[Source, ...], batching: Batching, gang_size: int) -> int:
-    """Tokens of a window: some hundred gangs, so that few of them hold rows of unlike length, and
-    few enough that a worker holds several windows and the first is ready in some 50 ms."""
+def default_window_tokens(
+    sources: tuple[Source, ...], weights: tuple[float, ...], batching: Batching, gang_size: int
+) -> int:
+    """Tokens of a window: some hundred gangs, so that few of them hold rows of unlike length, of a
+    mixture some record batches of every source, so that it comes about as often in every window,
+    and few enough that a worker holds several windows and the first is ready in some 100 ms."""
     match batching:
         case Padded():
             tokens = batching.max_tokens
@@ -187,8 +192,12 @@ def default_window_tokens(sources: tuple[Source, ...], batching: Batching, gang_
         case Fixed():
             rows = sum(source.rows for source in sources)
             tokens = batching.rows * sum(source.tokens for source in sources) // rows
-    wanted = _WINDOW_GANGS * gang_size * tokens
-    return max(_LEAST_WINDOW_TOKENS, min(wanted, _MOST_WINDOW_TOKENS))
+    wanted = min(_WINDOW_GANGS * gang_size * tokens, _MOST_WINDOW_TOKENS)
+    of_sources = max(
+        math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
+        for source, share in zip(sources, proportions(weights), strict=True)
+    )
+    return max(_LEAST_WINDOW_TOKENS, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
 
 def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int | None, ...]:
