@@ -1,5 +1,6 @@
 """What is said of mixing is about what comes of it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,7 @@ def source_of(lengths: np.ndarray, *, shuffled: bool = False) -> Any:
     )
     split = SplitInfo(shards=(shard,), length_histogram=tuple(length_histogram(lengths).tolist()))
     return SimpleNamespace(
+        folder=Path("memory"),
         split=split,
         rows=split.rows,
         tokens=split.tokens,

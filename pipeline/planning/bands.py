@@ -15,7 +15,7 @@ gangs, or twice as far (0 and 9 above). Strata begin at random gangs, others in 
 epochs. How many gangs there are depends on lengths and labels alone, never on chance. Torch-free.
 """
 
-import math
+from math import ceil
 
 import numpy as np
 
@@ -53,10 +53,11 @@ def length_gangs(
     """
     num_gangs = batching.batches_of(lengths) / gang_size
     spread = _of_window(batching.spread, draw)
-    while draw and labels is not None and 0 < spread < 1:
+    label = None if labels is None else np.unique(labels, return_inverse=True)[1]
+    while draw and label is not None and 0 < spread < 1:
         some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, and so is what it decides
         cut = _cut(lengths, batching, gang_size, some, num_gangs, spread)
-        if _label_variance(labels, *cut, gang_size) <= _LABEL_VARIANCE:
+        if _label_variance(label, *cut, gang_size) <= _LABEL_VARIANCE:
             break
         spread = min(1.0, 2 * spread)
     return _cut(lengths, batching, gang_size, draw, num_gangs, spread)
@@ -115,22 +116,27 @@ def _cut(
     if draw is None or most < 2:
         pieces = sort_by_length(lengths, draw.key if draw else None)
         return pieces, _strict_gangs(lengths, pieces, batching, gang_size)
-    comes_again = draw.num_windows == 1
+    comes_again = draw.num_windows == 1 and _num_distinct(lengths) * most > len(lengths)
     pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
     ascending = lengths[pieces]
     edges = [len(pieces)]
     while (stop := edges[-1]) > 0:
         longest = int(ascending[stop - 1])
         rows = gang_size * batching.rows_of(longest)
-        least = math.ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))
-        near = stop - np.searchsorted(ascending, least)  # an int: a float would convert them all
+        least = ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))  # an int, or all would be cast
+        near = stop - np.searchsorted(ascending, least)
         count = max(1, min(most, -(-int(near) // rows), stop // rows))
         start = max(0, stop - count * rows)
-        if count > 1 and (comes_again or ascending[start] < longest):  # else ties are random anyway
+        if count > 1 and (comes_again or ascending[start] < longest):  # else chance dealt them
             pieces[start:stop] = _deal(pieces[start:stop], count, draw)
         edges += range(stop - rows, start, -rows)
         edges.append(start)
     return pieces, np.array(edges[::-1])
+
+
+def _num_distinct(lengths: np.ndarray) -> int:
+    """Where many rows are of one length, chance alone deals them, anew in every epoch."""
+    return len(np.unique(lengths))
 
 
 def _strict_gangs(
@@ -156,21 +162,19 @@ def _deal(band: np.ndarray, num_gangs: int, draw: Draw) -> np.ndarray:
 
 
 def _label_variance(
-    labels: np.ndarray, pieces: np.ndarray, gang_offsets: np.ndarray, gang_size: int
+    label: np.ndarray, pieces: np.ndarray, gang_offsets: np.ndarray, gang_size: int
 ) -> float:
     """How much the labels in a micro-batch vary, over how much those of a random one would.
 
     Of a gang's rows every micro-batch gets its share, so what a gang has too much of is divided
     among its micro-batches.
     """
-    values, label = np.unique(labels, return_inverse=True)
-    gang = np.repeat(np.arange(len(gang_offsets) - 1), np.diff(gang_offsets))
-    shape = len(gang_offsets) - 1, len(values)
-    counts = np.bincount(gang * shape[1] + label[pieces], minlength=shape[0] * shape[1])
-    sizes = np.diff(gang_offsets)[:, None]
+    sizes = np.diff(gang_offsets)
     share = np.bincount(label) / len(label)
-    expected = len(sizes) * (share * (1 - share)).sum()
-    if not expected:
+    alike = (share**2).sum()
+    if alike == 1:
         return 1.0
-    found = ((counts.reshape(shape) / sizes - share) ** 2 * sizes).sum()
-    return 1 + (float(found / expected) - 1) / gang_size
+    gang = np.repeat(np.arange(len(sizes)), sizes)
+    cells, counts = np.unique(gang * len(share) + label[pieces], return_counts=True)
+    found = (counts**2 / sizes[cells // len(share)]).sum() - len(label) * alike
+    return 1 + (float(found / (len(sizes) * (1 - alike))) - 1) / gang_size

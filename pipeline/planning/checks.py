@@ -99,9 +99,10 @@ def share(name: str, value: object) -> float:
     Raises:
         ConfigError: It is no number, or out of range.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real or not 0 <= value <= 1:  # type: ignore[operator]  # too large for a float
         raise refusal(name, value, "a number from 0 to 1")
-    return float(value)
+    return float(value)  # type: ignore[arg-type]
 
 
 def flag(name: str, value: object) -> bool:

@@ -22,7 +22,8 @@ def estimate_rounds(plan: Plan, sources: tuple[Source, ...], world_size: int) ->
     Cost: that of planning one window.
     """
     lengths = _window_lengths(plan, sources)
-    window = plan_window(lengths, plan.batching, gang_size=plan.gang_size, draw=None)
+    draw = plan.order.draw(0, 0)  # bands pad, and so decide how many micro-batches there are
+    window = plan_window(lengths, plan.batching, gang_size=plan.gang_size, draw=draw)
     rounds = deal_rounds(
         window.gang_offsets, plan.gang_size, first=0, rank=0, world_size=world_size
     )

@@ -6,6 +6,8 @@ of it; a training step of one such window is off by as much, and by what chance 
 rows. A full shuffle has the latter alone. Torch-free.
 """
 
+from pathlib import Path
+
 import numpy as np
 
 from tokenfeed.pipeline.planning.estimate import likely_lengths
@@ -36,27 +38,41 @@ def deviation(plan: Plan, sources: tuple[Source, ...]) -> float | None:
         return None
     if plan.order.num_windows == 1:
         return 1.0
-    of_window = _window_tokens(plan, sources)
-    return max(
-        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
-        for source, tokens in zip(sources, of_window, strict=True)
-    )
+    return max(_deviations(sources, _window_tokens(plan, sources)))
 
 
 def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
-    """A warning for an epoch that is large and far from mixed; None for any other."""
-    if all(source.manifest.shuffled for source in sources):
+    """A warning for a large epoch with a source that is far from mixed; None for any other.
+
+    A source of less than a tenth of the epoch is itself what stands together: how much of it comes
+    is for the weights to say, and which part of it matters little to a step.
+    """
+    of_window = _window_tokens(plan, sources)
+    whole = sum(of_window)
+    if plan.order.num_windows == 1 or whole * plan.order.num_windows < _LARGE_TOKENS:
         return None
-    ratio = deviation(plan, sources)
-    tokens = sum(_window_tokens(plan, sources)) * plan.order.num_windows
-    if ratio is None or ratio < _FAR or tokens < _LARGE_TOKENS:
+    found = zip(sources, of_window, _deviations(sources, of_window), strict=True)
+    told = [
+        (ratio, tokens * source.batches / source.tokens, source.folder)
+        for source, tokens, ratio in found
+        if not source.manifest.shuffled and tokens >= _TENTH * whole
+    ]
+    ratio, places, folder = max(told, default=(1.0, 0.0, Path()))
+    if not plan.order.shuffle or ratio < _FAR:
         return None
-    batches = sum(plan.order.batches_read) / plan.order.num_windows
     return (
-        f"a window takes rows from {batches:,.0f} places of the corpus only: if that is in any "
-        f"order, steps stray {ratio:.0f} times as far from the whole as after a full shuffle. "
-        "Raise `window_tokens`, or run `shards shuffle` once."
+        f"a window takes rows from {places:,.0f} places of {folder} only: if that is in any order, "
+        f"steps stray {ratio:.0f} times as far from the whole as after a full shuffle. Raise "
+        "`window_tokens`, or run `shards shuffle` once."
     )
+
+
+def _deviations(sources: tuple[Source, ...], of_window: list[float]) -> list[float]:
+    """For each source; see `deviation`."""
+    return [
+        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
+        for source, tokens in zip(sources, of_window, strict=True)
+    ]
 
 
 def _window_tokens(plan: Plan, sources: tuple[Source, ...]) -> list[float]:
@@ -76,6 +92,6 @@ def _deviation(source: Source, window_tokens: float, step_tokens: float) -> floa
     if strata >= source.batches or step_tokens < source.tokens / source.batches:
         return 1.0  # a window has all of it; or a step less than a record batch, whatever is done
     windows = max(1.0, step_tokens / window_tokens)
-    by_strata = 1 / 3 / strata**2 / windows
+    by_strata = min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows  # all of it, or nothing
     rest = max(0.0, 1 - step_tokens / window_tokens)  # no row of a window comes twice
     return float(np.sqrt(max(1.0, rest + by_strata / by_chance)))

@@ -90,8 +90,13 @@ def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.n
 
 def _stream_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     """What `stream_key(key, part)` is, for many keys or parts."""
-    scrambled = mix64(np.atleast_1d(np.asarray(keys, np.uint64)) + np.uint64(_GOLDEN))
-    made: np.ndarray = mix64(scrambled + np.uint64(_GOLDEN) + np.asarray(part, np.uint64))
+    return _next_keys(_next_keys(0, keys), part)
+
+
+def _next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
+    """What `stream_key(*parts, part)` is, given those of `parts`; for many of them."""
+    sums = np.atleast_1d(np.asarray(keys, np.uint64)) + np.asarray(part, np.uint64)
+    made: np.ndarray = mix64(sums + np.uint64(_GOLDEN))
     return made
 
 
@@ -180,15 +185,12 @@ class EpochOrder:
         """Places `start` up to `stop` of a source's epoch; beyond its size it begins again."""
         size = self.sizes[source]
         turn, place = np.divmod(np.arange(start, stop), size)
-        if not self.shuffle:
+        if start == stop or not self.shuffle:
             return place
-        for number in np.unique(turn).tolist():
-            turned = turn == number
-            key = stream_key(self.seed, epoch, source, number)
-            offset = stream_key(key, 3) % size  # so that strata lie elsewhere in every epoch
-            place[turned] = _stratified(place[turned], size, self._rounds(source), key) + offset
-            place[turned] %= size
-        return place
+        keys = _next_keys(stream_key(self.seed, epoch, source), turn)
+        offset = _stream_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
+        batches: np.ndarray = _stratified(place, size, self._rounds(source), keys)
+        return (batches + offset.astype(np.int64)) % size
 
     def _rounds(self, source: int) -> int:
         """Windows in which a source is read once, at the pace of the first that reads it."""
@@ -201,7 +203,7 @@ class EpochOrder:
         return min(size, max(1, round(size * windows / batches)))
 
 
-def _stratified(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.ndarray:
+def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
     """A permutation of range(size) of which every round, a run of places, has one of each stratum.
 
     Round r has the places from size * r // num_rounds on. Strata are runs of `num_rounds` values;
@@ -212,7 +214,7 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.
         places: Which places, shape (K,), int64.
         size: Length of the permuted range.
         num_rounds: At most `size`.
-        key: 64 bits.
+        keys: 64 bits for each place, uint64; another key is another permutation.
     """
     rounds = (num_rounds * (places + 1) - 1) // size
     begins = size * rounds // num_rounds
@@ -220,14 +222,14 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, key: int) -> np.
     strata = np.empty(len(places), np.int64)
     for count in np.unique(sizes).tolist():  # two at most
         chosen = sizes == count
-        keys = _stream_keys(stream_key(key, 0), rounds[chosen])
-        strata[chosen] = permute((places - begins)[chosen], count, keys)
+        of_round = _stream_keys(_stream_keys(keys[chosen], 0), rounds[chosen])
+        strata[chosen] = permute((places - begins)[chosen], count, of_round)
     full = size // num_rounds
     values = np.empty(len(places), np.int64)
     is_full = strata < full
-    keys = _stream_keys(stream_key(key, 1), strata[is_full])
-    values[is_full] = permute(rounds[is_full], num_rounds, keys)
+    of_stratum = _stream_keys(_stream_keys(keys[is_full], 1), strata[is_full])
+    values[is_full] = permute(rounds[is_full], num_rounds, of_stratum)
     nth = (begins - rounds * full)[~is_full]  # rounds before that had a value of the last stratum
-    values[~is_full] = permute(nth, max(1, size % num_rounds), stream_key(key, 2))
+    values[~is_full] = permute(nth, max(1, size % num_rounds), _stream_keys(keys[~is_full], 2))
     made: np.ndarray = strata * num_rounds + values
     return made
