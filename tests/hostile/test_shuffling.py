@@ -117,5 +117,5 @@ def test_memory_in_which_sections_would_be_dust_is_refused(
 
 @pytest.mark.parametrize("digits", [20, 400, sys.int_info.default_max_str_digits + 100])
 def test_a_size_that_no_machine_has_is_no_size(digits: int) -> None:
-    with pytest.raises(ConfigError, match="`--memory` '999.*expected a size like 256MB"):
+    with pytest.raises(ConfigError, match=r"`--memory` '999.*expected a size like 256MB"):
         bytes_of("9" * digits, flag="--memory")
