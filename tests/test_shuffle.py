@@ -98,7 +98,7 @@ def manifest_of(rows: int, tokens: int, shards: int, batches: int) -> Manifest:
     rows=st.integers(1, 3000),
     mean=st.integers(1, 500),
     shards=st.integers(1, 40),
-    memory=st.integers(1000, 10**7),
+    memory=st.integers(20_000, 10**7),
 )
 def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
     rows: int, mean: int, shards: int, memory: int

@@ -28,7 +28,7 @@ def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
     Raises:
         ConfigError: It is no size, or 0.
     """
-    match = re.fullmatch(r"(\d+) ?([KMG]i?B)?", size, re.IGNORECASE)
+    match = re.fullmatch(r"(\d{1,18}) ?([KMG]i?B)?", size, re.IGNORECASE)
     num_bytes = int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else 0
     if not num_bytes:
         also = f", or {otherwise}" if otherwise else ""

@@ -150,6 +150,7 @@ class FastEngine:
         self.made_of = json_bytes, vocabulary_size, splits_special
         """What it was made of."""
         self._json, self._splits_special = json_bytes, splits_special
+        self._vocabulary_size = vocabulary_size
         self._dtype = token_dtype(vocabulary_size)
         with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
@@ -205,14 +206,22 @@ class FastEngine:
     def _encode(self, texts: list[bytes]) -> Ragged:
         with _raising(EngineFailure):
             array = self._tokenizer.encode_batch(texts, parallel=False)
-        offsets = np.asarray(array.layout.offsets.data)
-        ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
+            offsets = np.asarray(array.layout.offsets.data)
+            ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
+            self._check(ids, len(texts), len(offsets) - 1)
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
             with _raising(EngineFailure):
                 self._tokenizer = self._load(Shape.of(self._json))
             self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
+
+    def _check(self, ids: np.ndarray, num_texts: int, num_rows: int) -> None:
+        """What no comparison gets to see, for it can be neither written nor laid side by side."""
+        if num_rows != num_texts:
+            raise ValueError(f"gives ids of {num_rows:,} texts for {num_texts:,}")
+        if len(ids) and (largest := int(ids.max())) >= self._vocabulary_size:
+            raise ValueError(f"gives the id {largest:,}, of {self._vocabulary_size:,}")
 
     def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
         """The ids of some of the texts by the reference."""

@@ -10,6 +10,7 @@ from tokenfeed.pipeline.format.manifest import ShardInfo, length_histogram
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers
+from tokenfeed.tools.encoding.engine import EngineName, ReferenceEngine
 
 __all__ = ["SourceCounts", "UnitLedger", "UnitResult", "too_many_rejects"]
 
@@ -38,6 +39,8 @@ class UnitResult:
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
     """Source, record and reason, in the order of the input."""
+    engine: EngineName = ReferenceEngine.name
+    """What made the ids: the unit counts for no other."""
     audited: int = 0
     """Texts of a sample, or all, that both engines encoded."""
     differing: list[str] = field(default_factory=list)
@@ -97,7 +100,7 @@ class UnitLedger:
             names = {part.source.index: part.source.name for part in self._unit.parts}
             raise too_many_rejects(names[source], reject.record, reject.reason, self._max_rejects)
 
-    def result(self, shards: dict[str, ShardInfo | None]) -> UnitResult:
+    def result(self, shards: dict[str, ShardInfo | None], engine: EngineName) -> UnitResult:
         """What is kept of the unit, given the shards of the splits that have rows."""
         return UnitResult(
             unit=self._unit.number,
@@ -107,6 +110,7 @@ class UnitLedger:
             },
             sources=self._by_source(),
             rejects=sorted(self._rejects),
+            engine=engine,
             audited=self.audited,
             differing=[text.decode() for text in self.differing],
             routed=self.routed,

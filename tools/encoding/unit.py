@@ -132,7 +132,7 @@ class UnitEncoder:
             stale.unlink(missing_ok=True)
             stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
-        return Encoded(ledger.result(infos), Answers.joined(ledger.sample))
+        return Encoded(ledger.result(infos, self._engine.name), Answers.joined(ledger.sample))
 
     def _audited_engine(self) -> Engine | None:
         if not self._job.audits or self._engine.name == FastEngine.name:

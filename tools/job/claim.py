@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
 )
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.tools.job.journal import Journal, Result
+from tokenfeed.tools.job.journal import Journal, Result, says_its_job
 
 __all__ = [
     "MADE_BY_FILE",
@@ -57,7 +57,7 @@ def state_of(folder: Path) -> State:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder. Give a new or empty folder for the output.")
     names = set(os.listdir(folder))
-    if JOURNAL_FILE in names:
+    if JOURNAL_FILE in names and (MANIFEST_FILE in names or says_its_job(folder)):
         return "unfinished"
     if {MANIFEST_FILE, MADE_BY_FILE} <= names:
         return "finished"
@@ -71,7 +71,7 @@ def state_of(folder: Path) -> State:
             f"{folder}: holds an unfinished run of `pretokenize --shuffle`. Repeat that command, "
             "or give another folder."
         )
-    if others := sorted(names):
+    if others := sorted(names - {JOURNAL_FILE}):
         raise ConfigError(
             f"{folder}: already holds other data ({others[0]}). Give a new or empty folder."
         )

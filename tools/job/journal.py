@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
 
-__all__ = ["Journal", "Result", "is_as_written"]
+__all__ = ["Journal", "Result", "is_as_written", "says_its_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +175,16 @@ class Journal(Generic[ResultT]):
 
     def _is_whole(self, result: ResultT) -> bool:
         return all(is_as_written(self.path.parent, info) for info in result.files)
+
+
+def says_its_job(folder: Path) -> bool:
+    """Whether the journal in `folder` is anyone's: a kill or a full disk can leave one without a
+    whole first line, and whoever comes next has it."""
+    try:
+        with open(folder / JOURNAL_FILE, "rb") as file:
+            return file.readline().endswith(b"\n")
+    except FileNotFoundError:  # of a run that has just finished, as opening it will tell
+        return True
 
 
 def is_as_written(folder: Path, info: FileInfo) -> bool:

@@ -15,15 +15,19 @@ from math import ceil, isqrt
 import numpy as np
 import xxhash
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.planning.order import permute, stream_key
+from tokenfeed.tools.shuffling.partition import TABLE_BYTES
 
 __all__ = ["Gather", "Layout", "Scatter", "SplitLayout", "bytes_a_token_and_row"]
 
 _SECTION_BYTES = 1 << 18
 """What one pass hands the other in one piece, where memory allows so much."""
 _SMALLEST_BUCKET = 4_000_000
+_SECTIONS_AT_LEAST = 1 << 21
+"""A small data set may have so many, for half a minute."""
 _WORKERS_AT_LEAST = 2
 """So many find room in the memory that is allowed."""
 _COPIES = 4.5
@@ -99,6 +103,11 @@ class SplitLayout:
         """Buckets of every group."""
         return ceil(self.num_bytes / max(self.num_groups, 1) / self.bucket_bytes)
 
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of all groups."""
+        return self.num_groups * self.buckets_a_group
+
     @cached_property
     def bucket_edges(self) -> np.ndarray:
         """The place where each bucket begins, and the end, shape (buckets + 1,)."""
@@ -124,6 +133,9 @@ class Layout:
         seed: Another one gives another order.
         shard_bytes: Text in a shard; None for as many shards as there were.
         memory_bytes: What the rows in memory may take.
+
+        Raises:
+            ConfigError: They are too many for so little.
         """
         num_bytes = {name: _bytes_in_memory(manifest, split) for name, split in _full(manifest)}
         bucket_bytes = _bucket_bytes(sum(num_bytes.values()), memory_bytes)
@@ -138,7 +150,21 @@ class Layout:
             )
             for name, split in _full(manifest)
         }
-        return cls(splits=splits, bucket_bytes=bucket_bytes)
+        layout = cls(splits=splits, bucket_bytes=bucket_bytes)
+        layout._check_memory(memory_bytes)
+        return layout
+
+    def _check_memory(self, memory_bytes: int) -> None:
+        """Refuse memory in which the tables of the partitions would outgrow the rows."""
+        num_bytes = sum(split.num_bytes for split in self.splits.values())
+        most = max(num_bytes // TABLE_BYTES, _SECTIONS_AT_LEAST)
+        sections = sum(split.num_scatters * split.num_buckets for split in self.splits.values())
+        if sections > most:
+            least = 2 * num_bytes / most**0.5 * _COPIES * _WORKERS_AT_LEAST
+            raise ConfigError(
+                f"`--memory` {memory_bytes:,} bytes: is too little for {num_bytes / 1e6:,.0f} MB "
+                f"of rows. Give at least {ceil(least / 1e6)}MB."
+            )
 
     def workers(self, wanted: int, memory_bytes: int) -> int:
         """As many of the processes wanted as find room."""

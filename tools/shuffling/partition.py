@@ -23,10 +23,12 @@ from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.storage import atomic_file
 
-__all__ = ["Columns", "Placed", "read_section", "write_partition"]
+__all__ = ["TABLE_BYTES", "Columns", "Placed", "read_section", "write_partition"]
 
 _ENTRY = struct.Struct("<5Q")
 """Where a section begins, its bytes, rows and tokens, and a checksum over these and its content."""
+TABLE_BYTES = _ENTRY.size
+"""What the table of a partition takes for each section."""
 _CODEC = pa.Codec("lz4_raw")
 _LENGTH, _PLACE = ("length", "row"), ("place", "row")
 """What a section has beside the columns of the data set."""
@@ -130,6 +132,8 @@ def read_section(path: Path, bucket: int, num_buckets: int, columns: Columns) ->
         if len(entry) < _ENTRY.size:
             raise _damaged(path)
         at, num_bytes, num_rows, num_tokens, checksum = _ENTRY.unpack(entry)
+        if at + num_bytes > end:  # no figure of a damaged table is to be believed
+            raise _damaged(path)
         section = os.pread(file.fileno(), num_bytes, at)
     if _checksum(bucket, num_rows, num_tokens, section) != checksum:
         raise _damaged(path)
