@@ -165,3 +165,12 @@ def test_in_an_epoch_of_many_windows_rows_stay_in_order_of_length() -> None:
     draw = replace(draw_of(0), num_windows=50)
     pieces, _ = length_gangs(REVIEWS, Fixed(8), gang_size=1, draw=draw)
     assert (np.diff(REVIEWS[pieces]) >= 0).all()
+
+
+@pytest.mark.parametrize("num_lengths", [1, 6, 50])
+def test_rows_of_few_lengths_meet_again_no_more_often_than_without_bands(num_lengths: int) -> None:
+    lengths = np.random.default_rng(5).integers(10, 10 + num_lengths, 700)
+    (_, with_bands, _), (_, without, _) = (
+        over_epochs(Fixed(8, spread=spread), lengths) for spread in (0.033, 0)
+    )
+    assert with_bands < without + 0.01
