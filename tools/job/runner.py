@@ -124,7 +124,9 @@ def _run(run: Run, job: Job, journal: Journal[UnitResult]) -> None:
         if job.engine != ReferenceEngine.name:
             FastEngine.check(run.tokenizer)
         if job.audits:
-            crew.hurry(run.audit.questions())
+            questions = run.audit.questions()
+            crew.hurry(questions)
+            run.audit.expect(questions)
         for message in crew:
             if isinstance(message, Answers):
                 run.audit.begin(message)
