@@ -30,7 +30,9 @@ COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
 """Columns beside the ids that a batch is made of; the others are not even read."""
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
-"""At least 128 record batches: as many places of the corpus are mixed."""
+"""At least 128 record batches, for as many places of the corpus are mixed; fewer of the shortest
+rows, each of which takes time and memory beside its tokens."""
+_WINDOW_ROWS = 400_000
 _WINDOW_GANGS = 256
 _WINDOW_BATCHES, _MOST_FOR_SOURCES = 5, 1 << 24
 
@@ -184,20 +186,22 @@ def default_window_tokens(
     """Tokens of a window: some hundred gangs, so that few of them hold rows of unlike length, of a
     mixture some record batches of every source, so that it comes about as often in every window,
     and few enough that a worker holds several windows and the first is ready in some 100 ms."""
+    rows = sum(source.rows for source in sources)
+    mean_tokens = sum(source.tokens for source in sources) / rows
     match batching:
         case Padded():
             tokens = batching.max_tokens
         case Packed():
             tokens = batching.sequence_length * batching.rows
         case Fixed():
-            rows = sum(source.rows for source in sources)
-            tokens = batching.rows * sum(source.tokens for source in sources) // rows
+            tokens = int(batching.rows * mean_tokens)
     wanted = min(_WINDOW_GANGS * gang_size * tokens, _MOST_WINDOW_TOKENS)
     of_sources = max(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
         for source, share in zip(sources, proportions(weights), strict=True)
     )
-    return max(_LEAST_WINDOW_TOKENS, wanted, min(of_sources, _MOST_FOR_SOURCES))
+    least = min(_LEAST_WINDOW_TOKENS, int(_WINDOW_ROWS * mean_tokens))
+    return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
 
 def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int | None, ...]:
