@@ -7,23 +7,15 @@ as words are, over and over: shards compress and decode about as those of text d
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from bare_manifest import write_manifest
 
 from tokenfeed import Manifest
-from tokenfeed.pipeline.format.manifest import (
-    FileInfo,
-    Ledger,
-    ShardInfo,
-    SplitInfo,
-    TokenizerInfo,
-    length_histogram,
-)
+from tokenfeed.pipeline.format.manifest import ShardInfo, SplitInfo, length_histogram
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
-from tokenfeed.pipeline.format.storage import file_xxh3
 
 __all__ = ["CORPORA", "Corpus", "origins", "write_shards"]
 
@@ -110,17 +102,13 @@ def write_shards(folder: Path, corpus: Corpus) -> None:
     """Write a data set of rows of these lengths, as `pretokenize` would."""
     lengths = corpus.lengths
     folder.mkdir(parents=True)
-    for name in ("sources.jsonl", "rejects.jsonl"):
-        (folder / name).touch()
-    (folder / "tokenizer.json").write_text("{}")
     shard = (np.cumsum(lengths) - lengths) // SHARD_TOKENS
     cuts = np.flatnonzero(np.diff(shard)) + 1
     parts = np.split(np.arange(len(lengths)), cuts)
     shards = tuple(write_shard(folder, n, corpus, part) for n, part in enumerate(parts))
     histogram = tuple(length_histogram(lengths).tolist())
-    manifest(folder, corpus.task, SplitInfo(shards=shards, length_histogram=histogram)).write(
-        folder
-    )
+    split = SplitInfo(shards=shards, length_histogram=histogram)
+    write_manifest(folder, split, vocabulary=VOCABULARY, task=corpus.task)
 
 
 def write_shard(folder: Path, number: int, corpus: Corpus, part: np.ndarray) -> ShardInfo:
@@ -137,36 +125,6 @@ def write_shard(folder: Path, number: int, corpus: Corpus, part: np.ndarray) -> 
         writer.append(rows)
     assert writer.info
     return writer.info
-
-
-def manifest(folder: Path, task: Task, split: SplitInfo) -> Manifest:
-    """That of a data set of one split."""
-    return Manifest(
-        format_version=1,
-        task=task,
-        columns=task_columns(task),
-        label_names=("short", "long") if task == "classify" else (),
-        tokenizer=TokenizerInfo(
-            **described(folder / "tokenizer.json"),
-            vocabulary_size=VOCABULARY,
-            end_id=None,
-            pad_id=0,
-            engine="none",
-            engine_version="0",
-            audited=0,
-            differences=0,
-            special_tokens_in_text="plain",
-            special_tokens_added=False,
-        ),
-        splits={"train": split},
-        ledger=Ledger(files=1, bytes=0, read=split.rows, written=split.rows, empty=0, rejected=0),
-        sources=FileInfo(**described(folder / "sources.jsonl")),
-        rejects=FileInfo(**described(folder / "rejects.jsonl")),
-    )
-
-
-def described(path: Path) -> dict[str, Any]:
-    return {"file": path.name, "bytes": path.stat().st_size, "xxh3": file_xxh3(path)}
 
 
 def origins(folder: Path) -> np.ndarray:

@@ -23,24 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bare_manifest import write_manifest
 from loader_process import family_pss
 from protocol import summary, write_result
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.pipeline.format.manifest import (
-    FileInfo,
-    Ledger,
-    Manifest,
-    ShardInfo,
-    SplitInfo,
-    TokenizerInfo,
-    length_histogram,
-)
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo, length_histogram
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.pipeline.format.storage import file_xxh3
 
 KINDS = {"documents": 1_100, "short": 12}
 """Mean tokens of a row."""
@@ -93,39 +84,8 @@ def make_data(folder: Path, kind: str, num_bytes: int) -> None:
                 writer.append(rows)
         assert writer.info is not None
         shards.append(writer.info)
-    write_manifest(folder, tuple(shards), histogram)
-
-
-def write_manifest(folder: Path, shards: tuple[ShardInfo, ...], histogram: np.ndarray) -> None:
-    """Freeze them, with side files that say nothing."""
-    empty = folder / "empty"
-    empty.touch()
-    nothing = FileInfo(file=empty.name, bytes=0, xxh3=file_xxh3(empty))
-    train = SplitInfo(shards=shards, length_histogram=tuple(histogram.tolist()))
-    Manifest(
-        format_version=FORMAT_VERSION,
-        task="lm",
-        columns=(),
-        label_names=(),
-        tokenizer=TokenizerInfo(
-            file=nothing.file,
-            bytes=0,
-            xxh3=nothing.xxh3,
-            vocabulary_size=VOCABULARY,
-            end_id=None,
-            pad_id=0,
-            engine="none",
-            engine_version="0",
-            audited=0,
-            differences=0,
-            special_tokens_in_text="plain",
-            special_tokens_added=False,
-        ),
-        splits={"train": train},
-        ledger=Ledger(files=1, bytes=0, read=train.rows, written=train.rows, empty=0, rejected=0),
-        sources=nothing,
-        rejects=nothing,
-    ).write(folder)
+    split = SplitInfo(shards=tuple(shards), length_histogram=tuple(histogram.tolist()))
+    write_manifest(folder, split, vocabulary=VOCABULARY)
 
 
 def shuffle(data: Path, out: Path, sample_seconds: float | None) -> tuple[float, float, int]:
