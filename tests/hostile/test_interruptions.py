@@ -147,19 +147,20 @@ loader, ends = open_loader(num_workers=2, epochs=None), 0
 for trial in range(60):
     thread = threading.Thread(target=interrupt_twice)
     try:
-        thread.start()
-        for batch in loader:
-            if loader.position.epoch == 1:
-                break
-            assert batch.rows.tolist() == whole[loader.position]
+        try:
+            thread.start()
+            for batch in loader:
+                if loader.position.epoch == 1:
+                    break
+                assert batch.rows.tolist() == whole[loader.position]
+        finally:  # the second may come at any moment here, too
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt:
+                    pass
     except KeyboardInterrupt:
         ends += 1
-    finally:
-        while thread.is_alive():
-            try:
-                thread.join()
-            except KeyboardInterrupt:
-                pass
     if loader.position.epoch == 1:
         assert loader.state_dict() == digest
         loader.load_state_dict(open_loader().state_dict())

@@ -14,12 +14,16 @@ from command import COMMAND, files_of, write_ballast, write_long_corpus
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Job
+from tokenfeed.tools.job import make as make_module
 from tokenfeed.tools.job.crew import Crew, Progress, Server, WorkerDied
+from tokenfeed.tools.job.journal import Journal
 from tokenfeed.tools.job.make import make_dataset
 from tokenfeed.tools.job.plan import Plan
+from tokenfeed.tools.job.runner import Run
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenize import _early_server
 
@@ -117,13 +121,17 @@ def test_an_engine_that_cannot_be_loaded_when_nobody_waits_any_more_says_nothing
 
 
 def test_an_error_in_a_worker_arrives_as_itself(
-    corpus: Path, tmp_path: Path, tokenizer: Path
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_ballast(corpus)
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/train").write_text("no folder")
-    (tmp_path / "out/.journal.jsonl").touch()
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
+
+    def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
+        (tmp_path / "out/train").write_text("no folder")
+        return really(run, journal)
+
+    really = make_module.run_units
+    monkeypatch.setattr(make_module, "run_units", run_units)
     with pytest.raises(FileExistsError) as caught:
         make_dataset(options)
     assert "in _answer" in "".join(caught.value.__notes__)
