@@ -55,7 +55,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
 
     A guess, for they are not parsed yet: a wrong one costs time and nothing else.
     """
-    from tokenfeed.tools.encoding.preloaded import MODULES
+    from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
     from tokenfeed.tools.job.crew import SMALL_BYTES, Server
 
     num_bytes = 0
@@ -64,7 +64,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
             for size in _sizes(argument):
                 num_bytes += size
                 if num_bytes > SMALL_BYTES:
-                    return Server(MODULES)
+                    return Server(MODULES, ENVIRONMENT)
     return None
 
 

@@ -15,9 +15,10 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import send_handle
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from tokenfeed.tools.signals import signals_held
@@ -45,12 +46,8 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-    "MALLOC_TRIM_THRESHOLD_": "1073741824",
 }
-"""A worker is one of many: it has no threads of its own, and a fork of threads is none. Memory that
-a batch has freed it keeps for the next: to have it zeroed anew took a tenth of its time."""
+"""A worker is one of many: it has no threads of its own, and a fork of threads is none."""
 
 
 class Weighed(Protocol):
@@ -111,15 +108,22 @@ class WorkerDied(Exception):
 class Server:
     """The program that workers are forked from. It ends with its workers, or with this process."""
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
-        """Start it; it imports `modules`, as far as there are such, and waits for a job."""
+    def __init__(
+        self, modules: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        """Start it; it imports `modules`, as far as there are such, and waits for a job.
+
+        Args:
+            modules: What its workers will need.
+            environment: Variables that it has beside this process's own.
+        """
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._process = subprocess.Popen(
                 _command(theirs.fileno(), modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | _ENVIRONMENT,
+                env=os.environ | _ENVIRONMENT | dict(environment),
             )
         self._control = Connection(ours.detach())
         self._workers: list[Connection] = []

@@ -25,7 +25,7 @@ from tokenfeed.tools.encoding.engine import (
     ReferenceEngine,
 )
 from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
-from tokenfeed.tools.encoding.preloaded import MODULES
+from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, Job
 from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Server
@@ -164,7 +164,7 @@ def _crew(
         worker.on_progress = bar.advance
         yield _Alone(worker, units)
         return
-    server = run.server if run.server and not run.server.is_used else Server(MODULES)
+    server = run.server if run.server and not run.server.is_used else Server(MODULES, ENVIRONMENT)
     with Crew(server, job, units, min(run.workers, len(units)), bar.advance) as crew:
         yield crew
 
