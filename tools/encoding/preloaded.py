@@ -10,4 +10,4 @@ ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
 }
-"""What a batch has freed they keep for the next: to have it zeroed anew took a tenth of the time."""
+"""What a batch has freed they keep for the next: zeroing it anew took a tenth of the time."""
