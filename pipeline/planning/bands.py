@@ -116,7 +116,8 @@ def _cut(
     if draw is None or most < 2:
         pieces = sort_by_length(lengths, draw.key if draw else None)
         return pieces, _strict_gangs(lengths, pieces, batching, gang_size)
-    comes_again = draw.num_windows == 1 and _num_distinct(lengths) * most > len(lengths)
+    # Ties keep their order for a cycle where the same rows come again and few are of one length.
+    comes_again = draw.num_windows == 1 and len(np.unique(lengths)) * most > len(lengths)
     pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
     ascending = lengths[pieces]
     edges = [len(pieces)]
@@ -132,11 +133,6 @@ def _cut(
         edges += range(stop - rows, start, -rows)
         edges.append(start)
     return pieces, np.array(edges[::-1])
-
-
-def _num_distinct(lengths: np.ndarray) -> int:
-    """Where many rows are of one length, chance alone deals them, anew in every epoch."""
-    return len(np.unique(lengths))
 
 
 def _strict_gangs(

@@ -55,7 +55,7 @@ def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
     told = [
         (ratio, tokens * source.batches / source.tokens, source.folder)
         for source, tokens, ratio in found
-        if not source.manifest.shuffled and tokens >= _TENTH * whole
+        if tokens >= _TENTH * whole
     ]
     ratio, places, folder = max(told, default=(1.0, 0.0, Path()))
     if not plan.order.shuffle or ratio < _FAR:
@@ -68,9 +68,11 @@ def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
 
 
 def _deviations(sources: tuple[Source, ...], of_window: list[float]) -> list[float]:
-    """For each source; see `deviation`."""
+    """For each source; see `deviation`. One that `shards shuffle` has ordered is a full shuffle."""
     return [
-        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
+        1.0
+        if source.manifest.shuffled
+        else _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
         for source, tokens in zip(sources, of_window, strict=True)
     ]
 

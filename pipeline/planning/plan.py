@@ -30,11 +30,12 @@ COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
 """Columns beside the ids that a batch is made of; the others are not even read."""
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
-"""At least 128 record batches, for as many places of the corpus are mixed; fewer of the shortest
-rows, each of which takes time and memory beside its tokens."""
+"""At least 128 record batches: rows of as many places of the corpus are mixed."""
 _WINDOW_ROWS = 400_000
+"""More are not worth a least window: a row takes time and memory beside its tokens."""
 _WINDOW_GANGS = 256
 _WINDOW_BATCHES, _MOST_FOR_SOURCES = 5, 1 << 24
+"""Record batches of a mixture's smallest source, and tokens that a window may have for them."""
 
 
 class Position(NamedTuple):
