@@ -35,14 +35,14 @@ from rich.table import Table
 
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.feeding import loader
-from tokenfeed.pipeline.planning.mixture import Source
-from tokenfeed.pipeline.planning.window import Window, WindowReader
+from tokenfeed.pipeline.planning.mixture import OpenedSplit
+from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 ROWS = (10**6, 10**7, 10**8, 10**9)
 MEAN_LENGTH = {"documents": 1_100, "short": 12}
 SHARD_TOKENS = 64_000_000
 RANKS = (1, 8, 64, 1024)
-BATCHING = Packed(sequence_length=2048, rows=8)
+BATCHING = Packed(sequence_length=2048, batch_size=8)
 EPOCHS = 100
 FIELDS = ("open_s", "first_batch_s", "resume_s", "epoch_turn_s", "memory_mb")
 
@@ -53,7 +53,9 @@ class StandIn(WindowReader):
     real: WindowReader
     num_batches: int
 
-    def __init__(self, sources: tuple[Source, ...], columns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, sources: tuple[OpenedSplit, ...], columns: tuple[str, ...] | None = None
+    ) -> None:
         """The large data set's shards do not exist, so nothing of it is kept."""
 
     def read(self, batches: np.ndarray) -> Window:

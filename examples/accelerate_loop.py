@@ -19,8 +19,13 @@ from tokenfeed.integrations.steps import steps
 def main() -> None:
     args = parse_args(__doc__)
     accelerator = Accelerator()
-    batching = Packed(sequence_length=args.max_tokens // 4, rows=4)
-    loader = accelerated_loader(accelerator, args.data, batching=batching, gang_size=args.gang_size)
+    batching = Packed(sequence_length=args.max_tokens // 4, batch_size=4)
+    loader = accelerated_loader(
+        accelerator,
+        args.data,
+        batching=batching,
+        micro_batches_per_step=args.micro_batches_per_step,
+    )
     model = make_model(args.data)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -57,7 +57,11 @@ def main() -> None:
         logger=False,
         enable_progress_bar=False,
     )
-    data = ShardDataModule(args.data, batching=Padded(args.max_tokens), gang_size=args.gang_size)
+    data = ShardDataModule(
+        args.data,
+        batching=Padded(args.max_tokens),
+        micro_batches_per_step=args.micro_batches_per_step,
+    )
     latest = args.run_dir / "last.ckpt" if args.resume else None
     trainer.fit(Model(args.data), data, ckpt_path=latest)
 

@@ -21,7 +21,10 @@ def main() -> None:
     model = make_model(args.data).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     loader = ShardLoader(
-        args.data, batching=Padded(args.max_tokens), device=device, gang_size=args.gang_size
+        args.data,
+        batching=Padded(args.max_tokens),
+        device=device,
+        micro_batches_per_step=args.micro_batches_per_step,
     )
     parts = {"model": model, "optimizer": optimizer, "loader": loader}
     checkpoint, done = args.run_dir / "checkpoint.pt", 0

@@ -32,9 +32,13 @@ def main() -> None:
         disable_tqdm=True,
         report_to="none",
     )
-    settings.gradient_accumulation_steps = max(1, args.gang_size // settings.world_size)
+    settings.gradient_accumulation_steps = max(
+        1, args.micro_batches_per_step // settings.world_size
+    )
     batches = {"batching": Padded(args.max_tokens), "device": settings.device}
-    train = ShardLoader(args.data, gang_size=args.gang_size, epochs=None, **batches)
+    train = ShardLoader(
+        args.data, micro_batches_per_step=args.micro_batches_per_step, epochs=None, **batches
+    )
     validation = None
     if "validation" in train.manifest.splits:
         validation = ShardLoader(args.data, split="validation", shuffle=False, **batches)

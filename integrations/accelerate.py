@@ -1,7 +1,7 @@
 """A ShardLoader under Accelerate.
 
 accelerator = Accelerator()
-loader = accelerated_loader(accelerator, "out/", batching=Packed(2048, 8), gang_size=8)
+loader = accelerated_loader(accelerator, "out/", batching=Packed(2048, 8), micro_batches_per_step=8)
 model, optimizer = accelerator.prepare(model, optimizer)  # the loader is ready as it is
 for step in steps(loader):
     for batch in step.accumulate(model):

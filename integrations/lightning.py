@@ -10,7 +10,7 @@
             ...
 
     trainer = Trainer(max_steps=1000, use_distributed_sampler=False)
-    trainer.fit(Model(), ShardDataModule("out/", batching=Padded(16_384), gang_size=4))
+    trainer.fit(Model(), ShardDataModule("out/", batching=Padded(16_384), micro_batches_per_step=4))
 
 Lightning saves the state of a loader by itself, but fetches one item ahead of the one it trains, so
 that state would skip a step. Here the state travels with its step, and the module saves that.

@@ -61,7 +61,7 @@ def steps(loader: ShardLoader) -> Iterator[Step]:
     batches: list[Batch] = []
     for batch in loader:
         batches.append(batch)
-        if batch.ends_gang:
+        if batch.ends_step:
             yield Step(tuple(batches), _divisor(batches, loader), loader.state_dict())
             batches = []
 

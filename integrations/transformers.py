@@ -2,7 +2,7 @@
 
     settings = TrainingArguments("runs/first", max_steps=1000, gradient_accumulation_steps=4)
     loader = ShardLoader("out/", batching=Padded(16_384), device=settings.device, epochs=None,
-                         gang_size=4 * settings.world_size)
+                         micro_batches_per_step=4 * settings.world_size)
     ShardTrainer(model=model, args=settings, train_dataset=loader).train()
 
 TrainingArguments comes first, for it starts torch.distributed. `epochs=None`, since the Trainer

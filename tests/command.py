@@ -29,7 +29,7 @@ WORDS = [
     "tokens",
     "shard",
     "window",
-    "gang",
+    "step",
     "stall",
     "feed",
     "déjà",

@@ -28,7 +28,7 @@ from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.window import Window, WindowReader
+from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
@@ -175,7 +175,7 @@ def plan_in_memory(
     batches: Sequence[Rows],
     batching: Batching,
     *,
-    gang_size: int = 1,
+    micro_batches_per_step: int = 1,
     num_windows: int = 1,
     seed: int = 0,
     shuffle: bool = True,
@@ -190,7 +190,7 @@ def plan_in_memory(
         epoch_tokens=(tokens,),
         split="train",
         batching=batching,
-        gang_size=gang_size,
+        micro_batches_per_step=micro_batches_per_step,
         order=order,
         stream=0,
         num_streams=1,
@@ -199,7 +199,7 @@ def plan_in_memory(
 
 
 def spans_of(plan: WindowPlan) -> list[list[list[list[Span]]]]:
-    """What a plan delivers, by gang, micro-batch, sequence and piece."""
+    """What a plan delivers, by step, micro-batch, sequence and piece."""
     ends = np.flatnonzero(np.diff(plan.cut.rows, append=-1)) + 1
     row_starts = plan.cut.offsets[np.append(0, ends)]
     rows, offsets = plan.cut.rows.tolist(), plan.cut.offsets
@@ -212,7 +212,7 @@ def spans_of(plan: WindowPlan) -> list[list[list[list[Span]]]]:
     for level in (
         np.arange(len(spans) + 1) if sequences is None else sequences,
         plan.batch_offsets,
-        plan.gang_offsets,
+        plan.step_offsets,
     ):
         spans = [spans[start:stop] for start, stop in pairwise(level.tolist())]
     return spans

@@ -22,10 +22,10 @@ __all__ = [
     "POLICIES",
     "PREAMBLE",
     "WINDOW_TOKENS",
-    "Gang",
     "MakeDataset",
     "Ranks",
     "Span",
+    "Step",
     "children_of",
     "eventually",
     "flip_bit",
@@ -47,14 +47,14 @@ __all__ = [
 
 MakeDataset = Callable[..., Path]
 Span = tuple[int, int, int]
-Gang = list[list[Span]]
+Step = list[list[Span]]
 
 WINDOW_TOKENS = 20_000
 POLICIES: list[Batching] = [
     Padded(max_tokens=2048),
-    Packed(sequence_length=256, rows=4),
-    Packed(sequence_length=256, rows=4, split=True),
-    Fixed(rows=16),
+    Packed(sequence_length=256, batch_size=4),
+    Packed(sequence_length=256, batch_size=4, split=True),
+    Fixed(batch_size=16),
 ]
 
 
@@ -124,7 +124,7 @@ def times_delivered(pieces: Iterable[Span], lengths: np.ndarray) -> set[int]:
 
 
 class Ranks:
-    """Loaders of all ranks in step; keeps what they delivered, gang by gang."""
+    """Loaders of all ranks in step; keeps what they delivered, step by step."""
 
     def __init__(
         self, folder: Path, world_size: int, state: dict[str, Any] | None = None, **options: Any
@@ -136,7 +136,7 @@ class Ranks:
         for loader in self.loaders:
             if state is not None:
                 loader.load_state_dict(state)
-        self.gangs: list[Gang] = [[]]
+        self.steps: list[Step] = [[]]
 
     def run(self, rounds: int | None = None) -> dict[str, Any]:
         """Deliver some rounds, None for the rest of the pass; the state after, by way of JSON."""
@@ -149,15 +149,15 @@ class Ranks:
 
     def _keep(self, batches: tuple[Batch, ...]) -> None:
         self._state()
-        assert len({batch.ends_gang for batch in batches}) == 1
+        assert len({batch.ends_step for batch in batches}) == 1
         for batch in batches:
             assert batch.num_targets == int((batch["labels"] != -100).sum())
             if batch.is_filler:
                 assert batch.num_targets == batch.num_tokens == 0
             else:
-                self.gangs[-1].append(spans(batch))
-        if batches[0].ends_gang:
-            self.gangs.append([])
+                self.steps[-1].append(spans(batch))
+        if batches[0].ends_step:
+            self.steps.append([])
 
     def _state(self) -> dict[str, Any]:
         states = [json.dumps(loader.state_dict()) for loader in self.loaders]
@@ -166,14 +166,14 @@ class Ranks:
         return state
 
 
-def joined(runs: list[Ranks]) -> list[Gang]:
-    """The gangs of runs that continue each other, also where one was left within a gang."""
-    gangs: list[Gang] = [[]]
+def joined(runs: list[Ranks]) -> list[Step]:
+    """The steps of runs that continue each other, also where one was left within a step."""
+    steps: list[Step] = [[]]
     for run in runs:
-        gangs[-1] += run.gangs[0]
-        gangs += run.gangs[1:]
-    assert gangs[-1] == []
-    return gangs[:-1]
+        steps[-1] += run.steps[0]
+        steps += run.steps[1:]
+    assert steps[-1] == []
+    return steps[:-1]
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:

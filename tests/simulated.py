@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import Lease
-from tokenfeed.pipeline.planning.layout import lay_out
 from tokenfeed.pipeline.planning.policy import Padded
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.layout import lay_out
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 __all__ = ["FakeEvent", "FakeSource", "FakeStream", "SimulatedCuda", "simulate"]
 
@@ -228,8 +228,8 @@ class FakeSource:
         self.ready -= 1
         self.last_copy[number] = sum(self.taken) - 1
         self.most_held = max(self.most_held, len(self.taken) - len(self.released))
-        share = share_of(sum(self.taken) - size, size)
-        return Lease(share, 0.0, 1, lambda: self._release(number))
+        rank_slice = slice_of(sum(self.taken) - size, size)
+        return Lease(rank_slice, 0.0, 1, lambda: self._release(number))
 
     def _release(self, number: int) -> None:
         assert self.cuda.copy.recorded[self.last_copy[number]].passed, "a copy still reads it"
@@ -243,12 +243,12 @@ class FakeSource:
         pass
 
 
-def share_of(first: int, count: int) -> Share:
+def slice_of(first: int, count: int) -> RankSlice:
     """Micro-batches of one token, which is their number."""
     per_token = {"input_ids": np.arange(first, first + count, dtype=np.uint16)}
     index = {"lengths": np.ones(count, np.int32), "batches": np.arange(count + 1)}
     index |= lay_out(per_token, index, Padded(1)) | {"filler": np.zeros(count, bool)}
-    return Share(0, 0, per_token, index, index)
+    return RankSlice(0, 0, per_token, index, index)
 
 
 def _on_the_cpu(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.bands import length_gangs
+from tokenfeed.pipeline.planning.bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder
 from tokenfeed.pipeline.planning.policy import Fixed, Padded
 
@@ -30,8 +30,8 @@ def batches_of(
     labels: np.ndarray | None = None,
 ) -> list[np.ndarray]:
     """The rows of each micro-batch of an epoch of one window."""
-    pieces, offsets = length_gangs(
-        lengths, batching, gang_size=1, draw=draw_of(epoch), labels=labels
+    pieces, offsets = steps_by_length(
+        lengths, batching, step_size=1, draw=draw_of(epoch), labels=labels
     )
     return np.split(pieces, offsets[1:-1])
 
@@ -103,38 +103,44 @@ def test_more_spread_is_more_padding_and_fewer_meetings() -> None:
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=200).map(np.array),
     batching=st.builds(Padded, st.integers(200, 900), spread=st.floats(0, 1))
     | st.builds(Fixed, st.integers(1, 9), spread=st.floats(0, 1)),
-    gang_size=st.integers(1, 4),
+    step_size=st.integers(1, 4),
     epoch=st.integers(0, 20),
     num_windows=st.integers(1, 5),
 )
-def test_every_row_is_in_one_gang_and_no_gang_is_over_its_budget(
-    lengths: np.ndarray, batching: Padded | Fixed, gang_size: int, epoch: int, num_windows: int
+def test_every_row_is_in_one_step_and_no_step_is_over_its_budget(
+    lengths: np.ndarray,
+    batching: Padded | Fixed,
+    step_size: int,
+    epoch: int,
+    num_windows: int,
 ) -> None:
     draw = replace(draw_of(epoch), num_windows=num_windows)
-    pieces, offsets = length_gangs(lengths, batching, gang_size=gang_size, draw=draw)
+    pieces, offsets = steps_by_length(lengths, batching, step_size=step_size, draw=draw)
     assert sorted(pieces.tolist()) == list(range(len(lengths)))
-    gangs = np.split(pieces, offsets[1:-1])
-    for gang in gangs:
-        assert 1 <= len(gang) <= gang_size * batching.rows_of(int(lengths[gang].max()))
+    steps = np.split(pieces, offsets[1:-1])
+    for step in steps:
+        assert 1 <= len(step) <= step_size * batching.rows_of(int(lengths[step].max()))
     if isinstance(batching, Fixed):
-        assert [len(gang) for gang in gangs[1:]] == [gang_size * batching.rows] * (len(gangs) - 1)
+        assert [len(step) for step in steps[1:]] == [step_size * batching.batch_size] * (
+            len(steps) - 1
+        )
 
 
 @given(st.integers(1, 12), st.integers(1, 12), st.integers(0, 1000))
-def test_rows_of_a_gang_do_not_meet_again_unless_their_strata_are_gangs_apart(
-    num_gangs: int, rows: int, seed: int
+def test_rows_of_a_step_do_not_meet_again_unless_their_strata_are_steps_apart(
+    num_steps: int, rows: int, seed: int
 ) -> None:
     """One band of all rows, over two epochs of a cycle, against the definition."""
-    lengths = np.arange(num_gangs * rows) + 1
-    gangs = []
+    lengths = np.arange(num_steps * rows) + 1
+    steps = []
     for epoch in (2, 3):
-        pieces, offsets = length_gangs(
-            lengths, Fixed(rows, spread=1), gang_size=1, draw=draw_of(epoch, seed)
+        pieces, offsets = steps_by_length(
+            lengths, Fixed(rows, spread=1), step_size=1, draw=draw_of(epoch, seed)
         )
-        gangs.append([set(gang.tolist()) for gang in np.split(pieces, offsets[1:-1])])
-    for one, other in itertools.product(*gangs):
+        steps.append([set(step.tolist()) for step in np.split(pieces, offsets[1:-1])])
+    for one, other in itertools.product(*steps):
         for left, right in itertools.combinations(one & other, 2):
-            assert (left // num_gangs - right // num_gangs) % num_gangs == 0
+            assert (left // num_steps - right // num_steps) % num_steps == 0
 
 
 def test_batches_of_several_labels_where_length_goes_with_the_label() -> None:
@@ -163,7 +169,7 @@ def test_labels_that_do_not_go_with_length_change_nothing(batching: Padded | Fix
 
 def test_in_an_epoch_of_many_windows_rows_stay_in_order_of_length() -> None:
     draw = replace(draw_of(0), num_windows=50)
-    pieces, _ = length_gangs(REVIEWS, Fixed(8), gang_size=1, draw=draw)
+    pieces, _ = steps_by_length(REVIEWS, Fixed(8), step_size=1, draw=draw)
     assert (np.diff(REVIEWS[pieces]) >= 0).all()
 
 

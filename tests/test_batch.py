@@ -19,7 +19,7 @@ from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
 from tokenfeed.pipeline.planning.rounds import deal_rounds
-from tokenfeed.pipeline.planning.share import RaggedBatch, Share
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
 PAD = 9
 
@@ -30,17 +30,19 @@ class Case:
 
     rows: Rows
     batching: Batching
-    gang_size: int = 1
+    micro_batches_per_step: int = 1
     first: int = 0
     rank: int = 0
     world_size: int = 1
 
-    def buffered(self) -> tuple[Share, bytearray]:
+    def buffered(self) -> tuple[RankSlice, bytearray]:
         """The rank's share, read from a buffer."""
-        plan, reader = plan_in_memory([self.rows], self.batching, gang_size=self.gang_size)
-        share = plan.read_share(reader, Position(0, 0, self.first), self.rank, self.world_size)
+        plan, reader = plan_in_memory(
+            [self.rows], self.batching, micro_batches_per_step=self.micro_batches_per_step
+        )
+        share = plan.read_slice(reader, Position(0, 0, self.first), self.rank, self.world_size)
         buffer = bytearray(share.num_bytes)
-        return Share.read(share.write(memoryview(buffer)), memoryview(buffer)), buffer
+        return RankSlice.read(share.write(memoryview(buffer)), memoryview(buffer)), buffer
 
     def ragged(self) -> list[RaggedBatch]:
         return list(self.buffered()[0].batches())
@@ -51,13 +53,13 @@ class Case:
         planned = plan_window(
             self.rows.lengths,
             self.batching,
-            gang_size=self.gang_size,
+            micro_batches_per_step=self.micro_batches_per_step,
             draw=order.draw(0, 0),
         )
-        batches = [batch for gang in spans_of(planned) for batch in gang]
+        batches = [batch for step in spans_of(planned) for batch in step]
         rounds = deal_rounds(
-            planned.gang_offsets,
-            self.gang_size,
+            planned.step_offsets,
+            self.micro_batches_per_step,
             first=self.first,
             rank=self.rank,
             world_size=self.world_size,
@@ -90,7 +92,7 @@ def cases(draw: st.DrawFn) -> Case:
     last = len(case.ragged()) - 1
     rank = draw(st.integers(0, world_size - 1))
     first = draw(st.integers(0, last))
-    return Case(rows, case.batching, case.gang_size, first, rank, world_size)
+    return Case(rows, case.batching, case.micro_batches_per_step, first, rank, world_size)
 
 
 def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[str, Any]:
@@ -230,7 +232,7 @@ def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
         assert listed(batch) == listed(expected)
         assert batch.lengths.tolist() == expected.lengths.tolist()
         assert batch.rows.tolist() == expected.rows.tolist()
-        assert batch.ends_gang == expected.ends_gang
+        assert batch.ends_step == expected.ends_step
         with pytest.raises(AssertionError, match="dropped"):
             ragged[0].of_tokens("input_ids")
 

@@ -1,4 +1,4 @@
-"""The plan of a window keeps its promises for any lengths, policy, gang size and key."""
+"""The plan of a window keeps its promises for any lengths, policy, step size and key."""
 
 from collections import Counter
 from dataclasses import replace
@@ -25,24 +25,30 @@ SORTED = st.one_of(
         multiple_of=st.sampled_from([1, 8]),
         spread=SPREADS,
     ),
-    st.builds(Fixed, rows=st.integers(1, 9), multiple_of=st.sampled_from([1, 8]), spread=SPREADS),
+    st.builds(
+        Fixed, batch_size=st.integers(1, 9), multiple_of=st.sampled_from([1, 8]), spread=SPREADS
+    ),
 )
-BEST_FIT = st.builds(Packed, sequence_length=st.integers(2, 100), rows=st.integers(1, 6))
+BEST_FIT = st.builds(Packed, sequence_length=st.integers(2, 100), batch_size=st.integers(1, 6))
 SPLIT = st.builds(
-    Packed, sequence_length=st.integers(1, 100), rows=st.integers(1, 6), split=st.just(True)
+    Packed, sequence_length=st.integers(1, 100), batch_size=st.integers(1, 6), split=st.just(True)
 )
 POLICIES = SORTED | BEST_FIT | SPLIT
 LENGTHS = st.lists(st.integers(1, 120), min_size=1, max_size=150).map(np.array)
-GANG_SIZES = st.integers(1, 9)
+STEP_SIZES = st.integers(1, 9)
 KEYS = st.integers(0, 2**64 - 1)
-Gangs = list[list[list[list[Span]]]]
+Steps = list[list[list[list[Span]]]]
 
 
 def planned(
-    lengths: np.ndarray, batching: Batching, gang_size: int = 1, key: int = 0, shuffle: bool = True
-) -> Gangs:
+    lengths: np.ndarray,
+    batching: Batching,
+    step_size: int = 1,
+    key: int = 0,
+    shuffle: bool = True,
+) -> Steps:
     draw = draw_of(key) if shuffle else None
-    return spans_of(plan_window(lengths, batching, gang_size=gang_size, draw=draw))
+    return spans_of(plan_window(lengths, batching, step_size=step_size, draw=draw))
 
 
 def draw_of(key: int) -> Draw:
@@ -50,19 +56,19 @@ def draw_of(key: int) -> Draw:
     return Draw(key, key ^ 1, turn=key % 8, num_windows=1)
 
 
-def sequences_of(gangs: Gangs) -> list[list[Span]]:
-    return [sequence for gang in gangs for batch in gang for sequence in batch]
+def sequences_of(steps: Steps) -> list[list[Span]]:
+    return [sequence for step in steps for batch in step for sequence in batch]
 
 
 def size(sequence: list[Span]) -> int:
     return sum(stop - start for _, start, stop in sequence)
 
 
-@given(LENGTHS, POLICIES, GANG_SIZES, KEYS, st.booleans())
+@given(LENGTHS, POLICIES, STEP_SIZES, KEYS, st.booleans())
 def test_every_token_is_in_exactly_one_micro_batch(
-    lengths: np.ndarray, batching: Batching, gang_size: int, key: int, shuffle: bool
+    lengths: np.ndarray, batching: Batching, step_size: int, key: int, shuffle: bool
 ) -> None:
-    sequences = sequences_of(planned(lengths, batching, gang_size, key, shuffle))
+    sequences = sequences_of(planned(lengths, batching, step_size, key, shuffle))
     tokens = Counter(
         (row, at)
         for sequence in sequences
@@ -73,57 +79,57 @@ def test_every_token_is_in_exactly_one_micro_batch(
     assert all(stop > start for sequence in sequences for _, start, stop in sequence)
 
 
-@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
+@given(LENGTHS, POLICIES, STEP_SIZES, KEYS)
 def test_no_micro_batch_exceeds_its_policy(
-    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
+    lengths: np.ndarray, batching: Batching, step_size: int, key: int
 ) -> None:
-    for gang in planned(lengths, batching, gang_size, key):
-        for batch in gang:
+    for step in planned(lengths, batching, step_size, key):
+        for batch in step:
             longest = max(map(size, batch))
             if isinstance(batching, Padded):
                 padded = round_up(longest, batching.multiple_of)
                 assert len(batch) * padded <= batching.max_tokens
             else:
-                assert len(batch) <= batching.rows
+                assert len(batch) <= batching.batch_size
             if isinstance(batching, Packed):
                 assert longest <= batching.sequence_length
 
 
-@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
-def test_micro_batches_of_a_gang_have_equal_work(
-    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
+@given(LENGTHS, POLICIES, STEP_SIZES, KEYS)
+def test_micro_batches_of_a_step_have_equal_work(
+    lengths: np.ndarray, batching: Batching, step_size: int, key: int
 ) -> None:
-    for gang in planned(lengths, batching, gang_size, key):
-        rows = [len(batch) for batch in gang]
-        assert len(gang) == min(gang_size, sum(rows)), "a micro-batch is missing or has no row"
+    for step in planned(lengths, batching, step_size, key):
+        rows = [len(batch) for batch in step]
+        assert len(step) == min(step_size, sum(rows)), "a micro-batch is missing or has no row"
         assert max(rows) - min(rows) <= 1
         if isinstance(batching, Packed):
             continue  # all sequences have one padded length
-        tokens = [sum(map(size, batch)) for batch in gang]
-        assert max(tokens) - min(tokens) <= max(size(sequence) for b in gang for sequence in b)
+        tokens = [sum(map(size, batch)) for batch in step]
+        assert max(tokens) - min(tokens) <= max(size(sequence) for b in step for sequence in b)
 
 
-@given(LENGTHS, SORTED, GANG_SIZES, KEYS)
-def test_gangs_are_neighbours_in_length_and_all_but_the_shortest_are_full(
-    lengths: np.ndarray, batching: Padded | Fixed, gang_size: int, key: int
+@given(LENGTHS, SORTED, STEP_SIZES, KEYS)
+def test_steps_are_neighbours_in_length_and_all_but_the_shortest_are_full(
+    lengths: np.ndarray, batching: Padded | Fixed, step_size: int, key: int
 ) -> None:
-    gangs = [
-        sorted(size(sequence) for batch in gang for sequence in batch)
-        for gang in planned(lengths, replace(batching, spread=0.0), gang_size, key)
+    steps = [
+        sorted(size(sequence) for batch in step for sequence in batch)
+        for step in planned(lengths, replace(batching, spread=0.0), step_size, key)
     ]
-    gangs.sort()
-    for shorter, longer in pairwise(gangs):
+    steps.sort()
+    for shorter, longer in pairwise(steps):
         assert shorter[-1] <= longer[0]
-        assert len(longer) == gang_size * batching.rows_of(longer[-1])
+        assert len(longer) == step_size * batching.rows_of(longer[-1])
 
 
-@given(LENGTHS, BEST_FIT | SPLIT, GANG_SIZES, KEYS)
-def test_packed_micro_batches_are_full_but_in_the_last_gang(
-    lengths: np.ndarray, batching: Packed, gang_size: int, key: int
+@given(LENGTHS, BEST_FIT | SPLIT, STEP_SIZES, KEYS)
+def test_packed_micro_batches_are_full_but_in_the_last_step(
+    lengths: np.ndarray, batching: Packed, step_size: int, key: int
 ) -> None:
-    gangs = planned(lengths, batching, gang_size, key)
-    for gang in gangs[:-1]:
-        assert [len(batch) for batch in gang] == [batching.rows] * gang_size
+    steps = planned(lengths, batching, step_size, key)
+    for step in steps[:-1]:
+        assert [len(batch) for batch in step] == [batching.batch_size] * step_size
 
 
 @given(LENGTHS, SORTED | BEST_FIT, KEYS)
@@ -146,11 +152,11 @@ def test_a_sequence_that_is_not_packed_is_one_piece(
     assert {len(sequence) for sequence in sequences_of(planned(lengths, batching, 1, key))} == {1}
 
 
-@given(LENGTHS, SPLIT, GANG_SIZES, KEYS)
+@given(LENGTHS, SPLIT, STEP_SIZES, KEYS)
 def test_split_sequences_are_full_and_join_into_whole_documents(
-    lengths: np.ndarray, batching: Packed, gang_size: int, key: int
+    lengths: np.ndarray, batching: Packed, step_size: int, key: int
 ) -> None:
-    sequences = sequences_of(planned(lengths, batching, gang_size, key))
+    sequences = sequences_of(planned(lengths, batching, step_size, key))
     sizes = sorted(map(size, sequences))
     assert set(sizes[1:]) <= {batching.sequence_length}
     next_of = {sequence[0][:2]: sequence for sequence in sequences}
@@ -177,16 +183,21 @@ def test_split_without_shuffling_is_plain_concatenation(
 
 
 def arrays(plan: WindowPlan) -> list[list[int]]:
-    made = (plan.pieces, plan.sequence_offsets, plan.batch_offsets, plan.gang_offsets)
+    made = (plan.pieces, plan.sequence_offsets, plan.batch_offsets, plan.step_offsets)
     return [array.tolist() for array in made if array is not None]
 
 
-@given(LENGTHS, POLICIES, GANG_SIZES, KEYS)
+@given(LENGTHS, POLICIES, STEP_SIZES, KEYS)
 def test_a_plan_depends_on_its_arguments_alone(
-    lengths: np.ndarray, batching: Batching, gang_size: int, key: int
+    lengths: np.ndarray, batching: Batching, step_size: int, key: int
 ) -> None:
     first, again = (
-        plan_window(lengths.copy(), batching, gang_size=gang_size, draw=draw_of(key))
+        plan_window(
+            lengths.copy(),
+            batching,
+            step_size=step_size,
+            draw=draw_of(key),
+        )
         for _ in range(2)
     )
     assert arrays(first) == arrays(again)
@@ -208,8 +219,8 @@ def test_without_shuffling_rows_come_by_length_and_then_in_the_order_of_the_file
     assert rows == [1, 4, 2, 5, 0, 3]
 
 
-def test_shuffling_mixes_rows_of_equal_length_and_gangs() -> None:
-    """Every row comes about as early as any other, and long gangs as early as short ones."""
+def test_shuffling_mixes_rows_of_equal_length_and_steps() -> None:
+    """Every row comes about as early as any other, and long steps as early as short ones."""
     lengths = np.repeat([5, 10], 50)
     places = np.zeros(100)
     for key in range(400):
@@ -224,8 +235,8 @@ def test_plans_never_change_between_releases() -> None:
     rows = {
         batching: [
             [row for sequence in batch for row, _, _ in sequence]
-            for gang in planned(lengths, batching, 2, key=123456789)
-            for batch in gang
+            for step in planned(lengths, batching, 2, key=123456789)
+            for batch in step
         ]
         for batching in (Padded(10), Packed(10, 2), Packed(10, 2, split=True))
     }
@@ -236,14 +247,14 @@ def test_plans_never_change_between_releases() -> None:
     ]
 
 
-@pytest.mark.parametrize("gang_size", [1, 8])
-def test_padding_is_below_one_percent_on_documents(gang_size: int) -> None:
-    """In windows as large as they are by default: some 256 gangs."""
-    lengths = np.random.default_rng(0).lognormal(6, 1, 6_400 * gang_size).astype(np.int64) + 1
+@pytest.mark.parametrize("step_size", [1, 8])
+def test_padding_is_below_one_percent_on_documents(step_size: int) -> None:
+    """In windows as large as they are by default: some 256 steps."""
+    lengths = np.random.default_rng(0).lognormal(6, 1, 6_400 * step_size).astype(np.int64) + 1
     draw = replace(draw_of(0), num_windows=10)
-    plan = plan_window(lengths, Padded(max_tokens=16_384), gang_size=gang_size, draw=draw)
-    gangs = spans_of(plan)
-    slots = sum(len(batch) * max(map(size, batch)) for gang in gangs for batch in gang)
+    plan = plan_window(lengths, Padded(max_tokens=16_384), step_size=step_size, draw=draw)
+    steps = spans_of(plan)
+    slots = sum(len(batch) * max(map(size, batch)) for step in steps for batch in step)
     assert 1 - np.sum(lengths) / slots <= 0.01
 
 
@@ -259,10 +270,10 @@ def test_packed_sequences_are_filled_on_documents(split: bool) -> None:
     [
         (lambda: Padded(max_tokens=4, multiple_of=8), "`max_tokens`=4"),
         (lambda: Padded(max_tokens=8, multiple_of=0), "`multiple_of`=0"),
-        (lambda: Fixed(rows=0), "`rows`=0"),
-        (lambda: Fixed(rows=1, multiple_of=0), "`multiple_of`=0"),
-        (lambda: Packed(sequence_length=0, rows=1), "`sequence_length`=0"),
-        (lambda: Packed(sequence_length=8, rows=0), "`rows`=0"),
+        (lambda: Fixed(batch_size=0), "`batch_size`=0"),
+        (lambda: Fixed(batch_size=1, multiple_of=0), "`multiple_of`=0"),
+        (lambda: Packed(sequence_length=0, batch_size=1), "`sequence_length`=0"),
+        (lambda: Packed(sequence_length=8, batch_size=0), "`batch_size`=0"),
         (lambda: Packed(8, 1, split=True, long_rows="refuse"), "`split`=True"),
     ],
 )
@@ -292,12 +303,12 @@ def test_rows_that_may_not_be_cut_are_refused_at_the_start(
     sources = open_sources(make_dataset([3, 50, 20], task=task), "train")
 
     def plan() -> Plan:
-        return Plan.of(
+        return Plan.from_splits(
             sources,
             None,
             batching,
             split="train",
-            gang_size=1,
+            step_size=1,
             window_tokens=None,
             seed=0,
             shuffle=True,

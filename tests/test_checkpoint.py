@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
+from tokenfeed.trainer.checkpoint import CheckpointMeta, Checkpoints, random_state, set_random_state
 
 CPU = torch.device("cpu")
 
 
-def make_progress(step: int) -> Progress:
-    return Progress(
+def make_progress(step: int) -> CheckpointMeta:
+    return CheckpointMeta(
         step=step,
         tokens=step * 100,
         slots=step * 128,
         model="tiny",
         vocabulary_size=64,
-        loader={"epoch": 0, "window": step, "gang": 3},
+        loader={"epoch": 0, "window": step, "step": 3},
     )
 
 

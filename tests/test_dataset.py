@@ -55,13 +55,13 @@ def open_dataset(folder: Path, batching: Batching = POLICIES[0], **options: Any)
 def test_a_plain_dataloader_gives_the_same_batches(
     folder: Path, batching: Batching, num_workers: int
 ) -> None:
-    options = {"rank": 1, "world_size": 2, "gang_size": 3, "seed": 5, "epochs": 2}
+    options = {"rank": 1, "world_size": 2, "micro_batches_per_step": 3, "seed": 5, "epochs": 2}
     ours = list(open_loader(folder, batching, **options))
     theirs = plain(open_dataset(folder, batching, **options), num_workers)
     assert [spans(batch) for batch in theirs] == [spans(batch) for batch in ours]
     for our, their in zip(ours, theirs, strict=True):
         assert all(torch.equal(our[name], their[name]) for name in our)
-        assert (our.is_filler, our.ends_gang) == (their.is_filler, their.ends_gang)
+        assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
 
 
 @pytest.mark.parametrize("task", ["classify", "tag", "complete"])
@@ -127,7 +127,8 @@ def test_a_batch_may_be_kept_after_its_share_is_gone(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"rank": 2, "world_size": 2}, {"rank": -1}, {"epochs": 0}, {"gang_size": 0}]
+    "options",
+    [{"rank": 2, "world_size": 2}, {"rank": -1}, {"epochs": 0}, {"micro_batches_per_step": 0}],
 )
 def test_settings_out_of_range_are_refused(folder: Path, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"`{next(iter(options))}`"):

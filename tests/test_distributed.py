@@ -24,7 +24,7 @@ from delivery import (
 
 from tokenfeed import Padded
 
-OPTIONS: dict[str, Any] = {"batching": Padded(512), "gang_size": 12, "epochs": 2}
+OPTIONS: dict[str, Any] = {"batching": Padded(512), "micro_batches_per_step": 12, "epochs": 2}
 
 SCRIPT = """
 import json, os, sys, time
@@ -37,7 +37,7 @@ from tokenfeed import Padded
 folder, state_file, log = map(Path, sys.argv[1:])
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-loader = open_loader(folder, Padded(512), gang_size=12, epochs=2, num_workers=1)
+loader = open_loader(folder, Padded(512), micro_batches_per_step=12, epochs=2, num_workers=1)
 assert (loader.rank, loader.world_size) == (rank, dist.get_world_size())
 step = 0
 if state_file.exists():
@@ -51,7 +51,7 @@ for number, batch in enumerate(loader):
     dist.all_reduce(together)  # ranks keep in step, as in training
     rows = [] if batch.is_filler else spans(batch)
     lines.write(json.dumps([loader.position, step, rows]) + "\\n")
-    step += batch.ends_gang
+    step += batch.ends_step
     if rank == 0 and number % 7 == 6 and not Path(f"{state_file}.frozen").exists():
         temporary = Path(f"{state_file}.tmp")
         temporary.write_text(json.dumps({"loader": loader.state_dict(), "step": step}))
@@ -126,8 +126,8 @@ def test_a_killed_run_goes_on_with_other_ranks_from_the_same_rows(
     alone = Ranks(folder, 1, **OPTIONS)
     alone.run()
     whole = {
-        step: sorted(span for batch in gang for span in batch)
-        for step, gang in enumerate(joined([alone]))
+        step: sorted(span for batch in step for span in batch)
+        for step, step in enumerate(joined([alone]))
     }
     assert max(rows_by_step(kept)) < len(whole) // 2, "too little is left to go on with"
     for ranks in (1, 3, 4):

@@ -16,12 +16,12 @@ from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import ReferenceEngine
-from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
-from tokenfeed.tools.encoding.unit import Job, UnitEncoder
+from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 20,
@@ -83,7 +83,7 @@ def encode_files(
     corpus = find_corpus((str(folder / "in"),), out=folder / "out", field="text")
     (unit,) = cut_units(corpus.sources, 10**9)
     task = Lm(text_field="text")
-    job = Job(
+    job = EncodeSettings(
         folder=folder / "out",
         task=task,
         engine="tokenizers",

@@ -97,14 +97,16 @@ def test_the_fast_engine_gives_the_reference_ids(
     byte_level: Tokenizer, splits_special: bool
 ) -> None:
     tokenizer = loaded(byte_level, splits_special=splits_special)
-    fast, reference = FastEngine.of(tokenizer), ReferenceEngine(tokenizer)
+    fast, reference = FastEngine.from_tokenizer(tokenizer), ReferenceEngine(tokenizer)
 
     @given(st.lists(st.text(max_size=60) | st.sampled_from([*SPECIAL, "a<pad>snake_case"])))
     def agree(texts: list[str]) -> None:
-        assert Answers.of(fast, [text.encode() for text in texts]).differing(reference) == []
+        assert (
+            Answers.from_engine(fast, [text.encode() for text in texts]).differing(reference) == []
+        )
 
     agree()
-    assert Answers.of(fast, adversarial_texts(tokenizer)).differing(reference) == []
+    assert Answers.from_engine(fast, adversarial_texts(tokenizer)).differing(reference) == []
     end = tokenizer.tokenizer.token_to_id("<|endoftext|>")
     assert (end in fast.encode([b"a<|endoftext|>b"]).values) == splits_special
 
@@ -113,7 +115,7 @@ def test_dropping_the_cache_changes_no_id(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "_CACHE_BYTES", -(1 << 40))  # after every batch
-    fast = FastEngine.of(loaded(byte_level))
+    fast = FastEngine.from_tokenizer(loaded(byte_level))
     before = fast._tokenizer
     texts = [text.encode() for text in SENTENCES]
     first, second = fast.encode(texts), fast.encode(texts)
@@ -122,7 +124,10 @@ def test_dropping_the_cache_changes_no_id(
 
 
 def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None:
-    for engine in (FastEngine.of(loaded(byte_level)), ReferenceEngine(loaded(byte_level))):
+    for engine in (
+        FastEngine.from_tokenizer(loaded(byte_level)),
+        ReferenceEngine(loaded(byte_level)),
+    ):
         assert len(engine.encode([])) == 0
         ragged = engine.encode([b"", b"", b"a"])
         assert ragged.lengths.tolist() == [0, 0, 1]
@@ -132,7 +137,7 @@ def test_batches_without_texts_or_tokens_are_fine(byte_level: Tokenizer) -> None
 def test_a_tokenizer_that_the_fast_engine_does_not_know_is_not_for_it() -> None:
     tokenizer = loaded(Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with pytest.raises(EngineUnavailable):
-        FastEngine.of(tokenizer)
+        FastEngine.from_tokenizer(tokenizer)
 
 
 def test_a_text_without_ids_is_named() -> None:

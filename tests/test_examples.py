@@ -33,7 +33,7 @@ NEEDS = {
 }
 MAX_TOKENS = 512
 WINDOW_TOKENS = 4000
-GANG_SIZE = 2
+STEP_SIZE = 2
 LONGEST_ROW = 100  # below the 128 of a packed sequence: no row is cut
 NEVER = 10_000
 ENVIRONMENT = {
@@ -134,19 +134,19 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def settings(data: Path, run_dir: Path) -> list[object]:
-    batches = ["--max-tokens", MAX_TOKENS, "--gang-size", GANG_SIZE]
+    batches = ["--max-tokens", MAX_TOKENS, "--step-size", STEP_SIZE]
     return [data, *batches, "--run-dir", run_dir]
 
 
 def num_steps(example: str, data: Path) -> int:
     """Optimizer steps of an epoch."""
-    packed = Packed(sequence_length=MAX_TOKENS // 4, rows=4)
+    packed = Packed(sequence_length=MAX_TOKENS // 4, batch_size=4)
     batching = packed if example == "accelerate_loop" else Padded(MAX_TOKENS)
-    plan = {"gang_size": GANG_SIZE, "window_tokens": WINDOW_TOKENS}
-    ends_gang = [b.ends_gang for b in ShardLoader(data, batching=batching, num_workers=0, **plan)]
-    if example == "transformers_trainer":  # it steps every GANG_SIZE micro-batches
-        assert sum(ends_gang) * GANG_SIZE == len(ends_gang)
-    return sum(ends_gang)
+    plan = {"micro_batches_per_step": STEP_SIZE, "window_tokens": WINDOW_TOKENS}
+    ends_step = [b.ends_step for b in ShardLoader(data, batching=batching, num_workers=0, **plan)]
+    if example == "transformers_trainer":  # it steps every STEP_SIZE micro-batches
+        assert sum(ends_step) * STEP_SIZE == len(ends_step)
+    return sum(ends_step)
 
 
 def expected_rows(data: Path) -> Counter[str]:

@@ -17,7 +17,7 @@ from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.steps import Step, steps
 from tokenfeed.pipeline.errors import ResumeError
 
-SETTINGS = {"gang_size": 3, "num_workers": 0, "epochs": 2}
+SETTINGS = {"micro_batches_per_step": 3, "num_workers": 0, "epochs": 2}
 
 
 @pytest.fixture
@@ -34,12 +34,12 @@ def test_steps_hold_the_batches_of_the_loader_and_the_state_behind_each(folder: 
     batches, states = [], []
     for batch in plain:
         batches.append(batch)
-        if batch.ends_gang:
+        if batch.ends_step:
             states.append(plain.state_dict())
     made = list(steps(open_loader(folder, Padded(24), **SETTINGS)))
     assert ids_of(batch for step in made for batch in step) == ids_of(batches)
     assert [step.state for step in made] == states
-    ends = [[batch.ends_gang for batch in step] for step in made]
+    ends = [[batch.ends_step for batch in step] for step in made]
     assert ends == [[False] * (len(step) - 1) + [True] for step in made]
 
 
@@ -68,7 +68,9 @@ def test_the_gradient_of_a_step_is_that_of_its_targets_at_once(folder: Path) -> 
 
 
 def test_a_step_without_a_target_divides_by_one(make_dataset: MakeDataset) -> None:
-    loader = open_loader(make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, gang_size=1)
+    loader = open_loader(
+        make_dataset(lengths=[1, 1, 1]), Fixed(1), num_workers=0, micro_batches_per_step=1
+    )
     assert [step.divisor.item() for step in steps(loader)] == [1, 1, 1]
 
 

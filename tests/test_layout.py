@@ -1,4 +1,4 @@
-"""A share says where everything stands, and a buffer gives it back as it was."""
+"""A rank_slice says where everything stands, and a buffer gives it back as it was."""
 
 from itertools import pairwise
 from typing import Any
@@ -10,23 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.pipeline.planning.layout import lay_out
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.layout import lay_out
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 DTYPES = ["u1", "i2", "u2", "i4", "u4", "i8", "u8", "?"]
 
 
-def share_of(
+def slice_of(
     lengths: list[int], batching: Batching, task: Task = "lm", rank: int = 0, world_size: int = 1
-) -> Share:
-    plan, reader = plan_in_memory([random_rows(np.array(lengths), task)], batching, gang_size=3)
-    return plan.read_share(reader, Position(0, 0, 0), rank, world_size)
+) -> RankSlice:
+    plan, reader = plan_in_memory(
+        [random_rows(np.array(lengths), task)], batching, micro_batches_per_step=3
+    )
+    return plan.read_slice(reader, Position(0, 0, 0), rank, world_size)
 
 
 SHARES = st.builds(
-    share_of,
+    slice_of,
     st.lists(st.integers(1, 25), min_size=1, max_size=30),
     st.sampled_from([Padded(30, 8), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)]),
     st.sampled_from(["lm", "tag", "complete"]),
@@ -37,9 +39,9 @@ SHARES = st.builds(
 
 @settings(max_examples=50)
 @given(SHARES)
-def test_a_share_has_the_shapes_and_dtypes_it_documents(share: Share) -> None:
-    index, batches = share.index, share.num_batches
-    tokens, pieces = len(share.per_token["input_ids"]), len(index["lengths"])
+def test_a_share_has_the_shapes_and_dtypes_it_documents(rank_slice: RankSlice) -> None:
+    index, batches = rank_slice.index, rank_slice.num_batches
+    tokens, pieces = len(rank_slice.per_token["input_ids"]), len(index["lengths"])
     sequences = len(index["sequence_lengths"])
     expected: dict[str, tuple[str, tuple[int, ...]]] = {
         "lengths": ("int32", (pieces,)),
@@ -51,7 +53,7 @@ def test_a_share_has_the_shapes_and_dtypes_it_documents(share: Share) -> None:
         "targets": ("int64", (batches,)),
         "filler": ("bool", (batches,)),
         "position": ("int64", (batches,)),
-        "ends_gang": ("bool", (batches,)),
+        "ends_step": ("bool", (batches,)),
         "digests": ("uint64", (batches,)),
         "tokens": ("int64", (batches, 1)),
         "batches": ("int64", (batches + 1,)),
@@ -66,7 +68,7 @@ def test_a_share_has_the_shapes_and_dtypes_it_documents(share: Share) -> None:
         if name in index:
             assert index[name].dtype == np.int32
             assert index[f"{name.removesuffix('s')}_offsets"][-1] == len(index[name])
-    assert {a.shape for a in share.per_token.values()} == {(tokens,)}
+    assert {a.shape for a in rank_slice.per_token.values()} == {(tokens,)}
     assert index["token_offsets"][-1] == tokens
     assert index["piece_offsets"][-1] == pieces
     assert index["batches"][-1] == sequences
@@ -75,16 +77,16 @@ def test_a_share_has_the_shapes_and_dtypes_it_documents(share: Share) -> None:
 @settings(max_examples=50)
 @given(SHARES, st.sampled_from([1, 8, 30]))
 def test_micro_batches_are_padded_to_their_longest_sequence_rounded_up(
-    share: Share, multiple_of: int
+    rank_slice: RankSlice, multiple_of: int
 ) -> None:
-    made = lay_out(share.per_token, share.index, Fixed(9, multiple_of))
-    lengths = share.index["lengths"].tolist()
-    cuts = share.index.get("sequences", np.arange(len(lengths) + 1)).tolist()
+    made = lay_out(rank_slice.per_token, rank_slice.index, Fixed(9, multiple_of))
+    lengths = rank_slice.index["lengths"].tolist()
+    cuts = rank_slice.index.get("sequences", np.arange(len(lengths) + 1)).tolist()
     sequences = [sum(lengths[start:stop]) for start, stop in pairwise(cuts)]
     assert made["sequence_lengths"].tolist() == sequences
     assert made["padded"].tolist() == [
         round_up(max(sequences[start:stop]), multiple_of)
-        for start, stop in pairwise(share.index["batches"].tolist())
+        for start, stop in pairwise(rank_slice.index["batches"].tolist())
     ]
 
 
@@ -138,10 +140,10 @@ def arrays(*, most: int = 4) -> st.SearchStrategy[dict[str, np.ndarray]]:
 def test_a_buffer_gives_a_share_back(
     per_token: dict[str, np.ndarray], index: dict[str, np.ndarray], spare: int
 ) -> None:
-    share = Share(3, 5, per_token, index, index)
-    buffer = memoryview(bytearray(share.num_bytes + spare))
-    header = share.write(buffer)
-    read = Share.read(header, buffer)
+    rank_slice = RankSlice(3, 5, per_token, index, index)
+    buffer = memoryview(bytearray(rank_slice.num_bytes + spare))
+    header = rank_slice.write(buffer)
+    read = RankSlice.read(header, buffer)
     assert (read.epoch, read.window) == (3, 5)
     for ours, theirs in ((per_token, read.per_token), (index, read.index), (index, read.staged)):
         assert list(ours) == list(theirs)
@@ -152,11 +154,11 @@ def test_a_buffer_gives_a_share_back(
 
 @settings(max_examples=50)
 @given(SHARES)
-def test_what_is_read_is_a_view_of_the_buffer_except_the_index(share: Share) -> None:
-    buffer = np.zeros(share.num_bytes, np.uint8)
-    read = Share.read(share.write(buffer.data), buffer.data)
+def test_what_is_read_is_a_view_of_the_buffer_except_the_index(rank_slice: RankSlice) -> None:
+    buffer = np.zeros(rank_slice.num_bytes, np.uint8)
+    read = RankSlice.read(rank_slice.write(buffer.data), buffer.data)
     views: dict[str, Any] = read.per_token | read.staged
     assert all(np.shares_memory(array, buffer) for array in views.values())
     assert not any(np.shares_memory(array, buffer) for array in read.index.values())
     starts = [array.ctypes.data - buffer.ctypes.data for array in views.values()]
-    assert not np.any(np.array(starts) % 64), "arrays share a cache line"
+    assert not np.any(np.array(starts) % 64), "arrays rank_slice a cache line"

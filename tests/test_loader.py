@@ -152,16 +152,21 @@ def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("batching", [Padded(8192), *POLICIES[1:]], ids=str)
-@pytest.mark.parametrize(("world_size", "gang_size"), [(1, None), (4, None), (2, 4), (8, 4)])
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches_per_step"), [(1, None), (4, None), (2, 4), (8, 4)]
+)
 def test_the_estimated_number_of_batches_is_within_a_tenth(
-    make_dataset: MakeDataset, batching: Batching, world_size: int, gang_size: int | None
+    make_dataset: MakeDataset,
+    batching: Batching,
+    world_size: int,
+    micro_batches_per_step: int | None,
 ) -> None:
     loader = open_loader(
         make_dataset(realistic_lengths(20_000)),
         batching,
         window_tokens=None,
         epochs=2,
-        gang_size=gang_size,
+        micro_batches_per_step=micro_batches_per_step,
         rank=0,
         world_size=world_size,
     )
@@ -177,7 +182,13 @@ def test_endless_epochs_have_no_estimate(folder: Path) -> None:
 def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int) -> None:
     sums: Counter[str] = Counter()
     with open_loader(
-        folder, Padded(700), num_workers=num_workers, rank=1, world_size=3, gang_size=4, epochs=None
+        folder,
+        Padded(700),
+        num_workers=num_workers,
+        rank=1,
+        world_size=3,
+        micro_batches_per_step=4,
+        epochs=None,
     ) as loader:
         for batch in loader:
             sums["batches"] += 1
@@ -254,7 +265,7 @@ def test_a_shard_that_was_put_back_is_read_from_where_the_error_came(
         ({"num_workers": -1}, "`num_workers`=-1"),
         ({"num_workers": 100_000}, "`num_workers`=100000: expected .* from 0 to"),
         ({"epochs": 0}, "`epochs`=0"),
-        ({"gang_size": 0}, "`gang_size`=0"),
+        ({"micro_batches_per_step": 0}, "`micro_batches_per_step`=0"),
         ({"device": "gpu"}, "`device`='gpu' is no device"),
         ({"device": "meta"}, "`device`='meta' is not supported"),
         ({"rank": 2, "world_size": 2}, "`rank`=2"),

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.schema import task_columns
-from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, Source, mix, open_sources
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, OpenedSplit, mix, open_sources
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Padded
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.windows.reader import WindowReader
 
 EXHAUSTED: tuple[Exhausted, ...] = ("repeat", "stop", "continue")
 WEIGHTS = st.sampled_from([0.3, 0.5, 0.7, 1.0]) | st.floats(0.5, 3)
@@ -27,15 +27,15 @@ WEIGHTS = st.sampled_from([0.3, 0.5, 0.7, 1.0]) | st.floats(0.5, 3)
 class Mixed:
     """A mixture of sources of which only the sizes are known."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[OpenedSplit, ...]
     weights: tuple[float, ...]
     exhausted: Exhausted
     window_tokens: int
 
     @property
     def order(self) -> EpochOrder:
-        stretches = mix(self.sources, self.weights, self.exhausted, self.window_tokens)
-        return EpochOrder(tuple(s.batches for s in self.sources), stretches, seed=0, shuffle=True)
+        phases = mix(self.sources, self.weights, self.exhausted, self.window_tokens)
+        return EpochOrder(tuple(s.batches for s in self.sources), phases, seed=0, shuffle=True)
 
     def ideal(self) -> list[Fraction]:
         """Record batches of each source in an epoch of exact proportions."""
@@ -45,10 +45,10 @@ class Mixed:
         return [end * weight * source.batches / source.tokens for source, weight in pairs]
 
 
-def sized(batches: int, tokens_per_batch: int, spare: int) -> Source:
+def sized(batches: int, tokens_per_batch: int, spare: int) -> OpenedSplit:
     unknown: Any = None
     tokens = batches * tokens_per_batch + spare
-    return Source(Path("memory"), Path("/memory"), unknown, unknown, batches, tokens, batches)
+    return OpenedSplit(Path("memory"), Path("/memory"), unknown, unknown, batches, tokens, batches)
 
 
 @st.composite
@@ -110,7 +110,7 @@ def test_the_windows_so_far_keep_those_of_the_epoch_within_one_record_batch(mixe
 
 @given(mixtures("continue"))
 def test_while_all_sources_run_continue_keeps_their_proportions(mixed: Mixed) -> None:
-    first = mixed.order.stretches[0].batches
+    first = mixed.order.phases[0].batches
     stop = dataclasses.replace(mixed, exhausted="stop")
     for ideal, batches in zip(stop.ideal(), first, strict=True):
         assert ideal - 1 < batches <= ideal
@@ -120,11 +120,11 @@ def test_while_all_sources_run_continue_keeps_their_proportions(mixed: Mixed) ->
 def test_no_window_is_empty_and_windows_are_about_as_large_as_asked(mixed: Mixed) -> None:
     order = mixed.order
     assert given_by(order).sum(axis=1).min() >= 1
-    for stretch in order.stretches:
-        sizes = zip(stretch.batches, mixed.sources, strict=True)
+    for phase in order.phases:
+        sizes = zip(phase.batches, mixed.sources, strict=True)
         tokens = sum(batches * source.tokens / source.batches for batches, source in sizes)
         wanted = max(1, round(tokens / mixed.window_tokens))
-        assert stretch.num_windows == min(wanted, max(stretch.batches))
+        assert phase.num_windows == min(wanted, max(phase.batches))
 
 
 @given(mixtures(), st.integers(2, 9))
@@ -225,12 +225,12 @@ def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
 
     def tokens(exhausted: Exhausted) -> tuple[int | None, ...]:
         mixture = Mixture({folders[0]: 2, folders[1]: 3}, exhausted)
-        plan = Plan.of(
+        plan = Plan.from_splits(
             open_sources(mixture, "train"),
             mixture,
             Padded(100),
             split="train",
-            gang_size=1,
+            micro_batches_per_step=1,
             window_tokens=None,
             seed=0,
             shuffle=True,

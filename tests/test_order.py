@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Stretch, permute, stream_key
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key, permute
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -24,20 +24,20 @@ def test_permute_of_a_few_positions_stays_in_a_huge_range(size: int, key: int) -
 def test_order_never_changes_between_releases() -> None:
     """Order is part of saved states: these values may only change with the state's version."""
     assert permute(np.arange(10), 10, 1).tolist() == [1, 0, 8, 4, 6, 3, 7, 9, 5, 2]
-    assert stream_key(1, 2, 3) == 7702586659592502839
+    assert derive_key(1, 2, 3) == 7702586659592502839
     order = EpochOrder.of_one(10, 3, seed=1, shuffle=True)
     assert [order.window(2, window).tolist() for window in range(3)] == [
         [0, 4, 8],
         [1, 3, 7],
         [2, 5, 6, 9],
     ]
-    assert order.draw(10, 1) == Draw(stream_key(1, 10, 1), stream_key(1, 1, 1, 8), 2, 3)
+    assert order.draw(10, 1) == Draw(derive_key(1, 10, 1), derive_key(1, 1, 1, 8), 2, 3)
 
 
 def test_every_place_gets_every_value_about_equally_often() -> None:
     counts = np.zeros((5, 5), np.int64)
     for seed in range(1000):
-        counts[np.arange(5), permute(np.arange(5), 5, stream_key(seed))] += 1
+        counts[np.arange(5), permute(np.arange(5), 5, derive_key(seed))] += 1
     assert counts.min() > 145
     assert counts.max() < 255
 
@@ -64,14 +64,14 @@ def test_windows_of_an_epoch_hold_every_record_batch_once(
 
 @st.composite
 def orders(draw: st.DrawFn) -> EpochOrder:
-    """Some sources, and stretches that go on where the one before ended."""
+    """Some sources, and phases that go on where the one before ended."""
     sizes = draw(st.lists(st.integers(1, 20), min_size=1, max_size=3).map(tuple))
-    begins, stretches = (0,) * len(sizes), []
+    begins, phases = (0,) * len(sizes), []
     for _ in range(draw(st.integers(1, 3))):
         batches = draw(st.tuples(*(st.integers(0, 50) for _ in sizes)).filter(any))
-        stretches.append(Stretch(begins, batches, draw(st.integers(1, max(batches)))))
+        phases.append(Phase(begins, batches, draw(st.integers(1, max(batches)))))
         begins = tuple(np.add(begins, batches).tolist())
-    return EpochOrder(sizes, tuple(stretches), draw(st.integers(0, 9)), draw(st.booleans()))
+    return EpochOrder(sizes, tuple(phases), draw(st.integers(0, 9)), draw(st.booleans()))
 
 
 @given(orders(), st.integers(0, 3))
@@ -96,9 +96,9 @@ def test_no_window_is_empty_and_those_of_a_stretch_are_even_in_every_source(
 ) -> None:
     edges = np.append(0, np.cumsum(order.sizes))
     number = 0
-    for stretch in order.stretches:
+    for phase in order.phases:
         counts = []
-        for _ in range(stretch.num_windows):
+        for _ in range(phase.num_windows):
             counts.append(np.histogram(order.window(0, number), edges)[0])
             number += 1
         assert min(count.sum() for count in counts) >= 1
@@ -115,7 +115,7 @@ def test_epochs_seeds_sources_and_turns_differ_and_no_shuffle_is_file_order() ->
     assert first.draw(0, 3) != other.draw(0, 3)
     plain = EpochOrder.of_one(1000, 10, seed=0, shuffle=False)
     assert plain.window(4, 3).tolist() == list(range(300, 400))
-    twice = EpochOrder((50, 50), (Stretch((0, 0), (100, 50), 10),), seed=0, shuffle=True)
+    twice = EpochOrder((50, 50), (Phase((0, 0), (100, 50), 10),), seed=0, shuffle=True)
     windows = [twice.window(0, window) for window in range(10)]
     turn, again = (np.concatenate(part) for part in (windows[:5], windows[5:]))
     source = np.concatenate(windows)
@@ -160,7 +160,7 @@ def test_parts_of_a_corpus_stand_in_every_window_as_in_the_whole() -> None:
 
 
 def test_a_stretch_of_more_windows_than_a_source_has_batches_takes_them_in_any_order() -> None:
-    order = EpochOrder((100, 5), (Stretch((0, 0), (100, 5), 20),), seed=0, shuffle=True)
+    order = EpochOrder((100, 5), (Phase((0, 0), (100, 5), 20),), seed=0, shuffle=True)
     firsts = [
         [batch for window in range(20) for batch in order.window(epoch, window) if batch >= 100]
         for epoch in range(20)

@@ -46,12 +46,12 @@ def check_elastic_run(
     lengths: np.ndarray,
     legs: list[tuple[int, int, int]],
     *,
-    gang_size: int,
+    micro_batches_per_step: int,
     epochs: int,
     **options: Any,
 ) -> None:
     """Run legs of (world size, rounds, workers) and a last one to the end; compare with one run."""
-    options |= {"gang_size": gang_size, "epochs": epochs}
+    options |= {"micro_batches_per_step": micro_batches_per_step, "epochs": epochs}
     alone = Ranks(folder, 1, **options)
     final = alone.run()
     runs: list[Ranks] = []
@@ -63,12 +63,12 @@ def check_elastic_run(
         if state["epoch"] == epochs:  # further legs would be the next pass
             break
     assert state == final, "digest or position differs"
-    gangs, whole = joined(runs), joined([alone])
-    pieces = (span for gang in gangs for batch in gang for span in batch)
+    steps, whole = joined(runs), joined([alone])
+    pieces = (span for step in steps for batch in step for span in batch)
     assert times_delivered(pieces, lengths) == {epochs}
-    assert [batch for gang in gangs for batch in gang] == [b for gang in whole for b in gang]
-    if all(world_size < 2 * gang_size for world_size, _, _ in legs):
-        assert gangs == whole
+    assert [batch for step in steps for batch in step] == [b for step in whole for b in step]
+    if all(world_size < 2 * micro_batches_per_step for world_size, _, _ in legs):
+        assert steps == whole
 
 
 def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tuple[int, int, int]]]:
@@ -81,7 +81,7 @@ def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tupl
 @given(
     lengths=st.builds(realistic_lengths, st.integers(1, 200), st.floats(0, 6), st.integers(0, 9)),
     batching=st.sampled_from(MANY_POLICIES),
-    gang_size=st.integers(1, 6),
+    micro_batches_per_step=st.integers(1, 6),
     legs=elastic_legs(st.just(0)),
     epochs=st.integers(1, 3),
     seed=st.integers(0, 3),
@@ -92,7 +92,7 @@ def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
     small: None,
     lengths: np.ndarray,
     batching: Batching,
-    gang_size: int,
+    micro_batches_per_step: int,
     legs: list[tuple[int, int, int]],
     epochs: int,
     seed: int,
@@ -103,7 +103,7 @@ def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
         lengths,
         legs,
         batching=batching,
-        gang_size=gang_size,
+        micro_batches_per_step=micro_batches_per_step,
         epochs=epochs,
         seed=seed,
         shuffle=shuffle,
@@ -124,7 +124,7 @@ def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
 def test_workers_that_prefetch_are_not_in_the_state(
     folder: Path, legs: list[tuple[int, int, int]], batching: Batching
 ) -> None:
-    check_elastic_run(folder, LENGTHS, legs, batching=batching, gang_size=3, epochs=2)
+    check_elastic_run(folder, LENGTHS, legs, batching=batching, micro_batches_per_step=3, epochs=2)
 
 
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
@@ -134,7 +134,7 @@ def test_a_state_of_every_round_continues_over_every_seam(
     lengths = realistic_lengths(120)
     folder = make_dataset(lengths)
     options: dict[str, Any] = {"batching": batching, "epochs": 2, "window_tokens": 6_000}
-    loader = open_loader(folder, gang_size=4, rank=0, world_size=3, **options)
+    loader = open_loader(folder, micro_batches_per_step=4, rank=0, world_size=3, **options)
     states = [loader.state_dict(), *(loader.state_dict() for _ in loader)]
     assert {(state["epoch"], state["window"]) for state in states if not state["micro_batch"]} >= {
         (0, 0),
@@ -143,34 +143,34 @@ def test_a_state_of_every_round_continues_over_every_seam(
         (1, 1),
         (2, 0),
     }
-    alone = Ranks(folder, 1, gang_size=4, **options)
+    alone = Ranks(folder, 1, micro_batches_per_step=4, **options)
     alone.run()
-    whole = [batch for gang in joined([alone]) for batch in gang]
+    whole = [batch for step in joined([alone]) for batch in step]
     for state in states[:-1]:
-        rest = Ranks(folder, 2, json.loads(json.dumps(state)), gang_size=4, **options)
+        rest = Ranks(folder, 2, json.loads(json.dumps(state)), micro_batches_per_step=4, **options)
         assert rest.run() == states[-1]
-        batches = [batch for gang in rest.gangs for batch in gang]
+        batches = [batch for step in rest.steps for batch in step]
         assert batches == whole[len(whole) - len(batches) :]
 
 
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
-def test_gangs_are_the_same_rows_on_any_number_of_ranks(folder: Path, batching: Batching) -> None:
-    def gangs(world_size: int) -> list[list[Span]]:
-        ranks = Ranks(folder, world_size, batching=batching, gang_size=4)
+def test_steps_are_the_same_rows_on_any_number_of_ranks(folder: Path, batching: Batching) -> None:
+    def steps(world_size: int) -> list[list[Span]]:
+        ranks = Ranks(folder, world_size, batching=batching, micro_batches_per_step=4)
         ranks.run()
-        return [sorted(span for batch in gang for span in batch) for gang in joined([ranks])]
+        return [sorted(span for batch in step for span in batch) for step in joined([ranks])]
 
-    whole = gangs(1)
+    whole = steps(1)
     for world_size in range(2, 8):
-        assert gangs(world_size) == whole
-    together = gangs(8)  # ranks for two gangs: a step is made of both
+        assert steps(world_size) == whole
+    together = steps(8)  # ranks for two steps: a step is made of both
     assert len(together) < len(whole)
     rest: Iterator[list[Span]] = iter(whole)
-    for gang in together:
+    for step in together:
         parts: list[Span] = []
-        while len(parts) < len(gang):
+        while len(parts) < len(step):
             parts += next(rest)
-        assert sorted(parts) == gang
+        assert sorted(parts) == step
 
 
 def test_after_a_state_of_the_end_of_a_pass_the_next_pass_follows(folder: Path) -> None:
@@ -206,14 +206,17 @@ def test_loading_a_state_in_the_middle_of_the_loop_goes_there(folder: Path) -> N
         ({"seed": 1}, "seed=0, this loader has seed=1"),
         ({"batching": Padded(999)}, r"batching=\"Padded\(max_tokens=2048.*max_tokens=999"),
         ({"shuffle": False}, "shuffle=True, this loader has shuffle=False"),
-        ({"gang_size": 2}, "gang_size=4, this loader has gang_size=2"),
+        (
+            {"micro_batches_per_step": 2},
+            "micro_batches_per_step=4, this loader has micro_batches_per_step=2",
+        ),
         ({"window_tokens": 40_000}, "windows=5, this loader has windows=2"),
     ],
 )
 def test_a_state_of_another_plan_is_refused_with_what_differs(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
-    state = open_loader(folder, gang_size=4).state_dict()
+    state = open_loader(folder, micro_batches_per_step=4).state_dict()
     loader = open_loader(folder, **changes)
     with pytest.raises(ResumeError, match=message) as caught:
         loader.load_state_dict(state)
@@ -266,7 +269,7 @@ def test_a_micro_batch_that_a_window_lacks_is_refused(folder: Path, num_workers:
         list(loader)
 
 
-def test_ranks_without_a_gang_size_of_their_own_take_that_of_the_state(folder: Path) -> None:
+def test_ranks_without_a_step_size_of_their_own_take_that_of_the_state(folder: Path) -> None:
     whole = Ranks(folder, 6)
     final = whole.run()
     first = Ranks(folder, 6)
@@ -274,11 +277,11 @@ def test_ranks_without_a_gang_size_of_their_own_take_that_of_the_state(folder: P
     for world_size in (1, 4, 6, 13):
         rest = Ranks(folder, world_size, state)
         assert rest.run() == final
-        assert {loader._plan.gang_size for loader in rest.loaders} == {6}
+        assert {loader._plan.micro_batches_per_step for loader in rest.loaders} == {6}
 
 
 def test_ranks_without_settings_of_their_own_resume_real_data(make_dataset: MakeDataset) -> None:
-    """With enough tokens that the window that is chosen depends on the gang size."""
+    """With enough tokens that the window that is chosen depends on the step size."""
     folder = make_dataset(np.full(12_000, 1000))
     batching = Padded(16_384)
     saved = ShardLoader(folder, batching=batching, num_workers=0, rank=0, world_size=4)

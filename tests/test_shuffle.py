@@ -105,7 +105,7 @@ def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
 ) -> None:
     batches = min(rows, max(shards, rows // 7))
     manifest = manifest_of(rows, rows * mean, shards, batches)
-    layout = Layout.of(manifest, seed=1, shard_bytes=None, memory_bytes=memory)
+    layout = Layout.from_manifest(manifest, seed=1, shard_bytes=None, memory_bytes=memory)
     split = layout.splits["train"]
     assert sorted(split.positions(np.arange(rows)).tolist()) == list(range(rows))
     per_shard = np.diff(split.shard_edges)
@@ -128,7 +128,7 @@ def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
 def test_as_many_workers_run_as_find_room_in_the_memory(gigabytes: int) -> None:
     manifest = manifest_of(10**6 * gigabytes, 5 * 10**8 * gigabytes, 64 * gigabytes, 10**4)
     for memory in (2 * 10**8, 10**9, 10**11):
-        layout = Layout.of(manifest, seed=0, shard_bytes=None, memory_bytes=memory)
+        layout = Layout.from_manifest(manifest, seed=0, shard_bytes=None, memory_bytes=memory)
         workers = layout.workers(10**6, memory)
         assert workers >= 2
         assert workers * layout.bucket_bytes * 4 < memory
@@ -154,7 +154,9 @@ def test_every_row_is_there_once_with_all_its_columns(
 def test_rows_stand_where_the_permutation_puts_them(tmp_path: Path, vocabulary_size: int) -> None:
     rows = random_rows(lengths_of(2000, seed=5), vocabulary_size=vocabulary_size)
     source = write_rows(tmp_path / "in", {"train": rows}, vocabulary_size, 3)
-    layout = Layout.of(Manifest.read(source), seed=7, shard_bytes=None, memory_bytes=10**6)
+    layout = Layout.from_manifest(
+        Manifest.read(source), seed=7, shard_bytes=None, memory_bytes=10**6
+    )
     places = layout.splits["train"].positions(np.arange(2000)).tolist()
     out = shuffle(source, tmp_path / "out", seed=7)
     before, after = listed(rows), listed(rows_of(out))

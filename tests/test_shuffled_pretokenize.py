@@ -9,9 +9,9 @@ from command import error_of, files_of, kill_at, run, run_json
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.job.claim import UNSHUFFLED_FOLDER
-from tokenfeed.tools.job.make import make_dataset
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
 from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.planning.order import EpochOrder, Stretch
+from tokenfeed.pipeline.planning.order import EpochOrder, Phase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.state import Delivered, own_stream
-from tokenfeed.pipeline.planning.window import Window
+from tokenfeed.pipeline.windows.reader import Window
 
 START = Position(0, 0, 0)
 POLICIES = st.sampled_from([Padded(30), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)])
@@ -28,7 +28,7 @@ BATCHES = [
 
 
 def planned(batching: Batching, num_windows: int = 3) -> tuple[Plan, MemoryReader]:
-    return plan_in_memory(BATCHES, batching, gang_size=3, num_windows=num_windows)
+    return plan_in_memory(BATCHES, batching, micro_batches_per_step=3, num_windows=num_windows)
 
 
 def deliver(
@@ -45,8 +45,8 @@ def deliver(
     done = 0
     yield delivered
     while delivered.position < (epochs, 0, 0):
-        share = delivered.plan.read_share(reader, delivered.position, rank, world_size)
-        for ragged in share.batches():
+        rank_slice = delivered.plan.read_slice(reader, delivered.position, rank, world_size)
+        for ragged in rank_slice.batches():
             if rounds is not None and done >= rounds:
                 return
             done += 1
@@ -77,12 +77,12 @@ def test_what_is_delivered_does_not_depend_on_ranks_and_stops(
         rank = data.draw(st.integers(0, world_size - 1))
         ranks = {"world_size": world_size, "rank": rank}
         delivered = last(deliver(delivered, reader, rounds=rounds, **ranks))
-        delivered = Delivered.of(plan, json.loads(json.dumps(delivered.state())))
+        delivered = Delivered.from_state(plan, json.loads(json.dumps(delivered.state())))
     assert delivered.state() == whole_epoch(plan, reader).state()
 
 
 def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
-    digests: list[int] = plan.read_share(reader, position, 0, 1).index["digests"].tolist()
+    digests: list[int] = plan.read_slice(reader, position, 0, 1).index["digests"].tolist()
     return digests
 
 
@@ -117,7 +117,7 @@ def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
 
 def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
     plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
-    twice = replace(plan, order=EpochOrder((1,), (Stretch((0,), (2,), 2),), 0, shuffle=False))
+    twice = replace(plan, order=EpochOrder((1,), (Phase((0,), (2,), 2),), 0, shuffle=False))
     places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
     assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
 
@@ -138,7 +138,7 @@ def test_digests_never_change_between_releases() -> None:
     """They are part of saved states: these may only change with the state's version."""
     rows = [random_rows(np.array([5, 3, 12, 1, 9, 5, 3, 7]))]
     policies = (Padded(10), Fixed(3), Packed(10, 2), Packed(10, 2, split=True))
-    plans = [plan_in_memory(rows, batching, gang_size=2) for batching in policies]
+    plans = [plan_in_memory(rows, batching, micro_batches_per_step=2) for batching in policies]
     assert [f"{whole_epoch(*plan).digest:016x}" for plan in plans] == [
         "0e6d14975ecf44e8",
         "19361d7fa3951b74",
@@ -156,7 +156,7 @@ def two_sources(batching: Batching) -> Plan:
         data=("one", "two"),
         row_ends=tuple(rows),
         epoch_tokens=(2 * tokens[0], tokens[1]),
-        order=EpochOrder((2, 3), (Stretch((0, 0), (4, 3), 3),), seed=0, shuffle=True),
+        order=EpochOrder((2, 3), (Phase((0, 0), (4, 3), 3),), seed=0, shuffle=True),
     )
 
 
@@ -166,13 +166,13 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
     batching: Batching, world_size: int
 ) -> None:
     plan, reader = two_sources(batching), MemoryReader(BATCHES)
-    shares = [
-        [plan.read_share(reader, Position(0, n, 0), rank, world_size) for rank in range(world_size)]
+    slices = [
+        [plan.read_slice(reader, Position(0, n, 0), rank, world_size) for rank in range(world_size)]
         for n in range(3)
     ]
     counted = np.zeros(2, np.int64)
-    for ranks in shares:
-        for rounds in zip(*(share.batches() for share in ranks), strict=True):
+    for ranks in slices:
+        for rounds in zip(*(rank_slice.batches() for rank_slice in ranks), strict=True):
             tokens = np.zeros(2, np.int64)
             for one in (one for one in rounds if not one.is_filler):
                 source = one.of_pieces("numbers") >= plan.row_ends[0]
@@ -216,7 +216,7 @@ def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
 @given(st.integers(0, 40))
 def test_a_state_survives_json(rounds: int) -> None:
     plan, state = saved(rounds)
-    assert Delivered.of(plan, json.loads(json.dumps(state))).state() == state
+    assert Delivered.from_state(plan, json.loads(json.dumps(state))).state() == state
 
 
 @pytest.mark.parametrize(
@@ -224,25 +224,25 @@ def test_a_state_survives_json(rounds: int) -> None:
     [
         ("batching", {"batching": Padded(31)}),
         ("batching", {"batching": Padded(30, long_rows="refuse")}),
-        ("gang_size", {"gang_size": 4}),
+        ("micro_batches_per_step", {"micro_batches_per_step": 4}),
         ("split", {"split": "validation"}),
         ("data", {"data": ("another",)}),
         ("weights", {"weights": (0.5, 0.5)}),
         ("seed", {"seed": 1}),
         ("shuffle", {"shuffle": False}),
-        ("windows", {"stretches": (Stretch((0,), (5,), 2),)}),
-        ("stretches", {"stretches": (Stretch((0,), (6,), 3),)}),
+        ("windows", {"phases": (Phase((0,), (5,), 2),)}),
+        ("phases", {"phases": (Phase((0,), (6,), 3),)}),
     ],
 )
 def test_the_state_of_another_plan_is_refused_by_what_differs(
     name: str, other: dict[str, Any]
 ) -> None:
     plan, state = saved()
-    if other.keys() & {"seed", "shuffle", "stretches"}:
+    if other.keys() & {"seed", "shuffle", "phases"}:
         other = {"order": replace(plan.order, **other)}
     changed = replace(plan, **other)
     with pytest.raises(ResumeError, match=rf"saved with {name}=.*this loader has {name}="):
-        Delivered.of(changed, state)
+        Delivered.from_state(changed, state)
 
 
 JUNK: list[Any] = [None, "junk", -1, [None], {"a": 1}]
@@ -256,13 +256,13 @@ def test_a_damaged_state_is_refused(name: str, junk: Any) -> None:
     if name in damaged:
         damaged[name] = junk
     with pytest.raises(ResumeError, match="cannot resume"):
-        Delivered.of(plan, damaged)
+        Delivered.from_state(plan, damaged)
 
 
 @pytest.mark.parametrize("state", [None, [], "state", 3, {}])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(ResumeError, match="this is no loader state"):
-        Delivered.of(planned(Padded(30))[0], own_stream(state, 0))
+        Delivered.from_state(planned(Padded(30))[0], own_stream(state, 0))
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,10 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
 def test_a_state_that_no_run_can_have_is_refused(change: dict[str, Any]) -> None:
     plan, state = saved()
     with pytest.raises(ResumeError, match="cannot resume"):
-        Delivered.of(plan, state | change)
+        Delivered.from_state(plan, state | change)
 
 
 def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:
     plan, reader = planned(Padded(30))
     with pytest.raises(ResumeError, match="window 1 has no micro-batch 1000"):
-        plan.read_share(reader, Position(0, 1, 1000), 0, 1)
+        plan.read_slice(reader, Position(0, 1, 1000), 0, 1)

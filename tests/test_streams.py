@@ -20,7 +20,7 @@ from tokenfeed import Batch, Packed, merge_states
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 LENGTHS = realistic_lengths()
-POLICY = Packed(sequence_length=256, rows=4)
+POLICY = Packed(sequence_length=256, batch_size=4)
 Run = tuple[list[list[Batch]], dict[str, Any]]
 
 
@@ -31,25 +31,25 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(
-    folder: Path, world_size: int, gangs: int, state: dict[str, Any] | None = None, **options: Any
+    folder: Path, world_size: int, steps: int, state: dict[str, Any] | None = None, **options: Any
 ) -> Run:
-    """The batches of every rank in so many gangs, and the merged state after them."""
-    options = {"num_streams": 2, "gang_size": 2, "epochs": None} | options
+    """The batches of every rank in so many steps, and the merged state after them."""
+    options = {"num_streams": 2, "micro_batches_per_step": 2, "epochs": None} | options
     batches, states = [], []
     for rank in range(world_size):
         loader = open_loader(folder, POLICY, rank=rank, world_size=world_size, **options)
         if state:
             loader.load_state_dict(state)
-        batches.append(list(until_gang(gangs, loader)))
+        batches.append(list(until_step_ends(steps, loader)))
         states.append(loader.state_dict())
     return batches, json.loads(json.dumps(merge_states(states)))
 
 
-def until_gang(gangs: int, batches: Iterable[Batch]) -> Iterator[Batch]:
+def until_step_ends(steps: int, batches: Iterable[Batch]) -> Iterator[Batch]:
     for batch in batches:
         yield batch
-        gangs -= batch.ends_gang
-        if not gangs:
+        steps -= batch.ends_step
+        if not steps:
             return
 
 
@@ -65,7 +65,7 @@ def delivered(*runs: Run) -> list[Span]:
 
 
 def test_ranks_read_only_the_windows_of_their_stream(folder: Path) -> None:
-    (first, second), _ = run(folder, 2, 10, gang_size=1)
+    (first, second), _ = run(folder, 2, 10, micro_batches_per_step=1)
     rows = [
         {row for batch in of_rank for row in batch.rows.tolist()} for of_rank in (first, second)
     ]
@@ -76,7 +76,13 @@ def test_all_streams_together_are_every_token_once_an_epoch(folder: Path) -> Non
     ends = []
     for rank in range(2):
         loader = open_loader(
-            folder, POLICY, rank=rank, world_size=2, num_streams=2, gang_size=1, epochs=None
+            folder,
+            POLICY,
+            rank=rank,
+            world_size=2,
+            num_streams=2,
+            micro_batches_per_step=1,
+            epochs=None,
         )
         of_epoch = []
         for batch in loader:

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.page_lock import PageLock
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 DEVICE = torch.device("cuda:0")
 
@@ -154,7 +154,7 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_is_asked_for_later_is_built_from_what_was_handed_over(
     folder: Path, cuda: SimulatedCuda
 ) -> None:
-    batching = Packed(sequence_length=64, rows=4, split=True)
+    batching = Packed(sequence_length=64, batch_size=4, split=True)
     host, device = open_loader(folder, batching), open_loader(folder, batching, device=DEVICE)
     for ours, theirs in islice(zip(device, host, strict=True), 30):
         handed_over = dict(ours._tensors)
@@ -181,7 +181,7 @@ def test_a_full_batch_is_widened_without_a_gather_on_a_device(
 def test_batches_on_a_gpu_are_those_of_the_host(
     folder: Path, batching: Batching, num_workers: int
 ) -> None:
-    options: dict[str, Any] = {"epochs": 3, "rank": 1, "world_size": 2, "gang_size": 3}
+    options: dict[str, Any] = {"epochs": 3, "rank": 1, "world_size": 2, "micro_batches_per_step": 3}
     host = list(open_loader(folder, batching, **options))
     with open_loader(folder, batching, num_workers=num_workers, device="cuda", **options) as loader:
         device = list(loader)

@@ -63,7 +63,7 @@ def shape_parts() -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
         parts = itertools.product(shapes._NORMALIZERS[kind], shapes._PRE_TOKENIZERS[kind])
         for normalizer, pre_tokenizer in sorted(parts, key=str):
             try:
-                shapes.Shape.of(json_of(kind, normalizer, pre_tokenizer))
+                shapes.Shape.from_json(json_of(kind, normalizer, pre_tokenizer))
             except shapes.Unproved:
                 continue
             yield kind, normalizer, pre_tokenizer

@@ -15,7 +15,7 @@ from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.signals import signals_held
 
 if TYPE_CHECKING:
-    from tokenfeed.tools.job.crew import Server
+    from tokenfeed.tools.run.crew import Server
 
 __all__ = ["main"]
 
@@ -37,8 +37,8 @@ def _command() -> None:
 
 def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
-        from tokenfeed.tools.job.make import make_dataset
         from tokenfeed.tools.options import parse_options
+        from tokenfeed.tools.pretokenizing.make import make_dataset
         from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
@@ -56,7 +56,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
     A guess, for they are not parsed yet: a wrong one costs time and nothing else.
     """
     from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
-    from tokenfeed.tools.job.crew import SMALL_BYTES, Server
+    from tokenfeed.tools.run.crew import SMALL_BYTES, Server
 
     num_bytes = 0
     for before, argument in pairwise(["", *arguments]):

@@ -27,7 +27,7 @@ from tokenfeed.pipeline.format.storage import (
 )
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["Checkpoints", "Progress", "random_state", "set_random_state"]
+__all__ = ["CheckpointMeta", "Checkpoints", "random_state", "set_random_state"]
 
 KEPT = 2
 _STATE, _PROGRESS = "state.pt", "progress.json"
@@ -35,7 +35,7 @@ _NAME = re.compile(r"step-\d{8}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class CheckpointMeta:
     """How far a run has come, and what may not change when it goes on."""
 
     step: int
@@ -88,7 +88,7 @@ class Checkpoints:
         latest = self.latest()
         return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
-    def save(self, progress: Progress, state: dict[str, Any]) -> Path:
+    def save(self, progress: CheckpointMeta, state: dict[str, Any]) -> Path:
         """Write a checkpoint, then delete those older than the latest two.
 
         Raises:
@@ -111,7 +111,7 @@ class Checkpoints:
             shutil.rmtree(path)
         return final
 
-    def load(self, device: torch.device) -> tuple[Progress, dict[str, Any]]:
+    def load(self, device: torch.device) -> tuple[CheckpointMeta, dict[str, Any]]:
         """Read the latest checkpoint; its tensors land on `device`.
 
         Raises:
@@ -121,7 +121,7 @@ class Checkpoints:
         try:
             content = json.loads((path / _PROGRESS).read_bytes())
             checksum = content.pop("state_xxh3")
-            progress = msgspec.convert(content, Progress)
+            progress = msgspec.convert(content, CheckpointMeta)
             if file_xxh3(path / _STATE) != checksum:
                 raise ValueError(f"{_STATE} fails its checksum")
             state = torch.load(path / _STATE, map_location=device, weights_only=True)
@@ -141,7 +141,7 @@ class Checkpoints:
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, folder: Path, progress: Progress, state: dict[str, Any]) -> None:
+    def _write(self, folder: Path, progress: CheckpointMeta, state: dict[str, Any]) -> None:
         with atomic_file(folder / _STATE) as file:
             torch.save(state, file)
         content = asdict(progress) | {"state_xxh3": file_xxh3(folder / _STATE)}

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policy import Packed
-from tokenfeed.trainer.checkpoint import Checkpoints, Progress, random_state, set_random_state
+from tokenfeed.trainer.checkpoint import CheckpointMeta, Checkpoints, random_state, set_random_state
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer
 from tokenfeed.trainer.objective import batch_loss, evaluate
@@ -31,7 +31,7 @@ from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learn
 from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
-from tokenfeed.trainer.telemetry import GpuGauge, Metrics, StepLog, Tally
+from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
 
 __all__ = ["Trainer"]
 
@@ -109,7 +109,7 @@ class Trainer:
         """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
         a broken validation split is found, and all is compiled, before the first hour is over."""
         config = self.config
-        self.metrics = Metrics(config.run_dir)
+        self.metrics = MetricsFile(config.run_dir)
         self._resources.callback(self.metrics.close)
         if config.resume:
             self._resume()
@@ -182,7 +182,7 @@ class Trainer:
         with self.stall.cause("checkpoint"):
             if not all_finite(self.model):
                 raise self._diverged("weights have become infinite")
-            progress = Progress(
+            progress = CheckpointMeta(
                 step=self.step,
                 tokens=self.tokens,
                 slots=self.slots,
@@ -257,7 +257,7 @@ class Trainer:
         config = self.config
         return ShardLoader(
             config.shards,
-            batching=Packed(sequence_length=config.sequence_length, rows=config.rows),
+            batching=Packed(sequence_length=config.sequence_length, batch_size=config.rows),
             split=split,
             device=self.device,
             num_workers=num_workers,

@@ -162,7 +162,7 @@ class StallReading:
 
 @dataclass(frozen=True, slots=True)
 class _Link(Generic[Mark]):
-    """The stretch of device time that ends at `end`; `cause` is None where it is training."""
+    """The phase of device time that ends at `end`; `cause` is None where it is training."""
 
     end: Mark
     cause: Cause | None = None
@@ -178,10 +178,10 @@ class StallMeter(Generic[Mark]):
     (the final checkpoint) is outside.
     """
 
-    def __init__(self, clock: Clock[Mark], warmup_steps: int) -> None:
+    def __init__(self, clock: Clock[Mark], skipped_steps: int) -> None:
         self.method = clock.method
         self._clock = clock
-        self._warmup_steps = warmup_steps
+        self._skipped_steps = skipped_steps
         self._links: deque[_Link[Mark]] = deque()
         self._last = clock.mark()
         self._open_seconds = 0.0
@@ -227,8 +227,8 @@ class StallMeter(Generic[Mark]):
                 self._close_step(link.step_tokens)
 
     def _close_step(self, tokens: int) -> None:
-        if self._warmup_steps:
-            self._warmup_steps -= 1
+        if self._skipped_steps:
+            self._skipped_steps -= 1
         else:
             self._steps += 1
             self._tokens += tokens
@@ -238,11 +238,11 @@ class StallMeter(Generic[Mark]):
         self._open_seconds, self._open_causes = 0.0, _no_seconds()
 
 
-def make_meter(device: torch.device, warmup_steps: int) -> StallMeter[Any]:
+def make_meter(device: torch.device, skipped_steps: int) -> StallMeter[Any]:
     """A meter on the clock of `device`."""
     if device.type == "cuda":
-        return StallMeter(CudaClock(), warmup_steps)
-    return StallMeter(HostClock(), warmup_steps)
+        return StallMeter(CudaClock(), skipped_steps)
+    return StallMeter(HostClock(), skipped_steps)
 
 
 def _timing_event() -> torch.cuda.Event:

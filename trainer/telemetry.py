@@ -19,7 +19,7 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
 
-__all__ = ["GpuGauge", "GpuUse", "Metrics", "StepLog", "Tally"]
+__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "StepLog", "Tally"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -98,7 +98,7 @@ class _Line(TypedDict):
     skipped_steps: NotRequired[int]
 
 
-class Metrics:
+class MetricsFile:
     """metrics.jsonl of a run: appended line by line, each written at once.
 
     Who has it open holds the run's folder: a second run that opens it is refused.

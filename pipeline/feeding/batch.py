@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = [
     "ATTENTION_MASK",
@@ -108,10 +108,10 @@ class Batch(Mapping[str, torch.Tensor]):
         return moved
 
     @property
-    def ends_gang(self) -> bool:
-        """Whether a gang ends with it: the place for an optimizer step that any number of ranks
+    def ends_step(self) -> bool:
+        """Whether a step ends with it: the place for an optimizer step that any number of ranks
         makes from the same rows."""
-        return bool(self._ragged.of_round("ends_gang"))
+        return bool(self._ragged.of_round("ends_step"))
 
     @property
     def rows(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""ShardDataset: an IterableDataset for a plain DataLoader, whose items are shares of windows.
+"""ShardDataset: an IterableDataset for a plain DataLoader, whose items are slices of windows.
 
 Worker w of n makes windows w, w + n, w + 2n, ... and the DataLoader hands items out in turn, so the
 sequence is the same for any number of workers, none included.
@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
-from tokenfeed.pipeline.planning import checks
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
 from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.share import Header, Share
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
+from tokenfeed.pipeline.windows.reader import WindowReader
 
-__all__ = ["ShardDataset", "WindowShare"]
+__all__ = ["ShardDataset", "WindowSlice"]
 
 
-class WindowShare:
-    """One rank's share of a window in a single tensor; iterating it builds its CPU batches."""
+class WindowSlice:
+    """One rank's slice of a window in a single tensor; iterating it builds its CPU batches."""
 
     def __init__(self, header: Header, data: torch.Tensor, pad_id: int) -> None:
         self._header = header
@@ -34,26 +34,26 @@ class WindowShare:
         self._pad_id = pad_id
 
     @classmethod
-    def of(cls, share: Share, pad_id: int) -> "WindowShare":
-        """Lay a share into a tensor; in a worker, straight into shared memory."""
-        size = share.num_bytes
+    def from_rank_slice(cls, rank_slice: RankSlice, pad_id: int) -> "WindowSlice":
+        """Lay a slice into a tensor; in a worker, straight into shared memory."""
+        size = rank_slice.num_bytes
         if get_worker_info() is None:
             data = torch.empty(size, dtype=torch.uint8)
         else:  # an ordinary tensor would be copied into shared memory once more
             storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
             data = torch.empty(0, dtype=torch.uint8).set_(storage)
-        return cls(share.write(data.numpy().data), data, pad_id)
+        return cls(rank_slice.write(data.numpy().data), data, pad_id)
 
     def __iter__(self) -> Iterator[Batch]:
-        share = Share.read(self._header, self._data.numpy().data)
-        return (build_on_host(ragged, self._pad_id) for ragged in share.batches())
+        rank_slice = RankSlice.read(self._header, self._data.numpy().data)
+        return (build_on_host(ragged, self._pad_id) for ragged in rank_slice.batches())
 
 
-class ShardDataset(IterableDataset[WindowShare]):
-    """Shares of windows, in order, for a plain `DataLoader(dataset, batch_size=None)`.
+class ShardDataset(IterableDataset[WindowSlice]):
+    """Slices of windows, in order, for a plain `DataLoader(dataset, batch_size=None)`.
 
-        for share in DataLoader(ShardDataset("out/", Padded(16_384)), batch_size=None):
-            for batch in share:
+        for window_slice in DataLoader(ShardDataset("out/", Padded(16_384)), batch_size=None):
+            for batch in window_slice:
                 ...
 
     Every iteration begins at `epoch`: raise it for the next pass, or the order is the same again.
@@ -69,7 +69,7 @@ class ShardDataset(IterableDataset[WindowShare]):
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = 1,
-        gang_size: int | None = None,
+        micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -83,28 +83,32 @@ class ShardDataset(IterableDataset[WindowShare]):
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: How many passes; None for no end.
-            gang_size: Micro-batches of one training step; None: the ranks.
+            micro_batches_per_step: Micro-batches of one training step; None: the ranks.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
-            world_size: Ranks that share each gang; by default torch.distributed's, or 1.
+            world_size: Ranks that share each step; by default torch.distributed's, or 1.
 
         Raises:
             ManifestError: The folder holds no such data set or split.
             ConfigError: A setting is out of range, or does not fit the data.
         """
         ranks = resolve_ranks(rank, world_size)
+        if micro_batches_per_step is None:
+            micro_batches_per_step = ranks.world_size
         sources = open_sources(path, split)
-        plan = Plan.of(
+        plan = Plan.from_splits(
             sources,
             path if isinstance(path, Mixture) else None,
             batching,
             split=split,
-            gang_size=ranks.world_size if gang_size is None else gang_size,
+            micro_batches_per_step=micro_batches_per_step,
             window_tokens=window_tokens,
             seed=seed,
             shuffle=shuffle,
         )
-        self._job = Job(plan, WindowReader(sources, COLUMNS), ranks.rank, ranks.world_size)
+        self._maker = WindowMaker(
+            plan, WindowReader(sources, COLUMNS), ranks.rank, ranks.world_size
+        )
         self._pad_id = sources[0].manifest.tokenizer.pad_id
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -125,19 +129,19 @@ class ShardDataset(IterableDataset[WindowShare]):
         self.__dict__.update(state)
         self._share_epoch()
 
-    def __iter__(self) -> Iterator[WindowShare]:
+    def __iter__(self) -> Iterator[WindowSlice]:
         worker = get_worker_info()
-        return self._shares(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
+        return self._slices(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
 
     def _share_epoch(self) -> None:
         """Let workers that a DataLoader keeps see the epoch change."""
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
-    def _shares(self, epoch: int, worker: int, num_workers: int) -> Iterator[WindowShare]:
-        windows = self._job.plan.order.num_windows
+    def _slices(self, epoch: int, worker: int, num_workers: int) -> Iterator[WindowSlice]:
+        windows = self._maker.plan.order.num_windows
         first = epoch * windows
         for number in count(first + worker, num_workers):
             if self.epochs is not None and number >= first + self.epochs * windows:
                 return
-            share = self._job.read(Position(*divmod(number, windows), 0))
-            yield WindowShare.of(share, self._pad_id)
+            rank_slice = self._maker.read(Position(*divmod(number, windows), 0))
+            yield WindowSlice.from_rank_slice(rank_slice, self._pad_id)

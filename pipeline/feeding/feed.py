@@ -15,9 +15,9 @@ from tokenfeed.pipeline.feeding.source import InlineSource, Lease, WindowSource
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.feeding.transfer import Batches, copy_ahead, copy_stream
 from tokenfeed.pipeline.feeding.tuner import Tuner
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = ["Feed"]
 
@@ -27,7 +27,7 @@ class Feed:
 
     def __init__(
         self,
-        job: Job,
+        maker: WindowMaker,
         start: Position,
         device: torch.device,
         pad_id: int,
@@ -45,14 +45,14 @@ class Feed:
         self._source: WindowSource
         if num_workers:
             self._source = self._pool = WorkerPool(
-                job,
+                maker,
                 start,
                 num_workers=num_workers,
                 timeout=timeout,
                 register=page_lock.lock if page_lock else None,
             )
         else:
-            self._source = InlineSource(job, start, page_lock.stage if page_lock else None)
+            self._source = InlineSource(maker, start, page_lock.stage if page_lock else None)
         tune = partial(_tune, self._pool, tuner) if self._pool and tuner else None
         self._measured = _Measured(self._source, counters, tune)
         self._batches = (
@@ -116,7 +116,7 @@ def _end(batches: Batches, source: WindowSource) -> None:
 def _on_host(source: WindowSource, pad_id: int) -> Batches:
     while True:
         lease = source.take()
-        for ragged in lease.share.batches():
+        for ragged in lease.rank_slice.batches():
             batch = build_on_host(ragged, pad_id)
             if ragged.is_last:
                 lease.release()  # before the step that follows: a worker can use the time

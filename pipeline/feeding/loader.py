@@ -21,6 +21,7 @@ from typing import Any, Literal, Self
 
 import torch
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
@@ -30,16 +31,15 @@ from tokenfeed.pipeline.feeding.placement import resolve_device, resolve_ranks, 
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.planning import checks
-from tokenfeed.pipeline.planning.audit import audit
 from tokenfeed.pipeline.planning.estimate import estimate_rounds
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
 from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, gang_size_of, own_stream
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
+from tokenfeed.pipeline.windows.compare import compare
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = ["ShardLoader"]
 
@@ -74,7 +74,7 @@ class ShardLoader:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = 1,
-        gang_size: int | None = None,
+        micro_batches_per_step: int | None = None,
         window_tokens: int | None = None,
         timeout: float = 300.0,
         rank: int | None = None,
@@ -94,17 +94,18 @@ class ShardLoader:
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
-            gang_size: Micro-batches of one training step, over all ranks (of a stream). Their rows
-                are of nearly equal length and the same on any number of ranks. None: that of a
-                loaded state, else the ranks. With more ranks than that, several gangs make a round,
-                each of rows of its own length, so the work of its ranks is no longer equal.
+            micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
+                stream). Their rows are of nearly equal length and the same on any number of ranks.
+                None: that of a loaded state, else the ranks. With more ranks than that, several
+                steps make a round, each of rows of its own length, so the work of its ranks is no
+                longer equal.
             window_tokens: Tokens that are shuffled and sorted together; None chooses 8 to 32 M,
                 several windows of which are in memory. More mix a corpus better that is in some
                 order; see `Stats.mixing`.
             timeout: Seconds after which a worker that does not answer counts as hung;
                 `float("inf")` for no limit.
             rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
-            world_size: Ranks that share each gang; by default torch.distributed's, or 1.
+            world_size: Ranks that share each step; by default torch.distributed's, or 1.
             num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
                 ranks, and a rank reads only those of its group. See `merge_states`.
 
@@ -123,9 +124,9 @@ class ShardLoader:
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_sources(path, split)
-        self._gang_size_is_given = gang_size is not None
+        self._step_size_is_given = micro_batches_per_step is not None
         self._plan_with = partial(
-            Plan.of,
+            Plan.from_splits,
             self._sources,
             path if isinstance(path, Mixture) else None,
             batching,
@@ -136,7 +137,9 @@ class ShardLoader:
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )
-        plan = self._plan_with(gang_size=self._ranks.group_size if gang_size is None else gang_size)
+        if micro_batches_per_step is None:
+            micro_batches_per_step = self._ranks.group_size
+        plan = self._plan_with(micro_batches_per_step=micro_batches_per_step)
         self._delivery = Delivery(Delivered(plan))
         self._length: int | None = None
         if warning := unmixed(plan, self._sources):
@@ -190,7 +193,7 @@ class ShardLoader:
                 "for a number of steps"
             )
         if self._length is None:
-            self._length = self._job().read(Position(0, 0, 0)).num_batches
+            self._length = self._maker().read(Position(0, 0, 0)).num_batches
         return self._length * self.epochs
 
     @property
@@ -226,17 +229,17 @@ class ShardLoader:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
         state = own_stream(state, self._plan.stream)
-        delivered = Delivered.of(self._plan_of(state), state)
+        delivered = Delivered.from_state(self._plan_of(state), state)
         self._delivery.go_on_from(delivered)
         self._length = None
 
-    def audit(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
+    def compare(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
         """The first difference between what two runs delivered, from their states; None if none.
 
         Raises:
             ResumeError: One of them is no state, or neither belongs to this loader's plan.
         """
-        return audit(self._job_of(self._plan_of(first)), first, second)
+        return compare(self._job_of(self._plan_of(first)), first, second)
 
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
@@ -260,24 +263,26 @@ class ShardLoader:
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
 
-    def _job(self) -> Job:
+    def _maker(self) -> WindowMaker:
         return self._job_of(self._plan)
 
-    def _job_of(self, plan: Plan) -> Job:
+    def _job_of(self, plan: Plan) -> WindowMaker:
         ranks = self._ranks
-        return Job(
+        return WindowMaker(
             plan, WindowReader(self._sources, COLUMNS), ranks.rank_in_group, ranks.group_size
         )
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
-        """This loader's plan, with the gang size of a state where it was given none."""
-        gang_size = None if self._gang_size_is_given else gang_size_of(state)
-        return self._plan if gang_size is None else self._plan_with(gang_size=gang_size)
+        """This loader's plan, with the step size of a state where it was given none."""
+        step_size = None if self._step_size_is_given else saved_step_size(state)
+        if step_size is None:
+            return self._plan
+        return self._plan_with(micro_batches_per_step=step_size)
 
     def _start_feed(self) -> Feed:
         """A feed that goes on from the present position."""
         return Feed(
-            self._job(),
+            self._maker(),
             self.position,
             self.device,
             self.manifest.tokenizer.pad_id,

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.feeding.batch import (
     Tensors,
 )
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = ["build_on_device", "device_inputs"]
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 __all__ = ["PageLock"]
 
@@ -44,14 +44,16 @@ class PageLock:
             return _nothing
         return partial(self._unlock, address)
 
-    def stage(self, share: Share) -> Share:
-        """Move a share that this process made into page-locked memory."""
+    def stage(self, rank_slice: RankSlice) -> RankSlice:
+        """Move a slice that this process made into page-locked memory."""
         try:
-            memory = torch.empty(share.num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+            memory = (
+                torch.empty(rank_slice.num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+            )
         except RuntimeError as refusal:
             self._say(str(refusal).split("\n", 1)[0])
-            return share
-        return Share.read(share.write(memory), memory)
+            return rank_slice
+        return RankSlice.read(rank_slice.write(memory), memory)
 
     def _unlock(self, address: int) -> None:
         if os.getpid() != self._process:

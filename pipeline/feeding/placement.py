@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.feeding.process import check_workers_can_run
-from tokenfeed.pipeline.planning import checks
 
 __all__ = ["Ranks", "resolve_device", "resolve_ranks", "resolve_workers"]
 

@@ -26,10 +26,10 @@ from tokenfeed.pipeline.feeding.process import (
     start_undisturbed,
 )
 from tokenfeed.pipeline.feeding.source import Lease
-from tokenfeed.pipeline.feeding.worker import Made
-from tokenfeed.pipeline.planning.job import Job
+from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 __all__ = ["WorkerPool"]
 
@@ -41,7 +41,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        job: Job,
+        maker: WindowMaker,
         start: Position,
         *,
         num_workers: int,
@@ -51,13 +51,13 @@ class WorkerPool:
         """Start nothing yet: the first `take` does, and the workers go on from then.
 
         Args:
-            job: What to make.
+            maker: What to make.
             start: The first window, and how much of it was delivered before.
             num_workers: How many processes.
             timeout: Seconds to wait for a window before a worker counts as hung.
             register: Called with the memory of each slot, to page-lock it for a device.
         """
-        self._job = job
+        self._maker = maker
         self._next = start
         self._timeout = timeout
         self._register = register
@@ -93,8 +93,8 @@ class WorkerPool:
             ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
             self._pending.popleft()
             memory = head.worker.slot_memory(head.slot, made.size, self._register)
-            share = Share.read(made.header, memoryview(memory))
-            return Lease(share, made.seconds, ready, lambda: self._release(head))
+            rank_slice = RankSlice.read(made.header, memoryview(memory))
+            return Lease(rank_slice, made.seconds, ready, lambda: self._release(head))
 
     def is_ready(self) -> bool:
         """Whether the next window is made."""
@@ -148,7 +148,7 @@ class WorkerPool:
         with self._changing:
             for _ in range(missing):
                 if not self._closed:
-                    self._workers.append(WorkerProcess(next(self._names), self._job))
+                    self._workers.append(WorkerProcess(next(self._names), self._maker))
 
     def _assign(self) -> None:
         """Give every free slot a window, workers with the least to do first."""
@@ -159,10 +159,10 @@ class WorkerPool:
             worker = max(free, key=lambda worker: len(worker.free))
             pending = Pending(self._next, worker, worker.free.pop())
             self._pending.append(pending)
-            self._next = self._job.plan.next_window(self._next)
+            self._next = self._maker.plan.next_window(self._next)
             worker.begin(pending)
 
-    def _answer_of(self, head: Pending) -> Made:
+    def _answer_of(self, head: Pending) -> Reply:
         """Wait until a window is made."""
         deadline = time.monotonic() + self._timeout
         while head.answer is None:
@@ -172,7 +172,7 @@ class WorkerPool:
                     f"{head} did not answer within {self._timeout:g} s. The disk may hang; or "
                     "raise `timeout`."
                 )
-        if isinstance(head.answer, Made):
+        if isinstance(head.answer, Reply):
             return head.answer
         if head.answer.error:
             raise head.answer.error

@@ -23,17 +23,17 @@ from typing import BinaryIO
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding.worker import (
     Failure,
-    Made,
     Orders,
-    Task,
+    Reply,
+    Request,
     command,
     environment,
     map_slot,
     receive,
     send,
 )
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.windows.maker import WindowMaker
 
 __all__ = [
     "END_S",
@@ -82,7 +82,7 @@ class Pending:
     position: Position
     worker: "WorkerProcess"
     slot: int
-    answer: Made | Failure | None = None
+    answer: Reply | Failure | None = None
     """A failure is raised when its window's turn has come."""
 
     def is_answered(self) -> bool:
@@ -98,7 +98,7 @@ class Pending:
 class WorkerProcess:
     """One process, its socket and its slots."""
 
-    def __init__(self, name: int, job: Job) -> None:
+    def __init__(self, name: int, maker: WindowMaker) -> None:
         """Start it.
 
         Raises:
@@ -116,18 +116,18 @@ class WorkerProcess:
                 self._slots = [undo.enter_context(_memory_file()) for _ in range(SLOTS)]
                 self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.enter_context(self.socket)
-                self.process = self._start(job, theirs)
+                self.process = self._start(maker, theirs)
                 self._resources = undo.pop_all()
         except OSError as error:
             raise LoaderError(
                 f"loader worker {name} cannot be started: {error.strerror}. {_NEEDS_NONE}"
             ) from error
 
-    def _start(self, job: Job, theirs: socket.socket) -> "subprocess.Popen[bytes]":
+    def _start(self, maker: WindowMaker, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         with theirs, _memory_file() as file:
             slots = [slot.fileno() for slot in self._slots]
             marshal.dump([str(entry) for entry in sys.path if isinstance(entry, str)], file)
-            pickle.dump(Orders(self._parent, job, slots), file)
+            pickle.dump(Orders(self._parent, maker, slots), file)
             file.seek(0)
             handed = (theirs.fileno(), file.fileno())
             return subprocess.Popen(command(*handed), pass_fds=(*handed, *slots), env=environment())
@@ -136,7 +136,7 @@ class WorkerProcess:
         """Ask for a window."""
         self.tasks.append(pending)
         with contextlib.suppress(ConnectionError):  # it died: the missing answer will say so
-            send(self.socket, Task(pending.position, pending.slot))
+            send(self.socket, Request(pending.position, pending.slot))
 
     def collect(self) -> None:
         """Take in an answer, or that there will be none."""

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 __all__ = ["InlineSource", "Lease", "WindowSource"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A share, and the memory it stands in until it is released."""
+    """A slice, and the memory it stands in until it is released."""
 
-    share: Share
+    rank_slice: RankSlice
     seconds: float
     """Time that making it took a worker."""
     ready: int
@@ -41,21 +41,24 @@ class InlineSource:
     """Makes each window when it is asked for, in this process."""
 
     def __init__(
-        self, job: Job, start: Position, stage: Callable[[Share], Share] | None = None
+        self,
+        maker: WindowMaker,
+        start: Position,
+        stage: Callable[[RankSlice], RankSlice] | None = None,
     ) -> None:
-        """`stage` puts a share where a device can copy it from."""
-        self._job = job
+        """`stage` puts a slice where a device can copy it from."""
+        self._maker = maker
         self._next = start
         self._stage = stage
 
     def take(self) -> Lease:
         """The next window."""
         started = time.perf_counter()
-        share = self._job.read(self._next)
+        rank_slice = self._maker.read(self._next)
         if self._stage:
-            share = self._stage(share)
-        self._next = self._job.plan.next_window(self._next)
-        return Lease(share, time.perf_counter() - started, ready=0)
+            rank_slice = self._stage(rank_slice)
+        self._next = self._maker.plan.next_window(self._next)
+        return Lease(rank_slice, time.perf_counter() - started, ready=0)
 
     def is_ready(self) -> bool:
         """Never: nothing is made ahead."""

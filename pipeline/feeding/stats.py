@@ -7,13 +7,13 @@ import numpy as np
 
 from tokenfeed.pipeline.feeding.batch import Batch
 
-__all__ = ["Counters", "Spread", "Stats"]
+__all__ = ["Counters", "Quantiles", "Stats"]
 
 _KEPT = 4096  # most recent values that quantiles are taken of
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class Quantiles:
     """Quantiles of the most recent values."""
 
     p50: float
@@ -34,7 +34,7 @@ class Stats:
     slots: int
     """Token slots delivered: tokens and padding."""
     padding: float
-    """Share of the slots that hold no token."""
+    """RankSlice of the slots that hold no token."""
     cut_pieces: int
     """Pieces that continue a row which was too long."""
     windows: int
@@ -51,12 +51,12 @@ class Stats:
     """Whether memory that a CUDA device copies from could not be page-locked: copies are slower."""
     wait_total_s: float
     """Seconds that the training loop waited inside `next`."""
-    wait_s: Spread
+    wait_s: Quantiles
     """Seconds of each `next`."""
-    decode_s: Spread
+    decode_s: Quantiles
     """Seconds that making a window took a worker: reading, decoding, planning, gathering; waiting
     for a core is not counted."""
-    queue_depth: Spread
+    queue_depth: Quantiles
     """Windows that were ready when one was taken."""
 
     def as_dict(self) -> dict[str, Any]:
@@ -111,9 +111,9 @@ class Counters:
             num_workers=num_workers,
             pageable=self.pageable,
             wait_total_s=self.wait_total_s,
-            wait_s=self.wait_s.spread(),
-            decode_s=self.decode_s.spread(),
-            queue_depth=self.queue_depth.spread(),
+            wait_s=self.wait_s.quantiles(),
+            decode_s=self.decode_s.quantiles(),
+            queue_depth=self.queue_depth.quantiles(),
         )
 
 
@@ -128,9 +128,9 @@ class _Recent:
         self._values[self._count % _KEPT] = value
         self._count += 1
 
-    def spread(self) -> Spread:
+    def quantiles(self) -> Quantiles:
         values = self._values[: min(self._count, _KEPT)]
         if not len(values):
-            return Spread(0.0, 0.0, 0.0, 0.0)
+            return Quantiles(0.0, 0.0, 0.0, 0.0)
         p50, p95, p99 = (float(q) for q in np.percentile(values, [50, 95, 99]))
-        return Spread(p50, p95, p99, float(values.max()))
+        return Quantiles(p50, p95, p99, float(values.max()))

@@ -20,7 +20,7 @@ import torch
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.feeding.source import Lease, WindowSource
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = ["Batches", "CopyStream", "copy_ahead", "copy_stream"]
 
@@ -85,7 +85,7 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
                 while ahead:
                     yield _hand_over(ahead.popleft(), copies)
                 raise
-            for ragged in lease.share.batches():
+            for ragged in lease.rank_slice.batches():
                 ahead.append(_queue_copy(ragged, lease, copies, pad_id))
                 if ragged.is_last:
                     used.append(ahead[-1])

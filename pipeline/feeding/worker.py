@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import Header
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import Header
 
 __all__ = [
     "Failure",
-    "Made",
     "Orders",
-    "Task",
+    "Reply",
+    "Request",
     "command",
     "environment",
     "map_slot",
@@ -63,19 +63,19 @@ class Orders(NamedTuple):
     """What a worker is told when it starts."""
 
     parent: int
-    job: Job
+    maker: WindowMaker
     slots: list[int]
     """Descriptors of the memory."""
 
 
-class Task(NamedTuple):
-    """Make the share of a window in one of the worker's slots."""
+class Request(NamedTuple):
+    """Make a rank's slice of a window in one of the worker's slots."""
 
     position: Position
     slot: int
 
 
-class Made(NamedTuple):
+class Reply(NamedTuple):
     """It is made."""
 
     header: Header
@@ -110,7 +110,7 @@ def environment() -> dict[str, str]:
     return _DEFAULTS | os.environ | _ENVIRONMENT
 
 
-def send(connection: socket.socket, message: Task | Made | Failure) -> None:
+def send(connection: socket.socket, message: Request | Reply | Failure) -> None:
     """Send a message as one packet: it arrives whole or not at all."""
     connection.send(pickle.dumps(message))
 
@@ -158,27 +158,27 @@ def main(socket_fd: int, file: BinaryIO) -> None:
     try:
         while True:
             task = _next_task(connection, orders.parent)
-            send(connection, _serve(orders.job, task, slots[task.slot]))
+            send(connection, _serve(orders.maker, task, slots[task.slot]))
     except (EOFError, ConnectionError):
         os._exit(os.EX_OK)  # the parent is gone, or wants no more
 
 
-def _next_task(connection: socket.socket, parent: int) -> Task:
+def _next_task(connection: socket.socket, parent: int) -> Request:
     """Wait for a task; EOFError when there will be none."""
     while not wait([connection], _PARENT_CHECK_S):
         if os.getppid() not in (parent, 0):  # 0: it lives in an outer PID namespace
             raise EOFError
-    task: Task = receive(connection)
+    task: Request = receive(connection)
     return task
 
 
-def _serve(job: Job, task: Task, slot: "_Slot") -> Made | Failure:
+def _serve(maker: WindowMaker, task: Request, slot: "_Slot") -> Reply | Failure:
     started, waited_s = time.perf_counter(), _waited_for_core_s()
     try:
-        share = job.read(task.position)
-        header = share.write(slot.at_least(share.num_bytes))
+        rank_slice = maker.read(task.position)
+        header = rank_slice.write(slot.at_least(rank_slice.num_bytes))
         waited_s = _waited_for_core_s() - waited_s
-        return Made(header, slot.size, max(0.0, time.perf_counter() - started - waited_s))
+        return Reply(header, slot.size, max(0.0, time.perf_counter() - started - waited_s))
     except TokenfeedError as error:
         return Failure(error, "")
     except MemoryError:
@@ -199,7 +199,7 @@ def _waited_for_core_s() -> float:
 
 
 class _Slot:
-    """Anonymous shared memory that grows to the largest share it held."""
+    """Anonymous shared memory that grows to the largest slice it held."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

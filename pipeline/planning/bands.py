@@ -1,18 +1,18 @@
-"""Bands: rows of about one length become gangs, and chance decides which of them share one.
+"""Bands: rows of about one length become steps, and chance decides which of them share one.
 
-Rows in order of length, cut into gangs, are padded least. But a set that fits into one window would
-give the same gangs in every epoch, and one whose length goes with the label, gangs of one label. So
-a few neighbouring gangs form a band, whose rows are dealt to them anew in every epoch. The band's
-rows, in order of length, are strata of as many rows as there are gangs; a gang takes one of each,
-and in every epoch stratum k moves on by k gangs. Here 12 rows become 3 gangs:
+Rows in order of length, cut into steps, are padded least. But a set that fits into one window would
+give the same steps in every epoch, and one whose length goes with the label, steps of one label. So
+a few neighbouring steps form a band, whose rows are dealt to them anew in every epoch. The band's
+rows, in order of length, are strata of as many rows as there are steps; a step takes one of each,
+and in every epoch stratum k moves on by k steps. Here 12 rows become 3 steps:
 
     strata          0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
     first epoch     0 3 6 9     1 4 7 10    2 5 8 11
     second epoch    0 5 7 9     1 3 8 10    2 4 6 11
 
 So rows that met do not meet in the next epoch, unless their strata are as far apart as there are
-gangs, or twice as far (0 and 9 above). Strata begin at random gangs, others in every cycle of
-epochs. How many gangs there are depends on lengths and labels alone, never on chance. Torch-free.
+steps, or twice as far (0 and 9 above). Strata begin at random steps, others in every cycle of
+epochs. How many steps there are depends on lengths and labels alone, never on chance. Torch-free.
 """
 
 from math import ceil
@@ -22,7 +22,7 @@ import numpy as np
 from tokenfeed.pipeline.planning.order import Draw, mix64
 from tokenfeed.pipeline.planning.policy import Fixed, Padded
 
-__all__ = ["length_gangs", "sort_by_length"]
+__all__ = ["sort_by_length", "steps_by_length"]
 
 _LENGTHS_PER_SPREAD = 2.5
 """A band ends where rows are shorter than its longest by this part of it, for each 1 of spread:
@@ -31,36 +31,36 @@ _LABEL_VARIANCE = 2.5
 """Of the labels in a micro-batch, over that of a random one: with more, bands are made wider."""
 
 
-def length_gangs(
+def steps_by_length(
     lengths: np.ndarray,
     batching: Padded | Fixed,
     *,
-    gang_size: int,
+    step_size: int,
     draw: Draw | None,
     labels: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sort pieces by length and cut them into gangs.
+    """Sort pieces by length and cut them into steps.
 
     Args:
         lengths: Tokens of each piece, shape (P,).
         batching: The policy; its `spread` says how wide bands are.
-        gang_size: Micro-batches of a gang.
+        step_size: Micro-batches of a step.
         draw: The window's randomness; None for a strict order.
         labels: The label of each piece, shape (P,), where each has one.
 
     Returns:
-        The pieces, shape (P,), and where each gang begins in them, shape (gangs + 1,); int64.
+        The pieces, shape (P,), and where each step begins in them, shape (steps + 1,); int64.
     """
-    num_gangs = batching.batches_of(lengths) / gang_size
+    num_steps = batching.batches_of(lengths) / step_size
     spread = _of_window(batching.spread, draw)
     label = None if labels is None else np.unique(labels, return_inverse=True)[1]
     while draw and label is not None and 0 < spread < 1:
         some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, and so is what it decides
-        cut = _cut(lengths, batching, gang_size, some, num_gangs, spread)
-        if _label_variance(label, *cut, gang_size) <= _LABEL_VARIANCE:
+        cut = _cut(lengths, batching, step_size, some, num_steps, spread)
+        if _label_variance(label, *cut, step_size) <= _LABEL_VARIANCE:
             break
         spread = min(1.0, 2 * spread)
-    return _cut(lengths, batching, gang_size, draw, num_gangs, spread)
+    return _cut(lengths, batching, step_size, draw, num_steps, spread)
 
 
 def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
@@ -106,16 +106,16 @@ def _of_window(spread: float, draw: Draw | None) -> float:
 def _cut(
     lengths: np.ndarray,
     batching: Padded | Fixed,
-    gang_size: int,
+    step_size: int,
     draw: Draw | None,
-    num_gangs: float,
+    num_steps: float,
     spread: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut bands of gangs from the longest down, and deal each one's pieces."""
-    most = len(lengths) if spread >= 1 else int(num_gangs * spread)
+    """Cut bands of steps from the longest down, and deal each one's pieces."""
+    most = len(lengths) if spread >= 1 else int(num_steps * spread)
     if draw is None or most < 2:
         pieces = sort_by_length(lengths, draw.key if draw else None)
-        return pieces, _strict_gangs(lengths, pieces, batching, gang_size)
+        return pieces, _strict_steps(lengths, pieces, batching, step_size)
     # Ties keep their order for a cycle where the same rows come again and few are of one length.
     comes_again = draw.num_windows == 1 and len(np.unique(lengths)) * most > len(lengths)
     pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
@@ -123,7 +123,7 @@ def _cut(
     edges = [len(pieces)]
     while (stop := edges[-1]) > 0:
         longest = int(ascending[stop - 1])
-        rows = gang_size * batching.rows_of(longest)
+        rows = step_size * batching.rows_of(longest)
         least = ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))  # an int, or all would be cast
         near = stop - np.searchsorted(ascending, least)
         count = max(1, min(most, -(-int(near) // rows), stop // rows))
@@ -135,42 +135,42 @@ def _cut(
     return pieces, np.array(edges[::-1])
 
 
-def _strict_gangs(
-    lengths: np.ndarray, pieces: np.ndarray, batching: Padded | Fixed, gang_size: int
+def _strict_steps(
+    lengths: np.ndarray, pieces: np.ndarray, batching: Padded | Fixed, step_size: int
 ) -> np.ndarray:
-    """Gang offsets over pieces in ascending length, cut from the longest down."""
+    """Step offsets over pieces in ascending length, cut from the longest down."""
     edges = [len(pieces)]
     while edges[-1] > 0:
-        rows = gang_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
+        rows = step_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
         edges.append(max(0, edges[-1] - rows))
     return np.array(edges[::-1])
 
 
-def _deal(band: np.ndarray, num_gangs: int, draw: Draw) -> np.ndarray:
-    """The pieces of a band in the order of its gangs, given in order of length."""
-    strata = band.reshape(-1, num_gangs)
+def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:
+    """The pieces of a band in the order of its steps, given in order of length."""
+    strata = band.reshape(-1, num_steps)
     stratum = np.arange(len(strata))
     begins = mix64(stratum.astype(np.uint64) ^ np.uint64(draw.cycle_key)) >> np.uint64(33)
-    moved = (begins.astype(np.int64) + stratum * draw.turn) % num_gangs
-    taken = np.arange(num_gangs)[:, None] - moved  # by each gang, of each stratum
-    taken += (taken < 0) * num_gangs
+    moved = (begins.astype(np.int64) + stratum * draw.turn) % num_steps
+    taken = np.arange(num_steps)[:, None] - moved  # by each step, of each stratum
+    taken += (taken < 0) * num_steps
     return np.asarray(strata[stratum, taken].ravel())
 
 
 def _label_variance(
-    label: np.ndarray, pieces: np.ndarray, gang_offsets: np.ndarray, gang_size: int
+    label: np.ndarray, pieces: np.ndarray, step_offsets: np.ndarray, step_size: int
 ) -> float:
     """How much the labels in a micro-batch vary, over how much those of a random one would.
 
-    Of a gang's rows every micro-batch gets its share, so what a gang has too much of is divided
+    Of a step's rows every micro-batch gets its share, so what a step has too much of is divided
     among its micro-batches.
     """
-    sizes = np.diff(gang_offsets)
+    sizes = np.diff(step_offsets)
     share = np.bincount(label) / len(label)
     alike = (share**2).sum()
     if alike == 1:
         return 1.0
-    gang = np.repeat(np.arange(len(sizes)), sizes)
-    cells, counts = np.unique(gang * len(share) + label[pieces], return_counts=True)
+    step = np.repeat(np.arange(len(sizes)), sizes)
+    cells, counts = np.unique(step * len(share) + label[pieces], return_counts=True)
     found = (counts**2 / sizes[cells // len(share)]).sum() - len(label) * alike
-    return 1 + (float(found / (len(sizes) * (1 - alike))) - 1) / gang_size
+    return 1 + (float(found / (len(sizes) * (1 - alike))) - 1) / step_size

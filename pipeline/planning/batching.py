@@ -1,18 +1,18 @@
-"""From the row lengths of a window to micro-batches in gangs: pure functions.
+"""From the row lengths of a window to micro-batches in steps: pure functions.
 
     rows -> pieces           a row longer than a micro-batch may be is cut, never dropped
     pieces -> sequences      one piece each (padded), or several (packed)
-    sequences -> gangs       of about one length, `gang_size` micro-batches at a time; see `bands`
-    gang -> micro-batches    dealt like cards in order of length
+    sequences -> steps       of about one length, `step_size` micro-batches at a time; see `bands`
+    step -> micro-batches    dealt like cards in order of length
 
-Because a gang is dealt like cards, its micro-batches differ by at most one sequence. Where a
+Because a step is dealt like cards, its micro-batches differ by at most one sequence. Where a
 sequence is one row (Padded, Fixed), they differ in tokens by at most one row's length; packed, they
 have equal slots, of which some are fuller than others. So whoever takes them at the same time has
-the same work. A window's tail is an ordinary gang with fewer sequences, and with fewer
+the same work. A window's tail is an ordinary step with fewer sequences, and with fewer
 micro-batches where sequences are too few.
 
-Nothing here knows ranks: a gang is what a training step is made of, whoever takes part in it.
-Every result depends on the arguments only: lengths, labels, policy, gang size and draw.
+Nothing here knows ranks: a step is what a training step is made of, whoever takes part in it.
+Every result depends on the arguments only: lengths, labels, policy, step size and draw.
 Torch-free.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.bands import length_gangs, sort_by_length
+from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, mix64
 from tokenfeed.pipeline.planning.packing import concatenate, pack
 from tokenfeed.pipeline.planning.policy import Batching, Packed
@@ -57,8 +57,8 @@ class WindowPlan:
     """Where each sequence begins in `pieces`, shape (S + 1,), int64; None: every piece is one."""
     batch_offsets: np.ndarray
     """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
-    gang_offsets: np.ndarray
-    """Where each gang begins among the micro-batches, shape (gangs + 1,), int64."""
+    step_offsets: np.ndarray
+    """Where each step begins among the micro-batches, shape (steps + 1,), int64."""
 
     @property
     def batch_piece_offsets(self) -> np.ndarray:
@@ -73,7 +73,7 @@ def plan_window(
     lengths: np.ndarray,
     batching: Batching,
     *,
-    gang_size: int,
+    step_size: int,
     draw: Draw | None,
     labels: np.ndarray | None = None,
 ) -> WindowPlan:
@@ -82,29 +82,33 @@ def plan_window(
     Args:
         lengths: Tokens of each row of the window, shape (R,), every value at least 1.
         batching: The policy.
-        gang_size: Micro-batches of a gang.
+        step_size: Micro-batches of a step.
         draw: The window's randomness; None for none.
         labels: The label of each row, shape (R,), where each has one; such rows are not cut.
 
-    Cost: O(R log R), one sort; a Python step per gang or per distinct length, none per row.
+    Cost: O(R log R), one sort; a Python step per step or per distinct length, none per row.
     """
     if isinstance(batching, Packed):
-        return _plan_packed(lengths, batching, gang_size, draw)
+        return _plan_packed(lengths, batching, step_size, draw)
     cut = _cut(lengths, batching.longest_piece)
-    pieces, gang_offsets = length_gangs(
-        cut.lengths, batching, gang_size=gang_size, draw=draw, labels=labels
+    pieces, step_offsets = steps_by_length(
+        cut.lengths,
+        batching,
+        step_size=step_size,
+        draw=draw,
+        labels=labels,
     )
     if draw:
-        order = _random_order(len(gang_offsets) - 1, draw.key ^ 2)
-        pieces, gang_offsets = regroup(pieces, gang_offsets, order)
-    dealt, batch_offsets, gangs = _deal(gang_offsets, gang_size)
+        order = _random_order(len(step_offsets) - 1, draw.key ^ 2)
+        pieces, step_offsets = regroup(pieces, step_offsets, order)
+    dealt, batch_offsets, steps = _deal(step_offsets, step_size)
     if dealt is not None:
         pieces = pieces[dealt]
-    return WindowPlan(cut, pieces, None, batch_offsets, gangs)
+    return WindowPlan(cut, pieces, None, batch_offsets, steps)
 
 
 def _plan_packed(
-    lengths: np.ndarray, batching: Packed, gang_size: int, draw: Draw | None
+    lengths: np.ndarray, batching: Packed, step_size: int, draw: Draw | None
 ) -> WindowPlan:
     if batching.split:
         order = _random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
@@ -119,12 +123,12 @@ def _plan_packed(
         pieces = longest_first[packed]
     count = len(sequence_offsets) - 1
     order = _random_order(count, draw.key ^ 1) if draw else np.arange(count)
-    gang_offsets = np.append(np.arange(0, count, batching.rows * gang_size), count)
-    dealt, batch_offsets, gangs = _deal(gang_offsets, gang_size)
+    step_offsets = np.append(np.arange(0, count, batching.batch_size * step_size), count)
+    dealt, batch_offsets, steps = _deal(step_offsets, step_size)
     if dealt is not None:
         order = order[dealt]
     pieces, sequence_offsets = regroup(pieces, sequence_offsets, order)
-    return WindowPlan(cut, pieces, sequence_offsets, batch_offsets, gangs)
+    return WindowPlan(cut, pieces, sequence_offsets, batch_offsets, steps)
 
 
 def regroup(
@@ -170,24 +174,24 @@ def _random_order(count: int, key: int) -> np.ndarray:
 
 
 def _deal(
-    gang_offsets: np.ndarray, gang_size: int
+    step_offsets: np.ndarray, step_size: int
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """Deal the sequences of each gang to its micro-batches: sequence j to number j % gang_size.
+    """Deal the sequences of each step to its micro-batches: sequence j to number j % step_size.
 
     Returns:
         Which sequence comes where, shape (S,), or None where all stay in place; batch offsets over
-        the sequences; gang offsets over the micro-batches.
+        the sequences; step offsets over the micro-batches.
     """
-    if gang_size == 1:
-        return None, gang_offsets, np.arange(len(gang_offsets))
-    sizes = np.diff(gang_offsets)
-    hands = np.minimum(sizes, gang_size)  # micro-batches: none is left without a sequence
+    if step_size == 1:
+        return None, step_offsets, np.arange(len(step_offsets))
+    sizes = np.diff(step_offsets)
+    hands = np.minimum(sizes, step_size)  # micro-batches: none is left without a sequence
     least, more = sizes // hands, sizes % hands
-    nth = np.arange(gang_offsets[-1]) - np.repeat(gang_offsets[:-1], sizes)
+    nth = np.arange(step_offsets[-1]) - np.repeat(step_offsets[:-1], sizes)
     hand, place = nth % np.repeat(hands, sizes), nth // np.repeat(hands, sizes)
     start = hand * np.repeat(least, sizes) + np.minimum(hand, np.repeat(more, sizes))
     dealt = np.empty(len(nth), np.int64)
-    dealt[np.repeat(gang_offsets[:-1], sizes) + start + place] = np.arange(len(nth))
-    gangs = offsets_of(hands)
-    number = np.arange(gangs[-1]) - np.repeat(gangs[:-1], hands)
-    return dealt, offsets_of(np.repeat(least, hands) + (number < np.repeat(more, hands))), gangs
+    dealt[np.repeat(step_offsets[:-1], sizes) + start + place] = np.arange(len(nth))
+    steps = offsets_of(hands)
+    number = np.arange(steps[-1]) - np.repeat(steps[:-1], hands)
+    return dealt, offsets_of(np.repeat(least, hands) + (number < np.repeat(more, hands))), steps

@@ -2,30 +2,30 @@
 
 A manifest counts its rows by powers of two of their length. Rows that fit these counts and the sum
 of the tokens are made up for one window, and that window is planned like any other: so cutting,
-sorting, packing, gangs and ranks come in as they will, and nothing is said twice. Torch-free.
+sorting, packing, steps and ranks come in as they will, and nothing is said twice. Torch-free.
 """
 
 import numpy as np
 
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import plan_window
-from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.rounds import deal_rounds
 
 __all__ = ["estimate_rounds", "likely_lengths"]
 
 
-def estimate_rounds(plan: Plan, sources: tuple[Source, ...], world_size: int) -> int:
+def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: int) -> int:
     """About how many rounds an epoch has: micro-batches that each rank gets.
 
     Cost: that of planning one window.
     """
     lengths = _window_lengths(plan, sources)
     draw = plan.order.draw(0, 0)  # bands pad, and so decide how many micro-batches there are
-    window = plan_window(lengths, plan.batching, gang_size=plan.gang_size, draw=draw)
+    window = plan_window(lengths, plan.batching, step_size=plan.micro_batches_per_step, draw=draw)
     rounds = deal_rounds(
-        window.gang_offsets, plan.gang_size, first=0, rank=0, world_size=world_size
+        window.step_offsets, plan.micro_batches_per_step, first=0, rank=0, world_size=world_size
     )
     return len(rounds.starts) * plan.num_windows
 
@@ -55,7 +55,7 @@ def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
     return lengths
 
 
-def _window_lengths(plan: Plan, sources: tuple[Source, ...]) -> np.ndarray:
+def _window_lengths(plan: Plan, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
     """Rows of a window of average size, from every source as many as an epoch reads of it."""
     read = zip(sources, plan.order.batches_read, strict=True)
     counts = [

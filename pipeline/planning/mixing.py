@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from tokenfeed.pipeline.planning.estimate import likely_lengths
-from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.planning.plan import Plan
 
 __all__ = ["STEP_TOKENS", "deviation", "unmixed"]
@@ -25,7 +25,7 @@ _TENTH = 0.1
 _SAMPLE = 1000
 
 
-def deviation(plan: Plan, sources: tuple[Source, ...]) -> float | None:
+def deviation(plan: Plan, sources: tuple[OpenedSplit, ...]) -> float | None:
     """How far a step of `STEP_TOKENS` is from the whole corpus, over how far a full shuffle is.
 
     It is the standard deviation of the share of a tenth of a source whose rows stand together, for
@@ -41,7 +41,7 @@ def deviation(plan: Plan, sources: tuple[Source, ...]) -> float | None:
     return max(_deviations(sources, _window_tokens(plan, sources)))
 
 
-def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
+def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
     """A warning for a large epoch with a source that is far from mixed; None for any other.
 
     A source of less than a tenth of the epoch is itself what stands together: how much of it comes
@@ -67,7 +67,7 @@ def unmixed(plan: Plan, sources: tuple[Source, ...]) -> str | None:
     )
 
 
-def _deviations(sources: tuple[Source, ...], of_window: list[float]) -> list[float]:
+def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> list[float]:
     """For each source; see `deviation`. One that `shards shuffle` has ordered is a full shuffle."""
     return [
         1.0
@@ -77,7 +77,7 @@ def _deviations(sources: tuple[Source, ...], of_window: list[float]) -> list[flo
     ]
 
 
-def _window_tokens(plan: Plan, sources: tuple[Source, ...]) -> list[float]:
+def _window_tokens(plan: Plan, sources: tuple[OpenedSplit, ...]) -> list[float]:
     """Tokens of each source in a window of average size."""
     read = zip(sources, plan.order.batches_read, strict=True)
     return [
@@ -86,7 +86,7 @@ def _window_tokens(plan: Plan, sources: tuple[Source, ...]) -> list[float]:
     ]
 
 
-def _deviation(source: Source, window_tokens: float, step_tokens: float) -> float:
+def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:
     """For one source, given how many of its tokens a window and a step have."""
     lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
     by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens

@@ -1,6 +1,6 @@
 """Mixture: several data sets read as one, in proportion to weights by tokens.
 
-A window takes record batches from every source in proportion, so sorting, packing and gangs mix the
+A window takes record batches from every source in proportion, so sorting, packing and steps mix the
 sources inside a micro-batch, and a mixture is planned, resumed and resized like a single data set:
 how many record batches a source has given before window k is computed, never remembered.
 Torch-free.
@@ -14,12 +14,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Literal, Self, get_args
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
-from tokenfeed.pipeline.planning import checks
-from tokenfeed.pipeline.planning.order import Stretch
+from tokenfeed.pipeline.planning.order import Phase
 
-__all__ = ["Exhausted", "Mixture", "Source", "mix", "open_sources", "proportions"]
+__all__ = ["Exhausted", "Mixture", "OpenedSplit", "mix", "open_sources", "proportions"]
 
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
@@ -61,7 +61,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedSplit:
     """One split of one data set, opened."""
 
     folder: Path
@@ -76,13 +76,13 @@ class Source:
     """Record batches; like the two above, of the whole split."""
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest, split: SplitInfo) -> Self:
+    def from_manifest(cls, folder: Path, manifest: Manifest, split: SplitInfo) -> Self:
         """A split of the data set that `manifest` freezes in `folder`."""
         sizes = split.rows, split.tokens, split.batches
         return cls(folder, folder.absolute(), manifest, split, *sizes)
 
 
-def open_sources(path: str | Path | Mixture, split: str) -> tuple[Source, ...]:
+def open_sources(path: str | Path | Mixture, split: str) -> tuple[OpenedSplit, ...]:
     """Read the manifest of a data set, or of each one of a mixture.
 
     Raises:
@@ -104,11 +104,11 @@ def proportions(weights: Iterable[float]) -> list[Fraction]:
 
 
 def mix(
-    sources: tuple[Source, ...],
+    sources: tuple[OpenedSplit, ...],
     weights: tuple[float, ...],
     exhausted: Exhausted,
     window_tokens: int,
-) -> tuple[Stretch, ...]:
+) -> tuple[Phase, ...]:
     """Plan an epoch: how many record batches each source gives, and in how many windows.
 
     Tokens are those of the manifest, so the proportions of an epoch are exact up to one record
@@ -121,7 +121,7 @@ def mix(
         ends = sorted(set(durations))
     else:
         ends = [max(durations) if exhausted == "repeat" else min(durations)]
-    stretches = []
+    phases = []
     given = [0] * len(sources)
     done = [Fraction(0)] * len(sources)
     start = Fraction(0)
@@ -140,9 +140,9 @@ def mix(
                 batches[n] * sources[n].tokens / sources[n].batches for n in range(len(sources))
             )
             windows = min(max(batches), max(1, round(stretch_tokens / window_tokens)))
-            stretches.append(Stretch(tuple(given), batches, windows))
+            phases.append(Phase(tuple(given), batches, windows))
         given, start = reached, end
-    return tuple(stretches)
+    return tuple(phases)
 
 
 def _weight(folder: object, weight: object) -> float:
@@ -163,7 +163,7 @@ def _folder(path: object) -> Path:
     return Path(path)
 
 
-def _open(folder: Path, split: str) -> Source:
+def _open(folder: Path, split: str) -> OpenedSplit:
     manifest = Manifest.read(folder)
     try:
         info = manifest.split(split)
@@ -173,10 +173,10 @@ def _open(folder: Path, split: str) -> Source:
         raise ConfigError(
             f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."
         )
-    return Source.of(folder, manifest, info)
+    return OpenedSplit.from_manifest(folder, manifest, info)
 
 
-def _refuse_difference(first: Source, other: Source) -> None:
+def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
     """Ids and labels of a mixture must mean the same in every source."""
     ours, theirs = first.manifest, other.manifest
     for name, left, right in (
@@ -193,7 +193,7 @@ def _refuse_difference(first: Source, other: Source) -> None:
             )
 
 
-def _refuse_repetition(sources: tuple[Source, ...]) -> None:
+def _refuse_repetition(sources: tuple[OpenedSplit, ...]) -> None:
     """What is told of a source goes by its folder, so no folder may be two of them."""
     seen: dict[Path, Path] = {}
     for source in sources:

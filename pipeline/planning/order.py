@@ -22,7 +22,7 @@ from typing import Self
 
 import numpy as np
 
-__all__ = ["CYCLE", "Draw", "EpochOrder", "Stretch", "mix64", "permute", "stream_key"]
+__all__ = ["CYCLE", "Draw", "EpochOrder", "Phase", "derive_key", "mix64", "permute"]
 
 _ROUNDS = 6
 CYCLE = 8
@@ -42,7 +42,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
     return values
 
 
-def stream_key(*parts: int) -> int:
+def derive_key(*parts: int) -> int:
     """One 64-bit key out of several integers (seed, epoch, window, ...); their order matters."""
     key = 0
     for part in parts:
@@ -71,7 +71,7 @@ def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarr
     Cost: O(len(positions)), whatever `size` is: the walk leaves the range less than 3 times of 4.
     """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    keys = [_stream_keys(key, number) for number in range(_ROUNDS)]
+    keys = [_derive_keys(key, number) for number in range(_ROUNDS)]
     values = _feistel(positions.astype(np.uint64), half_bits, keys)
     while (outside := values >= size).any():
         again = [part if part.size == 1 else part[outside] for part in keys]
@@ -88,13 +88,13 @@ def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.n
     return left << shift | right
 
 
-def _stream_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
-    """What `stream_key(key, part)` is, for many keys or parts."""
+def _derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
+    """What `derive_key(key, part)` is, for many keys or parts."""
     return _next_keys(_next_keys(0, keys), part)
 
 
 def _next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
-    """What `stream_key(*parts, part)` is, given those of `parts`; for many of them."""
+    """What `derive_key(*parts, part)` is, given those of `parts`; for many of them."""
     sums = np.atleast_1d(np.asarray(keys, np.uint64)) + np.asarray(part, np.uint64)
     made: np.ndarray = mix64(sums + np.uint64(_GOLDEN))
     return made
@@ -115,7 +115,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class Phase:
     """A part of an epoch in which the sources keep one proportion."""
 
     begins: tuple[int, ...]
@@ -132,7 +132,7 @@ class EpochOrder:
 
     sizes: tuple[int, ...]
     """Record batches of each source."""
-    stretches: tuple[Stretch, ...]
+    phases: tuple[Phase, ...]
     """An epoch, one after the other; a single source has one."""
     seed: int
     shuffle: bool
@@ -141,32 +141,32 @@ class EpochOrder:
     @classmethod
     def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
         """The order of a single source."""
-        return cls((num_batches,), (Stretch((0,), (num_batches,), num_windows),), seed, shuffle)
+        return cls((num_batches,), (Phase((0,), (num_batches,), num_windows),), seed, shuffle)
 
     @property
     def num_windows(self) -> int:
         """Windows of an epoch."""
-        return sum(stretch.num_windows for stretch in self.stretches)
+        return sum(phase.num_windows for phase in self.phases)
 
     @property
     def batches_read(self) -> tuple[int, ...]:
         """Record batches of each source in an epoch; more than it has where it is repeated."""
-        return tuple(map(sum, zip(*(stretch.batches for stretch in self.stretches), strict=True)))
+        return tuple(map(sum, zip(*(phase.batches for phase in self.phases), strict=True)))
 
     def window(self, epoch: int, window: int) -> np.ndarray:
         """Record batches of one window, counted over all sources one after the other, (K,), int64.
 
         Ascending in a source, so that a shard is opened once. Windows are as even as can be: in a
-        stretch K differs by at most one for each source.
+        phase K differs by at most one for each source.
         """
-        for stretch in self.stretches:
-            if window < stretch.num_windows:
+        for phase in self.phases:
+            if window < phase.num_windows:
                 break
-            window -= stretch.num_windows
+            window -= phase.num_windows
         parts, first = [], 0
         for source, size in enumerate(self.sizes):
             start, stop = (
-                stretch.begins[source] + stretch.batches[source] * edge // stretch.num_windows
+                phase.begins[source] + phase.batches[source] * edge // phase.num_windows
                 for edge in (window, window + 1)
             )
             parts.append(first + np.sort(self._batches(source, epoch, start, stop)))
@@ -178,8 +178,8 @@ class EpochOrder:
         if not self.shuffle:
             return None
         cycle, turn = divmod(epoch, CYCLE)
-        cycle_key = stream_key(self.seed, cycle, window, CYCLE)
-        return Draw(stream_key(self.seed, epoch, window), cycle_key, turn, self.num_windows)
+        cycle_key = derive_key(self.seed, cycle, window, CYCLE)
+        return Draw(derive_key(self.seed, epoch, window), cycle_key, turn, self.num_windows)
 
     def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
         """Places `start` up to `stop` of a source's epoch; beyond its size it begins again."""
@@ -187,8 +187,8 @@ class EpochOrder:
         turn, place = np.divmod(np.arange(start, stop), size)
         if start == stop or not self.shuffle:
             return place
-        keys = _next_keys(stream_key(self.seed, epoch, source), turn)
-        offset = _stream_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
+        keys = _next_keys(derive_key(self.seed, epoch, source), turn)
+        offset = _derive_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
         batches: np.ndarray = _stratified(place, size, self._rounds(source), keys)
         return (batches + offset.astype(np.int64)) % size
 
@@ -196,9 +196,9 @@ class EpochOrder:
         """Windows in which a source is read once, at the pace of the first that reads it."""
         size = self.sizes[source]
         windows, batches = next(
-            (stretch.num_windows, stretch.batches[source])
-            for stretch in self.stretches
-            if stretch.batches[source]
+            (phase.num_windows, phase.batches[source])
+            for phase in self.phases
+            if phase.batches[source]
         )
         return min(size, max(1, round(size * windows / batches)))
 
@@ -222,14 +222,14 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     strata = np.empty(len(places), np.int64)
     for count in np.unique(sizes).tolist():  # two at most
         chosen = sizes == count
-        of_round = _stream_keys(_stream_keys(keys[chosen], 0), rounds[chosen])
+        of_round = _derive_keys(_derive_keys(keys[chosen], 0), rounds[chosen])
         strata[chosen] = permute((places - begins)[chosen], count, of_round)
     full = size // num_rounds
     values = np.empty(len(places), np.int64)
     is_full = strata < full
-    of_stratum = _stream_keys(_stream_keys(keys[is_full], 1), strata[is_full])
+    of_stratum = _derive_keys(_derive_keys(keys[is_full], 1), strata[is_full])
     values[is_full] = permute(rounds[is_full], num_rounds, of_stratum)
     nth = (begins - rounds * full)[~is_full]  # rounds before that had a value of the last stratum
-    values[~is_full] = permute(nth, max(1, size % num_rounds), _stream_keys(keys[~is_full], 2))
+    values[~is_full] = permute(nth, max(1, size % num_rounds), _derive_keys(keys[~is_full], 2))
     made: np.ndarray = strata * num_rounds + values
     return made

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.batching import plan_window
-from tokenfeed.pipeline.planning.layout import lay_out
-from tokenfeed.pipeline.planning.ledger import digests, tokens_by_source
-from tokenfeed.pipeline.planning.mixture import Mixture, Source, mix, proportions
+from tokenfeed.pipeline.planning.digest import digests, tokens_by_source
+from tokenfeed.pipeline.planning.mixture import Mixture, OpenedSplit, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.rounds import deal_rounds
-from tokenfeed.pipeline.planning.share import Share
-from tokenfeed.pipeline.planning.window import Spans, WindowReader, gather
+from tokenfeed.pipeline.windows.layout import lay_out
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
+from tokenfeed.pipeline.windows.reader import Spans, WindowReader, gather
 
 __all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
 
@@ -33,7 +33,7 @@ _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """At least 128 record batches: rows of as many places of the corpus are mixed."""
 _WINDOW_ROWS = 400_000
 """More are not worth a least window: a row takes time and memory beside its tokens."""
-_WINDOW_GANGS = 256
+_WINDOW_STEPS = 256
 _WINDOW_BATCHES, _MOST_FOR_SOURCES = 5, 1 << 24
 """Record batches of a mixture's smallest source, and tokens that a window may have for them."""
 
@@ -61,21 +61,21 @@ class Plan:
     """Tokens of each source in an epoch; None where the last reading of it is a part."""
     split: str
     batching: Batching
-    gang_size: int
+    micro_batches_per_step: int
     order: EpochOrder
     stream: int
     """Which of the windows: those whose number is `stream` modulo `num_streams`."""
     num_streams: int
 
     @classmethod
-    def of(
+    def from_splits(
         cls,
-        sources: tuple[Source, ...],
+        sources: tuple[OpenedSplit, ...],
         mixture: Mixture | None,
         batching: Batching,
         *,
         split: str,
-        gang_size: int,
+        micro_batches_per_step: int,
         window_tokens: int | None,
         seed: int,
         shuffle: bool,
@@ -89,17 +89,21 @@ class Plan:
         """
         if not isinstance(batching, Padded | Packed | Fixed):
             raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
-        gang_size = checks.whole("gang_size", gang_size, least=1, most=checks.MOST)
+        step_size = checks.whole(
+            "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
+        )
         _check_fit(sources, batching)
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         if window_tokens is None:
-            window_tokens = default_window_tokens(sources, weights, batching, gang_size)
+            window_tokens = default_window_tokens(
+                sources, weights, batching, micro_batches_per_step
+            )
         window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         exhausted = mixture.exhausted if mixture else "continue"
-        stretches = mix(sources, weights, exhausted, window_tokens)
+        phases = mix(sources, weights, exhausted, window_tokens)
         order = EpochOrder(
             tuple(source.batches for source in sources),
-            stretches,
+            phases,
             checks.seed(seed),
             checks.flag("shuffle", shuffle),
         )
@@ -111,15 +115,15 @@ class Plan:
             _epoch_tokens(sources, order) if num_streams == 1 else (None,) * len(sources),
             split,
             batching,
-            gang_size,
+            step_size,
             order,
             stream,
             num_streams,
         )
 
-    def read_share(
+    def read_slice(
         self, reader: WindowReader, position: Position, rank: int, world_size: int
-    ) -> Share:
+    ) -> RankSlice:
         """Decode one window and gather one rank's micro-batches of it, from a position on.
 
         Raises:
@@ -132,26 +136,30 @@ class Plan:
         plan = plan_window(
             window.rows.lengths,
             self.batching,
-            gang_size=self.gang_size,
+            step_size=self.micro_batches_per_step,
             draw=self.order.draw(epoch, number),
             labels=window.rows.per_row.get(LABEL),
         )
         rounds = deal_rounds(
-            plan.gang_offsets, self.gang_size, first=first, rank=rank, world_size=world_size
+            plan.step_offsets,
+            self.micro_batches_per_step,
+            first=first,
+            rank=rank,
+            world_size=world_size,
         )
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
-        spans = Spans.of(window, plan)
+        spans = Spans.from_window(window, plan)
         per_token, index = gather(window, plan, rounds, spans)
         index |= lay_out(per_token, index, self.batching)
         index |= {
             "filler": rounds.filler,
             "position": rounds.ends,
-            "ends_gang": rounds.ends_gang,
+            "ends_step": rounds.ends_step,
             "digests": digests(spans, plan, rounds, epoch, number),
             "tokens": tokens_by_source(spans, plan, rounds, np.array(self.row_ends)),
         }
-        return Share(epoch, nth, per_token, index, index)
+        return RankSlice(epoch, nth, per_token, index, index)
 
     @property
     def num_windows(self) -> int:
@@ -170,10 +178,10 @@ class Plan:
             "data": list(self.data),
             "split": self.split,
             "weights": list(self.weights),
-            "stretches": [list(stretch.batches) for stretch in self.order.stretches],
+            "phases": [list(phase.batches) for phase in self.order.phases],
             "windows": self.order.num_windows,
             "batching": repr(self.batching),
-            "gang_size": self.gang_size,
+            "micro_batches_per_step": self.micro_batches_per_step,
             "stream": self.stream,
             "num_streams": self.num_streams,
             "seed": self.order.seed,
@@ -182,9 +190,12 @@ class Plan:
 
 
 def default_window_tokens(
-    sources: tuple[Source, ...], weights: tuple[float, ...], batching: Batching, gang_size: int
+    sources: tuple[OpenedSplit, ...],
+    weights: tuple[float, ...],
+    batching: Batching,
+    step_size: int,
 ) -> int:
-    """Tokens of a window: some hundred gangs, so that few of them hold rows of unlike length, of a
+    """Tokens of a window: some hundred steps, so that few of them hold rows of unlike length, of a
     mixture some record batches of every source, so that it comes about as often in every window,
     and few enough that a worker holds several windows and the first is ready in some 100 ms."""
     rows = sum(source.rows for source in sources)
@@ -193,10 +204,10 @@ def default_window_tokens(
         case Padded():
             tokens = batching.max_tokens
         case Packed():
-            tokens = batching.sequence_length * batching.rows
+            tokens = batching.sequence_length * batching.batch_size
         case Fixed():
-            tokens = int(batching.rows * mean_tokens)
-    wanted = min(_WINDOW_GANGS * gang_size * tokens, _MOST_WINDOW_TOKENS)
+            tokens = int(batching.batch_size * mean_tokens)
+    wanted = min(_WINDOW_STEPS * step_size * tokens, _MOST_WINDOW_TOKENS)
     of_sources = max(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
         for source, share in zip(sources, proportions(weights), strict=True)
@@ -205,7 +216,7 @@ def default_window_tokens(
     return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
 
-def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int | None, ...]:
+def _epoch_tokens(sources: tuple[OpenedSplit, ...], order: EpochOrder) -> tuple[int | None, ...]:
     """Tokens of each source in an epoch, where it is read a whole number of times."""
     times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
     return tuple(
@@ -214,7 +225,7 @@ def _epoch_tokens(sources: tuple[Source, ...], order: EpochOrder) -> tuple[int |
     )
 
 
-def _check_epoch(sources: tuple[Source, ...], order: EpochOrder, num_streams: int) -> None:
+def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_streams: int) -> None:
     for source, batches in zip(sources, order.batches_read, strict=True):
         if not batches:
             raise ConfigError(
@@ -228,7 +239,7 @@ def _check_epoch(sources: tuple[Source, ...], order: EpochOrder, num_streams: in
         )
 
 
-def _check_fit(sources: tuple[Source, ...], batching: Batching) -> None:
+def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
     longest = max(source.split.longest_row for source in sources)
     if batching.long_rows == "refuse" and longest > batching.longest_piece:
         raise ConfigError(

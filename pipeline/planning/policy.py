@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning import checks
 
 __all__ = ["Batching", "Fixed", "LongRows", "Packed", "Padded", "round_up", "settings_of"]
 
@@ -67,14 +67,15 @@ class Padded:
 class Fixed:
     """A fixed number of rows of like length; rows are never cut, so memory follows the longest."""
 
-    rows: int
+    batch_size: int
+    """Rows of a micro-batch."""
     multiple_of: int = 1
     """Padded lengths are rounded up to this."""
     spread: float = SPREAD
     """See `Padded.spread`."""
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "rows", "multiple_of")
+        _check_sizes(self, "batch_size", "multiple_of")
         _check_spread(self)
 
     @property
@@ -89,11 +90,11 @@ class Fixed:
 
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch, whatever their length."""
-        return self.rows
+        return self.batch_size
 
     def batches_of(self, lengths: np.ndarray) -> float:
         """About how many micro-batches rows of some lengths become."""
-        return len(lengths) / self.rows
+        return len(lengths) / self.batch_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class Packed:
     """Documents packed into sequences of one length, by best fit or by plain concatenation."""
 
     sequence_length: int
-    rows: int
+    batch_size: int
     """Sequences of a micro-batch; fewer at a window's tail."""
     split: bool = False
     """False: best fit, and only documents longer than a sequence are cut. True: documents one after
@@ -109,7 +110,7 @@ class Packed:
     long_rows: LongRows = "cut"
 
     def __post_init__(self) -> None:
-        _check_sizes(self, "sequence_length", "rows")
+        _check_sizes(self, "sequence_length", "batch_size")
         object.__setattr__(self, "split", checks.flag("split", self.split))
         _check_long_rows(self)
         if self.split and self.long_rows == "refuse":
@@ -129,6 +130,7 @@ class Packed:
 Batching = Padded | Packed | Fixed
 """How micro-batches are made."""
 
+_NAMES_BEFORE = {"rows": "batch_size"}
 _POLICIES: dict[str, Any] = {policy.__name__: policy for policy in get_args(Batching)}
 
 
@@ -158,6 +160,7 @@ def settings_of(described: object) -> object:
         RecursionError,
     ):
         return described
+    named = {_NAMES_BEFORE.get(name, name): value for name, value in named.items()}
     defaults = {field.name: field.default for field in fields(policy)}
     return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
 

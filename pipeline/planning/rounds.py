@@ -1,9 +1,9 @@
 """Rounds: which micro-batches the ranks take at the same time.
 
 The micro-batches of a window stand in one order, whoever delivers them. A round takes the next few,
-one for each rank; it never reaches beyond a gang, unless there are ranks for several whole gangs.
-So the ranks of a round have equal work, and a gang is the same rows on any number of ranks. Where a
-gang is not a multiple of the ranks, some get a filler: a copy of one sequence that no loss counts.
+one for each rank; it never reaches beyond a step, unless there are ranks for several whole steps.
+So the ranks of a round have equal work, and a step is the same rows on any number of ranks. Where a
+step is not a multiple of the ranks, some get a filler: a copy of one sequence that no loss counts.
 
 What is next depends only on how many micro-batches were delivered, not on who delivered them: that
 one number is the position within a window. Torch-free.
@@ -28,30 +28,30 @@ class Rounds:
     """The micro-batch that this rank takes, shape (rounds,), int64."""
     filler: np.ndarray
     """Whether it is only a filler, shape (rounds,), bool."""
-    ends_gang: np.ndarray
-    """Whether the round is the last of its gang, shape (rounds,), bool."""
+    ends_step: np.ndarray
+    """Whether the round is the last of its step, shape (rounds,), bool."""
     takes_all: bool
     """Whether this rank takes every micro-batch of the window."""
 
 
 def deal_rounds(
-    gang_offsets: np.ndarray, gang_size: int, *, first: int, rank: int, world_size: int
+    step_offsets: np.ndarray, step_size: int, *, first: int, rank: int, world_size: int
 ) -> Rounds:
     """Deal the micro-batches of a window, from number `first` on, to ranks.
 
     Args:
-        gang_offsets: Where each gang begins among the micro-batches, shape (gangs + 1,).
-        gang_size: Micro-batches of a gang that is not a tail.
+        step_offsets: Where each step begins among the micro-batches, shape (steps + 1,).
+        step_size: Micro-batches of a step that is not a tail.
         first: Micro-batches of this window that were delivered before.
         rank: Whose rounds.
         world_size: Ranks that take part.
     """
-    num_batches = int(gang_offsets[-1])
+    num_batches = int(step_offsets[-1])
     batches = np.arange(first, num_batches)
-    gang = np.searchsorted(gang_offsets, batches, side="right") - 1
-    together = max(1, world_size // gang_size)
-    group = (gang - gang[:1]) // together * together + gang[:1]  # gangs that share a round
-    group_start = np.maximum(gang_offsets[group], first)
+    step = np.searchsorted(step_offsets, batches, side="right") - 1
+    together = max(1, world_size // step_size)
+    group = (step - step[:1]) // together * together + step[:1]  # steps that share a round
+    group_start = np.maximum(step_offsets[group], first)
     starts = batches[(batches - group_start) % world_size == 0]
     ends = np.append(starts[1:], num_batches)[: len(starts)]
     mine = starts + rank
@@ -61,6 +61,6 @@ def deal_rounds(
         ends,
         np.where(filler, starts, mine),
         filler,
-        np.isin(ends, gang_offsets),
+        np.isin(ends, step_offsets),
         takes_all=world_size == 1 and first == 0,
     )

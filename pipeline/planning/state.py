@@ -12,26 +12,28 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
-from tokenfeed.pipeline.planning import checks
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import settings_of
-from tokenfeed.pipeline.planning.share import RaggedBatch
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = [
     "Delivered",
     "first_difference",
-    "gang_size_of",
     "merge_states",
     "own_stream",
     "plan_settings_of",
+    "saved_step_size",
 ]
 
 _VERSION = 3
 """Another plan is another version: the same position in it has another past."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
+_NAMES_BEFORE = {"gang_size": "micro_batches_per_step", "stretches": "phases"}
+"""What settings were called in the first states of this version."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -92,7 +94,7 @@ class Delivered:
         }
 
     @classmethod
-    def of(cls, plan: Plan, state: dict[str, Any]) -> "Delivered":
+    def from_state(cls, plan: Plan, state: dict[str, Any]) -> "Delivered":
         """What a saved state of this same plan says.
 
         Raises:
@@ -158,13 +160,14 @@ def first_difference(
     return None
 
 
-def gang_size_of(state: dict[str, Any]) -> int | None:
-    """The gang size a state was saved with; None if it says none, which is found out later."""
+def saved_step_size(state: dict[str, Any]) -> int | None:
+    """Micro-batches per step that a state was saved with; None if it says none, which is found out
+    later."""
     try:
-        gang_size = checks.as_int(state["plan"]["gang_size"])
-    except (KeyError, TypeError):
+        step_size = checks.as_int(_renamed(state["plan"])["micro_batches_per_step"])
+    except (KeyError, TypeError, AttributeError):
         return None
-    return gang_size if gang_size and 0 < gang_size <= checks.MOST else None
+    return step_size if step_size and 0 < step_size <= checks.MOST else None
 
 
 def plan_settings_of(state: dict[str, Any]) -> dict[str, Any]:
@@ -218,9 +221,15 @@ def _read(state: object) -> _Saved:
             "tokenfeed that saved the state, or start a new run."
         )
     try:
-        return msgspec.convert(dict(state), _Saved)
+        saved = msgspec.convert(dict(state), _Saved)
     except msgspec.ValidationError as error:
         raise ResumeError(f"cannot resume: this is no loader state ({error}).") from error
+    return msgspec.structs.replace(saved, plan=_renamed(saved.plan))
+
+
+def _renamed(plan: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a plan under the names that they have now."""
+    return {_NAMES_BEFORE.get(name, name): value for name, value in plan.items()}
 
 
 def _stream_setting(plan: dict[str, Any], name: str) -> int:

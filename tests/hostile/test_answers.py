@@ -54,11 +54,11 @@ def test_an_answer_that_no_array_can_hold_is_a_breakdown(
     exec(FALSE_ENGINE.replace(before, after), false.__dict__)
     monkeypatch.setitem(sys.modules, "gigatoken", false)
     loaded = TextTokenizer.load(tokenizer.read_bytes(), origin="test")
-    engine = FastEngine.of(loaded)
+    engine = FastEngine.from_tokenizer(loaded)
     with pytest.raises(EngineFailure):
         engine.encode([b"right", b"LIE"])
     texts = [b"right", b"LIE", b""]
-    assert b"LIE" in Answers.of(engine, texts).differing(ReferenceEngine(loaded))
+    assert b"LIE" in Answers.from_engine(engine, texts).differing(ReferenceEngine(loaded))
 
 
 def test_an_id_beyond_the_vocabulary_has_the_reference_do_the_work(

@@ -22,7 +22,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import task_columns
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
 from tokenfeed.pipeline.planning.mixture import open_sources
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.verify import find_problems
 
 NAME = "train/00000.arrow"
@@ -226,14 +226,14 @@ def test_little_data_is_decoded_once_and_delivered_as_before(
     seen = decoded(monkeypatch)
     kept = delivered()
     assert len(seen) == len(set(seen)) == Manifest.read(folder).split("train").batches
-    monkeypatch.setattr("tokenfeed.pipeline.planning.window._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
     assert delivered() == kept
     assert len(seen) == 5 * len(set(seen))
 
 
 def test_much_data_is_not_kept(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_dataset([50] * 100, num_shards=1)
-    monkeypatch.setattr("tokenfeed.pipeline.planning.window._KEPT_TOKENS", 4999)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 4999)
     seen = decoded(monkeypatch)
     reader = WindowReader(open_sources(folder, "train"))
     for _ in range(3):

@@ -68,14 +68,14 @@ def test_other_policies_are_within_a_tenth_too(
     "options",
     [
         {"rank": 1, "world_size": 3},
-        {"rank": 0, "world_size": 4, "gang_size": 2},
-        {"gang_size": 8},
+        {"rank": 0, "world_size": 4, "micro_batches_per_step": 2},
+        {"micro_batches_per_step": 8},
         {"epochs": 3},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["reviews", "documents", "bell"])
-def test_ranks_gangs_and_windows_are_counted(
+def test_ranks_steps_and_windows_are_counted(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20_000)

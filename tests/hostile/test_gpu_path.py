@@ -26,9 +26,9 @@ from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import InlineSource
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 CUDA_1 = torch.device("cuda:1")
 TOO_EARLY = "unregister while it is copied from"
@@ -231,14 +231,14 @@ def test_a_pass_ends_as_on_the_host_whatever_happens_to_the_next_one(
     folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = [spans(batch) for batch in open_loader(folder)]
-    read = Job.read
+    read = WindowMaker.read
 
-    def read_one_epoch(job: Job, position: Position) -> Share:
+    def read_one_epoch(job: WindowMaker, position: Position) -> RankSlice:
         if position.epoch:
             raise ShardFormatError("damaged")
         return read(job, position)
 
-    monkeypatch.setattr(Job, "read", read_one_epoch)
+    monkeypatch.setattr(WindowMaker, "read", read_one_epoch)
     monkeypatch.setattr(InlineSource, "is_ready", lambda source: True)
     loader = open_loader(folder, device=CUDA_1)
     assert [spans(batch) for batch in loader] == host

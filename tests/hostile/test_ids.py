@@ -41,7 +41,7 @@ def engines(
     json_bytes: bytes, *, splits_special: bool = False
 ) -> tuple[FastEngine, ReferenceEngine]:
     made = TextTokenizer.load(json_bytes, origin="test", splits_special=splits_special)
-    return FastEngine.of(made), ReferenceEngine(made)
+    return FastEngine.from_tokenizer(made), ReferenceEngine(made)
 
 
 def random_tokens(draw: random.Random, kind: str) -> list[dict[str, Any]]:
@@ -74,7 +74,7 @@ def compare_shapes(rounds: int, texts: int) -> int:
                 continue
             proved += 1
             made = made_texts(draw, [token["content"] for token in tokens], texts)
-            differing = Answers.of(fast, made).differing(reference)
+            differing = Answers.from_engine(fast, made).differing(reference)
             assert differing == [], (kind, normalizer, pre_tokenizer, tokens)
     return proved
 
@@ -99,7 +99,7 @@ def test_an_added_token_with_flags_has_the_reference_ids(kind: str, flag: str) -
     around = ["{}", "x{}y", "I love {} a lot", "{}ers", "a {} ", "{}{}", " {}", "tok7{}tok70"]
     texts = [text.replace("{}", "New York").encode() * times for text in around for times in (1, 3)]
     texts += [b"nothing of it", b"New  York", "New\u2581York".encode(), b"a New York"]
-    assert Answers.of(fast, texts).differing(reference) == []
+    assert Answers.from_engine(fast, texts).differing(reference) == []
 
 
 def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
@@ -108,7 +108,7 @@ def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
     for splits_special in (False, True):
         fast, reference = engines(json_bytes, splits_special=splits_special)
         texts = [b"a <|tool|> b", b"tool| x", b"a tool|>", b"<|x<|tool|><|too", b"foo"]
-        assert Answers.of(fast, texts).differing(reference) == []
+        assert Answers.from_engine(fast, texts).differing(reference) == []
 
 
 ENDS = sorted({end for pair in (*LETTERS, *SIGNS) for end in pair})
@@ -120,7 +120,7 @@ def test_characters_that_the_engines_classify_differently_go_to_the_reference(
 ) -> None:
     fast, reference = engines(json_of("byte-level", (), pre_tokenizer))
     texts = [f"{around}{chr(end)}{around}".encode() for end in ENDS for around in ("a", " 1", "!")]
-    assert Answers.of(fast, texts).differing(reference) == []
+    assert Answers.from_engine(fast, texts).differing(reference) == []
     routed = fast._routes.find(texts)
     sought = ENDS if pre_tokenizer == DEEPSEEK else sorted({e for pair in LETTERS for e in pair})
     assert {ENDS[place // 3] for place in routed} == set(sought)
@@ -163,7 +163,7 @@ def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
     kept = ["\u00e9", "ascii", "q\u0323\u0307", "\uac00", "\u0939\u093f\u0902", "x\u0301"]
     texts = [text.encode() for text in (*changed, *kept)]
     assert fast._routes.find(texts).tolist() == list(range(len(changed)))
-    assert Answers.of(fast, texts).differing(reference) == []
+    assert Answers.from_engine(fast, texts).differing(reference) == []
 
 
 def test_nfc_does_nothing_to_characters_that_begin_otherwise() -> None:

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.share import Share
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": 2}
 TRACED = ("feeding/delivery.py", "feeding/loader.py", "planning/state.py")
@@ -145,14 +145,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.let_go = threading.Event(), threading.Event()
-        read = Job.read
+        read = WindowMaker.read
 
-        def wait(job: Job, position: Position) -> Share:
+        def wait(job: WindowMaker, position: Position) -> RankSlice:
             self.entered.set()
             assert self.let_go.wait(60)
             return read(job, position)
 
-        monkeypatch.setattr(Job, "read", wait)
+        monkeypatch.setattr(WindowMaker, "read", wait)
 
 
 @pytest.fixture

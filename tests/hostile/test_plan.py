@@ -24,7 +24,7 @@ from tokenfeed.pipeline.planning import bands
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Stretch, stream_key
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key
 from tokenfeed.pipeline.planning.policy import Batching, settings_of
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
@@ -46,7 +46,7 @@ def test_narrow_bands_of_very_many_rows_are_planned_as_fast_as_strict_order() ->
     draw = replace(DRAW, num_windows=400)
 
     def plan(spread: float) -> object:
-        return plan_window(SHORT, Fixed(8, spread=spread), gang_size=1, draw=draw)
+        return plan_window(SHORT, Fixed(8, spread=spread), step_size=1, draw=draw)
 
     assert seconds(lambda: plan(0.033)) < 25 * seconds(lambda: plan(0))
 
@@ -55,7 +55,7 @@ def test_very_many_classes_take_no_memory_of_their_own() -> None:
     """Peak memory goes with the rows, not with classes times micro-batches."""
     labels = np.random.default_rng(1).permutation(20_000) * 100_000 - 10**9
     tracemalloc.start()
-    plan_window(SHORT[:20_000], Fixed(8), gang_size=1, draw=DRAW, labels=labels)
+    plan_window(SHORT[:20_000], Fixed(8), step_size=1, draw=DRAW, labels=labels)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6
@@ -81,7 +81,7 @@ def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: in
 
 
 def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:
-    order = EpochOrder((200, 1), (Stretch((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
+    order = EpochOrder((200, 1), (Phase((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
@@ -95,12 +95,12 @@ def test_every_reading_of_a_source_has_each_record_batch_once(
     size: int, windows: int, turns: int, seed: int
 ) -> None:
     windows = min(windows, size * turns)
-    order = EpochOrder((size,), (Stretch((0,), (size * turns,), windows),), seed, shuffle=True)
+    order = EpochOrder((size,), (Phase((0,), (size * turns,), windows),), seed, shuffle=True)
     places = [order._batches(0, 3, n * size, (n + 1) * size).tolist() for n in range(turns)]
     assert all(sorted(reading) == list(range(size)) for reading in places)
     delivered = Counter(b for w in range(windows) for b in order.window(3, w).tolist())
     assert set(delivered.values()) == {turns}
-    assert stream_key(seed, 3) != stream_key(seed, 4)
+    assert derive_key(seed, 3) != derive_key(seed, 4)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_the_estimate_knows_what_bands_pad(make_dataset: MakeDataset, batching: 
 
 def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any = "repeat") -> Any:
     """A plan over sources of which only the sizes are known."""
-    stretches = mix(sources, weights, exhausted, 8 << 20)
+    phases = mix(sources, weights, exhausted, 8 << 20)
     batches = tuple(source.batches for source in sources)
-    return SimpleNamespace(order=EpochOrder(batches, stretches, seed=0, shuffle=True))
+    return SimpleNamespace(order=EpochOrder(batches, phases, seed=0, shuffle=True))
 
 
 def test_a_small_part_of_a_mixture_is_no_reason_to_warn() -> None:
@@ -169,19 +169,23 @@ WIDE: list[Batching] = [
 def test_len_holds_in_every_epoch_and_every_token_comes_once_in_each(
     shape: str, make_dataset: MakeDataset
 ) -> None:
-    """Over more epochs than a cycle of bands has, at several gang sizes and ranks."""
+    """Over more epochs than a cycle of bands has, at several step sizes and ranks."""
     lengths = np.array(HOSTILE[shape])
     folder = make_dataset(lengths, num_shards=1)
     for number, batching in enumerate(WIDE):
-        world, gang = 1 + number % 5, 1 + number % 4
-        options: dict[str, Any] = {"gang_size": gang, "seed": number, "window_tokens": 10**9}
+        world, step = 1 + number % 5, 1 + number % 4
+        options: dict[str, Any] = {
+            "micro_batches_per_step": step,
+            "seed": number,
+            "window_tokens": 10**9,
+        }
         run = Ranks(folder, world, batching=batching, epochs=10, **options)
         ours = open_loader(folder, batching, epochs=10, rank=0, world_size=world, **options)
         due = len(ours)
         run.run()
         assert run.loaders[0].stats().batches == due
-        assert times_delivered((s for g in run.gangs for b in g for s in b), lengths) == {10}
-        for batch in (b for gang in run.gangs for b in gang):
+        assert times_delivered((s for g in run.steps for b in g for s in b), lengths) == {10}
+        for batch in (b for step in run.steps for b in step):
             longest = max(length for _, _, length in batch)
             if isinstance(batching, Padded):
                 assert len(batch) <= batching.rows_of(longest)
@@ -215,7 +219,11 @@ def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
     folders = [make_dataset(rng.integers(1, 200, count), 1) for count in (6, 300, 80)]
     mixture = Mixture(dict(zip(folders, (0.02, 0.7, 0.2), strict=True)), exhausted)
     for batching in (Padded(1024, spread=0.3), Fixed(8, spread=0.2), POLICIES[1], POLICIES[2]):
-        options: dict[str, Any] = {"batching": batching, "gang_size": 3, "window_tokens": 6_000}
+        options: dict[str, Any] = {
+            "batching": batching,
+            "micro_batches_per_step": 3,
+            "window_tokens": 6_000,
+        }
         whole = Ranks(mixture, 1, **options)  # type: ignore[arg-type]
         end = whole.run()
         cuts: list[Ranks] = []

@@ -14,18 +14,18 @@ from command import COMMAND, files_of, write_ballast, write_long_corpus
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.ledger import UnitResult
+from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import Job
-from tokenfeed.tools.job import make as make_module
-from tokenfeed.tools.job.crew import Crew, Progress, Server, WorkerDied
-from tokenfeed.tools.job.journal import Journal
-from tokenfeed.tools.job.make import make_dataset
-from tokenfeed.tools.job.plan import Plan
-from tokenfeed.tools.job.runner import Run
+from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenize import _early_server
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.runner import Run
+from tokenfeed.tools.run.crew import Crew, Progress, Server, WorkerDied
+from tokenfeed.tools.run.journal import Journal
 
 Environment = dict[str, str]
 
@@ -53,11 +53,11 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
 
 def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
     """A crew of two at work on every unit of a corpus."""
-    plan = Plan.of(Options(paths=(str(corpus), str(out)), shard_size="30KB"))
+    plan = Inputs.from_options(Options(paths=(str(corpus), str(out)), shard_size="30KB"))
     out.mkdir()
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
-    job = Job(
+    job = EncodeSettings(
         folder=out,
         task=Lm(text_field="text"),
         engine="gigatoken",
@@ -126,7 +126,7 @@ def test_an_error_in_a_worker_arrives_as_itself(
     write_ballast(corpus)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
 
-    def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
+    def run_units(run: Run, journal: Journal[UnitResult]) -> EncodeSettings:
         (tmp_path / "out/train").write_text("no folder")
         return really(run, journal)
 

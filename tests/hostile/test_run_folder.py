@@ -21,7 +21,7 @@ from tokenfeed.trainer import loop
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.objective import evaluate
 from tokenfeed.trainer.run import train
-from tokenfeed.trainer.telemetry import Metrics
+from tokenfeed.trainer.telemetry import MetricsFile
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
 
 
 def test_a_line_of_metrics_that_the_disk_cut_short_is_an_error(tmp_path: Path) -> None:
-    with contextlib.closing(Metrics(tmp_path)) as metrics:
+    with contextlib.closing(MetricsFile(tmp_path)) as metrics:
         metrics.write({"step": 1, "loss": 2.5})
         with files_end_at(40), pytest.raises(OSError, match=r"No space left.*metrics\.jsonl"):
             metrics.write({"step": 2, "loss": 2.25})

@@ -17,10 +17,10 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.job import make as make_module
-from tokenfeed.tools.job.make import make_dataset
-from tokenfeed.tools.job.summary import Summary
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.summary import Summary
 
 
 def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:

@@ -9,10 +9,10 @@ import pytest
 from command import files_of
 
 from tokenfeed.pipeline.errors import CorpusError, ManifestError
-from tokenfeed.tools.job import make as make_module
-from tokenfeed.tools.job.make import make_dataset
-from tokenfeed.tools.job.summary import Summary
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.summary import Summary
 
 
 def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:

@@ -41,10 +41,10 @@ NO_NUMBERS += [math.nan, math.inf, np.arange(300).reshape(3, 100), 10**30]
     [
         ("max_tokens", lambda value: Padded(value)),
         ("multiple_of", lambda value: Padded(100, value)),
-        ("rows", lambda value: Fixed(value)),
+        ("batch_size", lambda value: Fixed(value)),
         ("multiple_of", lambda value: Fixed(4, multiple_of=value)),
         ("sequence_length", lambda value: Packed(value, 4)),
-        ("rows", lambda value: Packed(64, value)),
+        ("batch_size", lambda value: Packed(64, value)),
     ],
 )
 def test_sizes_of_a_policy_are_whole_numbers(
@@ -63,7 +63,7 @@ def test_words_and_switches_of_a_policy_are_those_there_are() -> None:
 
 
 WRONG: dict[str, list[Any]] = {
-    "gang_size": [2.0, "2", True, 0, -1, 10**30, math.nan],
+    "micro_batches_per_step": [2.0, "2", True, 0, -1, 10**30, math.nan],
     "window_tokens": [0, -5, math.nan, 2e6, "4M", True],
     "epochs": [1.5, "2", True, 0, -1, math.inf],
     "seed": [1.5, "x", None, True, math.nan],
@@ -112,12 +112,14 @@ def test_an_epoch_of_a_dataset_is_a_whole_number(folder: Path) -> None:
 
 
 def test_numbers_of_numpy_are_the_numbers_they_are(folder: Path) -> None:
-    plain = open_loader(folder, Padded(700), seed=3, gang_size=2, epochs=1, window_tokens=9000)
+    plain = open_loader(
+        folder, Padded(700), seed=3, micro_batches_per_step=2, epochs=1, window_tokens=9000
+    )
     numpy = open_loader(
         folder,
         Padded(np.int64(700), np.uint8(1)),  # type: ignore[arg-type]
         seed=np.int64(3),
-        gang_size=np.int32(2),
+        micro_batches_per_step=np.int32(2),
         epochs=np.int64(1),
         window_tokens=np.int64(9000),
         shuffle=np.bool_(True),
@@ -242,5 +244,5 @@ def test_rank_and_world_size_are_those_that_were_passed(folder: Path) -> None:
     for rank in range(4):
         loader = open_loader(folder, rank=rank, world_size=4, **options)
         assert (loader.rank, loader.world_size) == (rank, 4)
-        assert loader.state_dict()["plan"]["gang_size"] == 2
+        assert loader.state_dict()["plan"]["micro_batches_per_step"] == 2
         assert loader.state_dict()["plan"]["stream"] == rank // 2

@@ -88,7 +88,7 @@ UNPROVED = {
 def test_what_was_never_compared_is_left_to_the_reference(trait: str) -> None:
     made = TextTokenizer.load(UNPROVED[trait], origin="test")
     with pytest.raises(EngineUnavailable, match="never compared"):
-        FastEngine.of(made)
+        FastEngine.from_tokenizer(made)
 
 
 def test_a_part_that_nobody_knows_is_not_ignored() -> None:
@@ -101,20 +101,20 @@ def test_a_part_that_nobody_knows_is_not_ignored() -> None:
         content | {"version": "2.0"},
     ):
         with pytest.raises(shapes.Unproved):
-            shapes.Shape.of(json.dumps(changed).encode())
+            shapes.Shape.from_json(json.dumps(changed).encode())
 
 
 def test_the_message_names_the_trait() -> None:
     made = TextTokenizer.load(UNPROVED["Digits"], origin="test")
     with pytest.raises(EngineUnavailable, match=r"'Digits'.*pre_tokenizer"):
-        FastEngine.of(made)
+        FastEngine.from_tokenizer(made)
 
 
 def test_versions_that_were_never_compared_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
     made = TextTokenizer.load(json_of("byte-level"), origin="test")
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.99.0")
     with pytest.raises(EngineUnavailable, match=r"never compared with it for gigatoken 0\.99\.0"):
-        FastEngine.of(made)
+        FastEngine.from_tokenizer(made)
 
 
 def test_text_that_ends_in_white_space_after_a_line_differs_with_gpt_4s_regex() -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.tools.job.claim import UNSHUFFLED_FOLDER
-from tokenfeed.tools.job.make import make_dataset
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
 from tokenfeed.tools.shuffling.partition import Columns, Placed, read_section, write_partition
 from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
@@ -77,7 +77,7 @@ def partition(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def columns() -> Columns:
-    return Columns.of(shard_schema(VOCABULARY_SIZE, ()))
+    return Columns.from_schema(shard_schema(VOCABULARY_SIZE, ()))
 
 
 @settings(max_examples=300)

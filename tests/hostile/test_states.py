@@ -41,7 +41,7 @@ def test_weights_of_the_same_proportions_are_the_same_plan(
     state = json.loads(json.dumps(first.state_dict()))
     second.load_state_dict(state)
     assert [spans(batch) for batch in second] == [spans(batch) for batch in first]
-    assert second.audit(first.state_dict(), second.state_dict()) is None
+    assert second.compare(first.state_dict(), second.state_dict()) is None
 
 
 def test_other_proportions_are_another_plan(folder: Path, other: Path) -> None:
@@ -59,9 +59,9 @@ def test_weights_saved_as_whole_numbers_are_still_read(folder: Path, other: Path
 POLICIES: list[tuple[str, Batching]] = [
     ("Padded(max_tokens=700)", Padded(700)),
     ("Padded(long_rows='cut', max_tokens=700, multiple_of=1)", Padded(700)),
-    ("Fixed(rows=7)", Fixed(7)),
-    ("Packed(sequence_length=64, rows=4)", Packed(64, 4)),
-    ("Packed(sequence_length=64, rows=4, split=True)", Packed(64, 4, split=True)),
+    ("Fixed(batch_size=7)", Fixed(7)),
+    ("Packed(sequence_length=64, batch_size=4)", Packed(64, 4)),
+    ("Packed(sequence_length=64, batch_size=4, split=True)", Packed(64, 4, split=True)),
 ]
 
 
@@ -83,7 +83,7 @@ def test_a_field_that_a_saved_policy_does_not_name_has_its_default(
         "Padded(max_tokens=700, long_rows='refuse')",
         "Padded(max_tokens=700, spice=3)",
         "Padded()",
-        "Fixed(rows=700)",
+        "Fixed(batch_size=700)",
         "Sorted(max_tokens=700)",
         "Padded(max_tokens=__import__('os').getpid())",
         "Padded.of(max_tokens=700)",
@@ -148,15 +148,15 @@ JUNK_SETTINGS: list[tuple[str, Any]] = [
     ("weights", "7"),
     ("weights", []),
     ("weights", None),
-    ("gang_size", 0.5),
-    ("gang_size", 10**30),
-    ("gang_size", "2"),
-    ("stretches", 3),
+    ("micro_batches_per_step", 0.5),
+    ("micro_batches_per_step", 10**30),
+    ("micro_batches_per_step", "2"),
+    ("phases", 3),
 ]
 
 
 @pytest.mark.parametrize(("name", "junk"), JUNK_SETTINGS, ids=repr)
-@pytest.mark.parametrize("options", [{}, {"gang_size": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"micro_batches_per_step": 2}], ids=str)
 def test_junk_in_the_settings_of_a_state_is_refused_by_its_name(
     folder: Path, name: str, junk: Any, options: dict[str, int]
 ) -> None:
@@ -172,8 +172,8 @@ def test_what_is_no_state_is_no_state_wherever_it_is_given(folder: Path, junk: A
     loader = open_loader(folder)
     for give in (
         lambda: loader.load_state_dict(junk),
-        lambda: loader.audit(junk, loader.state_dict()),
-        lambda: loader.audit(loader.state_dict(), junk),
+        lambda: loader.compare(junk, loader.state_dict()),
+        lambda: loader.compare(loader.state_dict(), junk),
         lambda: merge_states([junk]),
     ):
         with pytest.raises(ResumeError, match="no loader state"):

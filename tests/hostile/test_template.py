@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.ragged import Ragged
-from tokenfeed.tools.encoding.frame import Frame
+from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 SPECIAL = [("[CLS]", 2), ("[SEP]", 3)]
@@ -47,9 +47,9 @@ def test_rows_are_framed_as_the_tokenizer_frames_them(
     expected = made.tokenizer.encode(*("a b", "b")[:num_texts], add_special_tokens=special)
     if special and expected.ids == [0, 1, 1][: num_texts + 1]:
         with pytest.raises(TokenizerError, match="has no template"):
-            Frame.of(made, num_texts=num_texts, special=True, end_id=None)
+            Template.from_tokenizer(made, num_texts=num_texts, special=True, end_id=None)
         return
-    frame = Frame.of(made, num_texts=num_texts, special=special, end_id=None)
+    frame = Template.from_tokenizer(made, num_texts=num_texts, special=special, end_id=None)
     texts = [np.array([0, 1], np.uint16), np.array([1], np.uint16)][:num_texts]
     rows = [Ragged(text, np.array([len(text)])) for text in texts]
     assert frame.around(*rows).values.tolist() == expected.ids
@@ -72,16 +72,16 @@ def test_a_template_with_texts_twice_or_in_another_order_is_refused(
 ) -> None:
     made = tokenizer(template(single, pair))
     with pytest.raises(TokenizerError, match=f"has {order} where"):
-        Frame.of(made, num_texts=num_texts, special=special, end_id=None)
+        Template.from_tokenizer(made, num_texts=num_texts, special=special, end_id=None)
 
 
 def test_two_templates_are_refused() -> None:
     both = processors.Sequence([template("[CLS] $A", "$A $B"), PROCESSORS["BERT"]])
     with pytest.raises(TokenizerError, match="more than one template"):
-        Frame.of(tokenizer(both), num_texts=1, special=True, end_id=None)
+        Template.from_tokenizer(tokenizer(both), num_texts=1, special=True, end_id=None)
 
 
 def test_a_tokenizer_without_latin_letters_has_its_template_too() -> None:
     made = tokenizer(PROCESSORS["BERT"], ("\u0430", "\u0431"))
-    frame = Frame.of(made, num_texts=1, special=True, end_id=None)
+    frame = Template.from_tokenizer(made, num_texts=1, special=True, end_id=None)
     assert [part.tolist() for part in frame.ids] == [[2], [3]]

@@ -17,7 +17,7 @@ from tokenfeed.trainer.model import Transformer
 from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.telemetry import Metrics
+from tokenfeed.trainer.telemetry import MetricsFile
 
 CPU = torch.device("cpu")
 
@@ -176,7 +176,7 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
     watch(ShardLoader, "state_dict")
     watch(Transformer, "state_dict")
     watch(loop, "random_state")
-    watch(Metrics, "write")
+    watch(MetricsFile, "write")
     watch(loop._log, "info")
     run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
     assert set(seen) == {

@@ -23,13 +23,13 @@ from tokenfeed.tools.corpus.saved import saved_entries
 from tokenfeed.tools.corpus.sniff import is_binary, json_format
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
 
-__all__ = ["Corpus", "Format", "Source", "find_corpus"]
+__all__ = ["Corpus", "Format", "InputFile", "find_corpus"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class InputFile:
     """One input file as it was when the run began."""
 
     index: int
@@ -70,7 +70,7 @@ class Source:
 class Corpus:
     """The input files, and how many were left out for being binary."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[InputFile, ...]
     skipped_binary: int
 
 
@@ -124,7 +124,7 @@ class _Search:
         exclude: tuple[str, ...],
         splits: tuple[tuple[str, str], ...],
     ) -> None:
-        self.sources: list[Source] = []
+        self.sources: list[InputFile] = []
         self.skipped_binary = 0
         self._out = out
         self._field = field
@@ -204,7 +204,7 @@ class _Search:
                 return
         self._append(source, root, split)
 
-    def _append(self, source: Source, root: str, split: str | None) -> None:
+    def _append(self, source: InputFile, root: str, split: str | None) -> None:
         """Add a source to the split that an option says it is of, or else to `split`."""
         matches = matching([glob for _, glob in self._splits], source.name, root)
         self._used = list(map(operator.or_, self._used, matches))
@@ -249,13 +249,13 @@ class _Search:
         source = replace(source, format=format_, state=checksum)
         self._append(source, STANDARD_INPUT, None)
 
-    def _source(self, name: str, path: str) -> Source:
+    def _source(self, name: str, path: str) -> InputFile:
         try:
             status = os.stat(path)
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
         format_, compression = format_by_name(name)
-        source = Source(
+        source = InputFile(
             index=len(self.sources),
             name=name,
             path=path,

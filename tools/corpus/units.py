@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.sources import InputFile
 from tokenfeed.tools.corpus.tables import (
     arrow_batches,
     arrow_schema,
@@ -34,7 +34,7 @@ _COMPRESSION_RATIO = 4
 class Part:
     """Consecutive records of one input file."""
 
-    source: Source
+    source: InputFile
     start: int = 0
     """First byte (.jsonl), row group (.parquet) or record batch (.arrow)."""
     stop: int | None = None
@@ -57,13 +57,13 @@ class Unit:
         return sum(part.weight_bytes for part in self.parts)
 
 
-def auto_shard_bytes(sources: Iterable[Source]) -> int:
+def auto_shard_bytes(sources: Iterable[InputFile]) -> int:
     """A 64th of the input, within 8 MB to 256 MB: small corpora still occupy many cores."""
     total = sum(_whole(source).weight_bytes for source in sources)
     return min(max(total // _SHARDS_WANTED, SMALLEST_SHARD_BYTES), LARGEST_SHARD_BYTES)
 
 
-def cut_units(sources: Iterable[Source], shard_bytes: int) -> tuple[Unit, ...]:
+def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...]:
     """Cut `sources` into units of at most about `shard_bytes` of text each.
 
     They keep their order, but those of one given split come together.
@@ -86,7 +86,7 @@ def cut_units(sources: Iterable[Source], shard_bytes: int) -> tuple[Unit, ...]:
     return tuple(units)
 
 
-def table_schema(source: Source) -> pa.Schema:
+def table_schema(source: InputFile) -> pa.Schema:
     """The schema of a Parquet or Arrow file.
 
     Raises:
@@ -100,7 +100,7 @@ def table_schema(source: Source) -> pa.Schema:
         return arrow_schema(file)
 
 
-def _cut(source: Source, shard_bytes: int) -> Iterator[Part]:
+def _cut(source: InputFile, shard_bytes: int) -> Iterator[Part]:
     if source.format in ("parquet", "arrow"):
         return _cut_table(source, shard_bytes)
     if source.format == "jsonl" and not source.compression and source.bytes > shard_bytes:
@@ -108,12 +108,12 @@ def _cut(source: Source, shard_bytes: int) -> Iterator[Part]:
     return iter((_whole(source),))
 
 
-def _whole(source: Source) -> Part:
+def _whole(source: InputFile) -> Part:
     ratio = _COMPRESSION_RATIO if source.compression or source.format == "parquet" else 1
     return Part(source=source, weight_bytes=source.bytes * ratio)
 
 
-def _cut_lines(source: Source, shard_bytes: int) -> Iterator[Part]:
+def _cut_lines(source: InputFile, shard_bytes: int) -> Iterator[Part]:
     """Byte ranges of nearly equal size, each ending behind a newline, in one pass."""
     goal_bytes = source.bytes / math.ceil(source.bytes / shard_bytes)
     start = position = first_record = lines = 0
@@ -142,7 +142,7 @@ def _before(start: int, goal_bytes: float, position: int) -> int:
     return math.ceil(start + goal_bytes) - 1 - position
 
 
-def _range(source: Source, start: int, stop: int, first_record: int) -> Part:
+def _range(source: InputFile, start: int, stop: int, first_record: int) -> Part:
     return Part(
         source=source,
         start=start,
@@ -152,7 +152,7 @@ def _range(source: Source, start: int, stop: int, first_record: int) -> Part:
     )
 
 
-def _cut_table(source: Source, shard_bytes: int) -> Iterator[Part]:
+def _cut_table(source: InputFile, shard_bytes: int) -> Iterator[Part]:
     """Row groups or record batches, neighbours together while they fit into a shard.
 
     A file that cannot be read stays whole, to be rejected as such.
@@ -179,7 +179,7 @@ def _cut_table(source: Source, shard_bytes: int) -> Iterator[Part]:
         start, first_record, num_rows = stop, first_record + num_rows, 0
 
 
-def _rows_of_groups(source: Source) -> list[int]:
+def _rows_of_groups(source: InputFile) -> list[int]:
     if source.format == "arrow":
         return [batch_rows(batch) for batch in arrow_batches(source.path)]
     with open_parquet(source.path) as file:

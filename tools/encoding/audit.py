@@ -64,13 +64,13 @@ class Answers:
     """The texts for which it gave none, since it broke down; shape (R,), bool."""
 
     @classmethod
-    def of(cls, engine: Engine, texts: list[bytes]) -> Self:
+    def from_engine(cls, engine: Engine, texts: list[bytes]) -> Self:
         """Ask an engine; where it breaks down over a batch, text by text."""
         try:
             return cls(texts, engine.encode(texts), np.zeros(len(texts), bool))
         except (EngineFailure, Unencodable):
             if len(texts) > 1:
-                return cls.joined([cls.of(engine, [text]) for text in texts])
+                return cls.joined([cls.from_engine(engine, [text]) for text in texts])
             return cls(
                 texts, Ragged(np.empty(0, np.uint16), np.zeros(1, np.int64)), np.ones(1, bool)
             )
@@ -92,7 +92,7 @@ class Answers:
 
     def differing(self, reference: Engine) -> list[bytes]:
         """The texts for which `reference` gives other ids; those that it cannot encode are none."""
-        return self.differing_from(Answers.of(reference, self.texts))
+        return self.differing_from(Answers.from_engine(reference, self.texts))
 
     def differing_from(self, right: "Answers") -> list[bytes]:
         """The texts that differ from the right answers to them; those without one are none."""
@@ -127,7 +127,7 @@ class Audit:
 
     def expect(self, questions: Questions) -> None:
         """Find the right answers, while those of the fast engine are waited for."""
-        self._right = Answers.of(self._reference, questions.texts)
+        self._right = Answers.from_engine(self._reference, questions.texts)
 
     def begin(self, answers: Answers) -> None:
         """Look at the fast engine's answers to the questions; there are none without one."""

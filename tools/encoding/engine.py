@@ -154,14 +154,14 @@ class FastEngine:
         self._dtype = token_dtype(vocabulary_size)
         with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
-        self._routes = Routes.of(shape, splits_special=splits_special)
+        self._routes = Routes.from_shape(shape, splits_special=splits_special)
         with _raising(EngineUnavailable):
             self._tokenizer: Any = self._load(shape)
         self._reference: ReferenceEngine | None = None
         self._largest_bytes = _resident_bytes() + _CACHE_BYTES
 
     @classmethod
-    def of(cls, tokenizer: TextTokenizer) -> Self:
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
         """Load it for a tokenizer that the reference has loaded, and look at its vocabulary.
 
         Raises:
@@ -212,7 +212,7 @@ class FastEngine:
         if _resident_bytes() > self._largest_bytes:
             self._tokenizer = None  # first: two of them would need twice the memory
             with _raising(EngineFailure):
-                self._tokenizer = self._load(Shape.of(self._json))
+                self._tokenizer = self._load(Shape.from_json(self._json))
             self._largest_bytes = _resident_bytes() + _CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Fields, Kind
-from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.sources import InputFile
 from tokenfeed.tools.corpus.units import Unit, table_schema
 
 __all__ = ["Labels", "find_labels"]
@@ -147,13 +147,13 @@ def _too_many(field: str, what: str) -> CorpusError:
     )
 
 
-def _saved_names(sources: list[Source], field: str) -> tuple[str, ...]:
+def _saved_names(sources: list[InputFile], field: str) -> tuple[str, ...]:
     """The class names that `datasets` left in the files' schemas, if all agree."""
     names = {_names_in(source, field) for source in sources}
     return names.pop() if len(names) == 1 else ()
 
 
-def _names_in(source: Source, field: str) -> tuple[str, ...]:
+def _names_in(source: InputFile, field: str) -> tuple[str, ...]:
     if source.format not in ("parquet", "arrow"):
         return ()
     try:

@@ -41,7 +41,7 @@ class Routes:
     """Whether a text that NFC would change goes there."""
 
     @classmethod
-    def of(cls, shape: Shape, *, splits_special: bool) -> Self:
+    def from_shape(cls, shape: Shape, *, splits_special: bool) -> Self:
         """The routes of a tokenizer's shape."""
         _, sought = sort_tokens(shape, splits_special=splits_special)
         ranges = _ranges(shape)

@@ -212,7 +212,7 @@ class Shape(msgspec.Struct, frozen=True):
     pre_tokenizer: tuple[PreTokenizer, ...]
 
     @classmethod
-    def of(cls, json_bytes: bytes) -> "Shape":
+    def from_json(cls, json_bytes: bytes) -> "Shape":
         """Find the shape of a tokenizer.json; its vocabulary is looked at by `check_vocabulary`.
 
         Raises:

@@ -29,8 +29,8 @@ from tokenfeed.pipeline.format.schema import (
 )
 from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.records import Fields, Kind
-from tokenfeed.tools.encoding.frame import Frame
 from tokenfeed.tools.encoding.labels import Labels
+from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = [
@@ -94,9 +94,9 @@ class Task(ABC):
         """Its labels in the order of their numbers, if it has any."""
         return ()
 
-    def frame(self, tokenizer: TextTokenizer) -> Frame:
+    def frame(self, tokenizer: TextTokenizer) -> Template:
         """What stands around the texts of a row."""
-        return Frame.of(
+        return Template.from_tokenizer(
             tokenizer,
             num_texts=1,
             special=self.add_special_tokens,
@@ -112,7 +112,7 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def encode(self, values: FieldValues, encode: Encode, frame: Frame) -> Samples:
+    def encode(self, values: FieldValues, encode: Encode, frame: Template) -> Samples:
         """Turn R records into R rows."""
 
 
@@ -136,7 +136,7 @@ class Lm(Task):
         """The documents."""
         return values[self.text_field]
 
-    def encode(self, values: FieldValues, encode: Encode, frame: Frame) -> Samples:
+    def encode(self, values: FieldValues, encode: Encode, frame: Template) -> Samples:
         """Turn R records into R rows."""
         ids = encode(values[self.text_field])
         return Samples({INPUT_IDS: frame.around(ids)}, {}, ids.lengths > 0)
@@ -195,9 +195,9 @@ class Classify(Labelled):
         """The columns it adds to the ids."""
         return task_columns(self.name, pairs=self.pair_field is not None)
 
-    def frame(self, tokenizer: TextTokenizer) -> Frame:
+    def frame(self, tokenizer: TextTokenizer) -> Template:
         """What stands around the texts of a row: no end, for nothing is to follow."""
-        return Frame.of(
+        return Template.from_tokenizer(
             tokenizer,
             num_texts=2 if self.pair_field else 1,
             special=self.add_special_tokens,
@@ -211,7 +211,7 @@ class Classify(Labelled):
         pairs = zip(values[self.text_field], values[self.pair_field], strict=True)
         return list(map(b"\n".join, pairs))
 
-    def encode(self, values: FieldValues, encode: Encode, frame: Frame) -> Samples:
+    def encode(self, values: FieldValues, encode: Encode, frame: Template) -> Samples:
         """Turn R records into R rows."""
         names = (self.text_field, self.pair_field) if self.pair_field else (self.text_field,)
         texts = [encode(values[name]) for name in names]
@@ -240,9 +240,11 @@ class Tag(Labelled):
         """The fields it needs of each record."""
         return {self.tokens_field: Kind.WORDS, self.label_field: Kind.LABELS}
 
-    def frame(self, tokenizer: TextTokenizer) -> Frame:
+    def frame(self, tokenizer: TextTokenizer) -> Template:
         """What stands around the words of a row: no end, for nothing is to follow."""
-        frame = Frame.of(tokenizer, num_texts=1, special=self.add_special_tokens, end_id=None)
+        frame = Template.from_tokenizer(
+            tokenizer, num_texts=1, special=self.add_special_tokens, end_id=None
+        )
         return replace(frame, before_word=tokenizer.before_word)
 
     def texts(self, values: FieldValues) -> list[bytes]:
@@ -258,7 +260,7 @@ class Tag(Labelled):
             if len(words) != len(tags)
         }
 
-    def encode(self, values: FieldValues, encode: Encode, frame: Frame) -> Samples:
+    def encode(self, values: FieldValues, encode: Encode, frame: Template) -> Samples:
         """Turn R records into R rows. A word without a token of its own loses its tag."""
         flat = chain.from_iterable(values[self.tokens_field])
         words = encode([word and frame.before_word + word for word in flat])
@@ -301,7 +303,7 @@ class Complete(Task):
         pairs = zip(values[self.prompt_field], values[self.completion_field], strict=True)
         return list(map(b"\n".join, pairs))
 
-    def encode(self, values: FieldValues, encode: Encode, frame: Frame) -> Samples:
+    def encode(self, values: FieldValues, encode: Encode, frame: Template) -> Samples:
         """Turn R records into R rows. They are encoded apart, so that no token spans both."""
         prompt = encode(values[self.prompt_field])
         completion = encode(values[self.completion_field])

@@ -1,90 +1,100 @@
-"""Templates: what a tokenizer puts around a text or a pair, read from its post-processor."""
+"""The frame: what stands around the texts of a row, as the tokenizer's own template has it.
 
+A template such as `[CLS] A [SEP] B [SEP]` is read from the post-processor of its tokenizer.json.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import msgspec
+import numpy as np
 
 from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.format.ragged import Ragged, join
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.tools.encoding.post_processor import read_template
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Piece", "read_template"]
-
-_ADDING = ("TemplateProcessing", "BertProcessing", "RobertaProcessing")
+__all__ = ["Template"]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Special tokens, or the place of a text."""
+class Template:
+    """Ids before, between and after the texts of a row, and the text type of each of them."""
 
-    type: int
-    """What `token_type_ids` has there."""
-    ids: tuple[int, ...] = ()
-    text: int | None = None
-    """0 for the first text, 1 for the second; None for special tokens."""
+    ids: tuple[np.ndarray, ...]
+    """One array more than there are texts, shape (S,) each; all may be empty."""
+    types: tuple[np.ndarray, ...]
+    """The text type of each of them, in the same shapes: what `token_type_ids` has there."""
+    text_types: tuple[int, ...]
+    """The type of each text: 0 and 1, unless the template has it otherwise."""
+    before_word: bytes = b""
+    """Text that a word on its own needs in front of it."""
 
+    @classmethod
+    def from_tokenizer(
+        cls, tokenizer: TextTokenizer, *, num_texts: int, special: bool, end_id: int | None
+    ) -> "Template":
+        """The frame of rows of one or two texts.
 
-class _File(msgspec.Struct):
-    """What is decoded of a tokenizer.json: the vocabulary takes a hundred times as long."""
-
-    post_processor: dict[str, Any] | None = None
-
-
-def read_template(json_bytes: bytes, num_texts: int) -> list[Piece]:
-    """What stands around one or two texts, the texts among it in their order.
-
-    Raises:
-        TokenizerError: A text is missing, there twice, or not in its order.
-    """
-    found = _adding(msgspec.json.decode(json_bytes, type=_File).post_processor)
-    if len(found) > 1:
-        raise TokenizerError(
-            "the tokenizer's post_processor has more than one template. Leave one of them there."
+        Args:
+            tokenizer: What has the template.
+            num_texts: 1 or 2.
+            special: Whether the tokenizer's template applies.
+            end_id: Ends the row, unless the template ends it so already; None for no end.
+        """
+        ids, types, text_types = _template(tokenizer.json_bytes, num_texts, special)
+        if special and not any(ids):
+            raise TokenizerError(
+                f"`--add-special-tokens`: the tokenizer has no template for {num_texts} text(s). "
+                "Leave it out."
+            )
+        if end_id is not None and ids[-1][-1:] != [end_id]:
+            ids[-1].append(end_id)
+            types[-1].append(text_types[-1])
+        return cls(
+            tuple(np.array(part, np.uint32) for part in ids),
+            tuple(np.array(part, np.uint8) for part in types),
+            tuple(text_types),
         )
-    processor = found[0] if found else {"type": None}
-    if processor["type"] == "TemplateProcessing":
-        pieces = _read(processor, "pair" if num_texts > 1 else "single")
-    elif processor["type"] in _ADDING:
-        pieces = _bert(processor, num_texts)
-    else:
-        pieces = [Piece(type=text, text=text) for text in range(num_texts)]
-    texts = [piece.text for piece in pieces if piece.text is not None]
-    if texts != list(range(num_texts)):
-        order = " ".join("AB"[text] for text in texts) or "none of them"
-        raise TokenizerError(
-            f"the tokenizer's template for {num_texts} text(s) has {order} where "
-            f"{'A B' if num_texts > 1 else 'A'} can be understood: change its post_processor."
-        )
+
+    def around(self, *texts: Ragged) -> Ragged:
+        """Ids of rows, given those of their texts."""
+        return join(_alternate(self.ids, texts))
+
+    def types_around(self, *texts: Ragged) -> Ragged:
+        """The type of each token of the same rows, uint8."""
+        types = [
+            Ragged(np.full(len(text.values), kind, np.uint8), text.lengths)
+            for kind, text in zip(self.text_types, texts, strict=True)
+        ]
+        return join(_alternate(self.types, types))
+
+    def labels_around(self, labels: Ragged) -> Ragged:
+        """Labels of the tokens of rows of one text; what is around it has none."""
+        return join(_alternate([np.full(len(part), IGNORED) for part in self.ids], [labels]))
+
+
+def _alternate(around: Sequence[np.ndarray], texts: Sequence[Ragged]) -> list[Ragged | np.ndarray]:
+    pieces: list[Ragged | np.ndarray] = [around[0]]
+    for text, after in zip(texts, around[1:], strict=True):
+        pieces += [text, after]
     return pieces
 
 
-def _adding(processor: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The processors that add tokens, those of a sequence too; others touch offsets alone."""
-    if processor is None:
-        return []
-    if processor["type"] == "Sequence":
-        return [found for inner in processor["processors"] for found in _adding(inner)]
-    return [processor] if processor["type"] in _ADDING else []
-
-
-def _read(processor: dict[str, Any], name: str) -> list[Piece]:
-    pieces = []
-    for part in processor[name]:
-        ((kind, piece),) = part.items()
-        if kind == "Sequence":
-            pieces.append(Piece(piece["type_id"], text="AB".index(piece["id"])))
-        else:
-            ids = processor["special_tokens"][piece["id"]]["ids"]
-            pieces.append(Piece(piece["type_id"], tuple(ids)))
-    return pieces
-
-
-def _bert(processor: dict[str, Any], num_texts: int) -> list[Piece]:
-    """BERT's [CLS] A [SEP] B [SEP], and RoBERTa's <s> A </s></s> B </s>, which has one type."""
-    (_, first), (_, last) = processor["cls"], processor["sep"]
-    is_bert = processor["type"] == "BertProcessing"
-    pieces = [Piece(0, (first,)), Piece(0, text=0), Piece(0, (last,))]
-    if num_texts > 1:
-        kind = 1 if is_bert else 0
-        between = [] if is_bert else [Piece(0, (last,))]
-        pieces += [*between, Piece(kind, text=1), Piece(kind, (last,))]
-    return pieces
+def _template(
+    json_bytes: bytes, num_texts: int, special: bool
+) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """Special ids and their types before, between and after the texts; and the texts' types."""
+    read_template(json_bytes, 1)  # the engines apply it to every text, if without its tokens
+    ids: list[list[int]] = [[]]
+    types: list[list[int]] = [[]]
+    text_types: list[int] = []
+    for piece in read_template(json_bytes, num_texts):
+        if piece.text is not None:
+            ids.append([])
+            types.append([])
+            text_types.append(piece.type)
+        elif special:
+            ids[-1] += piece.ids
+            types[-1] += [piece.type] * len(piece.ids)
+    return ids, types, text_types

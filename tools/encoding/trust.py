@@ -25,7 +25,7 @@ def proved_shape(json_bytes: bytes) -> Shape:
         version = importlib.metadata.version(package)
         if not version.startswith(versions):
             raise Unproved(f"{package} {version}")
-    return Shape.of(json_bytes)
+    return Shape.from_json(json_bytes)
 
 
 def check_tokenizer(tokenizer: TextTokenizer) -> None:

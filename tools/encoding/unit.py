@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
-from tokenfeed.tools.encoding.batches import Batch, read_batches
+from tokenfeed.tools.encoding.counts import UnitCounts, UnitResult
 from tokenfeed.tools.encoding.engine import (
     Engine,
     EngineName,
@@ -32,13 +32,13 @@ from tokenfeed.tools.encoding.engine import (
     ReferenceEngine,
     Unencodable,
 )
-from tokenfeed.tools.encoding.frame import Frame
-from tokenfeed.tools.encoding.ledger import UnitLedger, UnitResult
 from tokenfeed.tools.encoding.preloading import fast_engine
+from tokenfeed.tools.encoding.record_blocks import RecordBlock, read_record_blocks
 from tokenfeed.tools.encoding.tasks import Samples, Task
+from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TRAIN", "VALIDATION", "Encoded", "Job", "UnitEncoder"]
+__all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
 _SAMPLED_PART = 1000
@@ -46,7 +46,7 @@ _SAMPLED_PART = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class EncodeSettings:
     """What every worker must know, whichever unit it gets."""
 
     folder: Path
@@ -55,7 +55,7 @@ class Job:
     engine: EngineName
     """What makes the ids."""
     vocabulary_size: int
-    frame: Frame
+    frame: Template
     """What stands around the texts of a row."""
     validation: float
     splits: tuple[str, ...]
@@ -89,7 +89,7 @@ class UnitEncoder:
 
     def __init__(
         self,
-        job: Job,
+        job: EncodeSettings,
         on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
         engine: Engine | None = None,
     ) -> None:
@@ -109,7 +109,9 @@ class UnitEncoder:
 
     def answer(self, questions: Questions) -> Answers:
         """What the fast engine gives for some texts; no texts where there is none."""
-        return Answers.of(self._fast, questions.texts) if self._fast else Answers.joined([])
+        return (
+            Answers.from_engine(self._fast, questions.texts) if self._fast else Answers.joined([])
+        )
 
     def encode(self, unit: Unit) -> "Encoded":
         """Write the shards of `unit` and count what became of its records.
@@ -118,10 +120,10 @@ class UnitEncoder:
             EngineFailure: The fast engine broke down.
             CorpusError: There are more rejects than the job allows.
         """
-        ledger = UnitLedger(unit, self._job.max_rejects)
+        ledger = UnitCounts(unit, self._job.max_rejects)
         writers: dict[str, ShardWriter] = {}
         with contextlib.ExitStack() as stack:
-            for batch in read_batches(unit, self._job.task, ledger):
+            for batch in read_record_blocks(unit, self._job.task, ledger):
                 for split, rows in self._encode_batch(batch, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(split, unit.number))
@@ -155,7 +157,7 @@ class UnitEncoder:
             self._job.task.columns,
         )
 
-    def _encode_batch(self, batch: Batch, ledger: UnitLedger) -> dict[str, Rows]:
+    def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
         """Tokenize a batch and deal its rows to the splits; a split without rows is left out."""
         if not len(batch):
             self._on_progress(batch.weight_bytes, 0)
@@ -179,17 +181,17 @@ class UnitEncoder:
         self._on_progress(batch.weight_bytes, sum(len(rows.ids) for rows in dealt.values()))
         return dealt
 
-    def _encode(self, ledger: UnitLedger, texts: list[bytes]) -> Ragged:
+    def _encode(self, ledger: UnitCounts, texts: list[bytes]) -> Ragged:
         """The ids of some texts; enters what else is found out about them."""
         made = self._engine.encode(texts)
         if isinstance(self._engine, FastEngine):
             ledger.routed += self._engine.routed
         if self._fast and self._verifier:
             ledger.audited += len(texts)
-            ledger.differing += Answers.of(self._fast, texts).differing(self._verifier)
+            ledger.differing += Answers.from_engine(self._fast, texts).differing(self._verifier)
         return made
 
-    def _encodable(self, batch: Batch, ledger: UnitLedger) -> Batch:
+    def _encodable(self, batch: RecordBlock, ledger: UnitCounts) -> RecordBlock:
         """The batch without the records that the tokenizer has no ids for, tried one by one."""
         kept = []
         for index in range(len(batch)):
@@ -202,7 +204,7 @@ class UnitEncoder:
                 ledger.reject(int(one.sources[0]), Reject(int(one.records[0]), reason))
         return batch.take(np.array(kept, np.int64))
 
-    def _sampled(self, sample: Batch) -> list[Answers]:
+    def _sampled(self, sample: RecordBlock) -> list[Answers]:
         """Answers for the texts that the records of a sample consist of, if need be cut short."""
         answers: list[Answers] = []
 
@@ -215,7 +217,7 @@ class UnitEncoder:
         return answers
 
 
-def _load_engine(job: Job) -> Engine:
+def _load_engine(job: EncodeSettings) -> Engine:
     """Of the two only the one that is needed: a large vocabulary takes a second to load."""
     path = job.folder / TOKENIZER_FILE
     json_bytes, special = path.read_bytes(), job.splits_special
@@ -229,7 +231,7 @@ def _shard_name(split: str, number: int) -> str:
     return f"{split}/{number:05d}.arrow"
 
 
-def _rows(samples: Samples, batch: Batch, chosen: np.ndarray) -> Rows:
+def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:
     """The chosen rows of a batch, with their origin."""
     rows = np.flatnonzero(chosen)
     per_token = samples.per_token

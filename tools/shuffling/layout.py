@@ -18,7 +18,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.planning.order import permute, stream_key
+from tokenfeed.pipeline.planning.order import derive_key, permute
 from tokenfeed.tools.shuffling.partition import TABLE_BYTES
 
 __all__ = ["Gather", "Layout", "Scatter", "SplitLayout", "bytes_a_token_and_row"]
@@ -125,7 +125,7 @@ class Layout:
     bucket_bytes: int
 
     @classmethod
-    def of(
+    def from_manifest(
         cls, manifest: Manifest, *, seed: int, shard_bytes: int | None, memory_bytes: int
     ) -> "Layout":
         """Args:
@@ -145,7 +145,7 @@ class Layout:
                 num_bytes=num_bytes[name],
                 num_batches=split.batches,
                 num_shards=_num_shards(manifest, split, shard_bytes),
-                key=stream_key(seed, xxhash.xxh3_64_intdigest(f"shuffle {name}".encode())),
+                key=derive_key(seed, xxhash.xxh3_64_intdigest(f"shuffle {name}".encode())),
                 bucket_bytes=bucket_bytes,
             )
             for name, split in _full(manifest)

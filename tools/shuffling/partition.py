@@ -53,7 +53,7 @@ class Columns:
     dtypes: dict[Key, np.dtype[Any]]
 
     @classmethod
-    def of(cls, schema: pa.Schema) -> Self:
+    def from_schema(cls, schema: pa.Schema) -> Self:
         """Those of a shard's schema, and two for the row's length and place."""
         dtypes = {_LENGTH: np.dtype(np.uint32), _PLACE: np.dtype(np.uint32)}
         for field in schema:

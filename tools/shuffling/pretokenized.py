@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
-from tokenfeed.tools.job.claim import UNSHUFFLED_FOLDER, made_by, state_of
-from tokenfeed.tools.job.crew import Server
-from tokenfeed.tools.job.make import make_dataset
-from tokenfeed.tools.job.summary import Summary
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, made_by, state_of
+from tokenfeed.tools.run.crew import Server
 from tokenfeed.tools.shuffling.run import Settings, clear_away, shuffle_into
 
 __all__ = ["make_shuffled_dataset"]

@@ -20,12 +20,12 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, Shuffled, SplitInfo
 from tokenfeed.pipeline.format.storage import atomic_file
-from tokenfeed.tools.job.claim import UNSHUFFLED_FOLDER, claim, recognise, remember, state_of
-from tokenfeed.tools.job.crew import Crew, Server
-from tokenfeed.tools.job.interruption import saying_what_is_kept
-from tokenfeed.tools.job.journal import Journal, is_as_written
-from tokenfeed.tools.job.progress import Bar
-from tokenfeed.tools.job.worker import Worker
+from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, claim, recognise, remember, state_of
+from tokenfeed.tools.run.crew import Crew, Server
+from tokenfeed.tools.run.interruption import saying_what_is_kept
+from tokenfeed.tools.run.journal import Journal, is_as_written
+from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.worker import Worker
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter
 from tokenfeed.tools.shuffling.summary import ShuffleSummary
 from tokenfeed.tools.shuffling.unit import PARTITIONS, Done, Shuffle
@@ -63,11 +63,11 @@ def shuffle_dataset(source: Path, out: Path, settings: Settings) -> ShuffleSumma
     started = time.perf_counter()
     manifest = Manifest.read(source)
     _check_apart(source, out)
-    job = _describe(manifest, settings)
+    recipe = _describe(manifest, settings)
     if state_of(out) == "finished":
-        shuffled = recognise(out, job)
+        shuffled = recognise(out, recipe)
         clear_away(out)
-        return ShuffleSummary.of(
+        return ShuffleSummary.from_manifest(
             shuffled,
             folder=out,
             already_finished=True,
@@ -77,11 +77,11 @@ def shuffle_dataset(source: Path, out: Path, settings: Settings) -> ShuffleSumma
             new_bytes=0,
             seconds=time.perf_counter() - started,
         )
-    return shuffle_into(out, source, manifest, settings, job)
+    return shuffle_into(out, source, manifest, settings, recipe)
 
 
 def shuffle_into(
-    out: Path, source: Path, manifest: Manifest, settings: Settings, job: dict[str, Any]
+    out: Path, source: Path, manifest: Manifest, settings: Settings, recipe: dict[str, Any]
 ) -> ShuffleSummary:
     """Shuffle a data set into a folder that is new, or where the same was begun.
 
@@ -90,29 +90,31 @@ def shuffle_into(
         source: Folder of the data set.
         manifest: Its manifest.
         settings: How it is to be shuffled.
-        job: What is said to have made the result: all that it depends on.
+        recipe: What is said to have made the result: all that it depends on.
     """
     started = time.perf_counter()
     memory_bytes = settings.memory_bytes
-    layout = Layout.of(
+    layout = Layout.from_manifest(
         manifest,
         seed=settings.seed,
         shard_bytes=settings.shard_bytes,
         memory_bytes=memory_bytes,
     )
     units = {"--memory": memory_bytes, "the size of a bucket": layout.bucket_bytes}
-    with claim(out, job | units, Done) as journal:  # what the bytes do not depend on, but the work
-        work = Shuffle.of(source, manifest, out, layout)
+    with claim(
+        out, recipe | units, Done
+    ) as journal:  # what the bytes do not depend on, but the work
+        work = Shuffle.from_manifest(source, manifest, out, layout)
         run = _Run(work, journal, layout.workers(settings.workers, memory_bytes))
         for info in (manifest.tokenizer, manifest.sources, manifest.rejects):
             _copy(source, info, out)
         part_done = run.finish()
-        remember(out, job)
+        remember(out, recipe)
         shuffled = _frozen(manifest, settings.seed, layout, journal)
         shuffled.write(out)
         journal.remove()
     clear_away(out)
-    return ShuffleSummary.of(
+    return ShuffleSummary.from_manifest(
         shuffled,
         folder=out,
         already_finished=False,

@@ -33,7 +33,7 @@ class ShuffleSummary:
     """Shards of the input in 10^6 bytes, as far as this run has shuffled them, over `seconds`."""
 
     @classmethod
-    def of(
+    def from_manifest(
         cls,
         manifest: Manifest,
         *,

@@ -18,8 +18,8 @@ from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.pipeline.planning.mixture import Source
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.planning.mixture import OpenedSplit
+from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter, SplitLayout
 from tokenfeed.tools.shuffling.partition import (
     Columns,
@@ -56,7 +56,7 @@ class Done:
 class Shuffle:
     """What every worker must know, whichever unit it gets."""
 
-    sources: dict[str, Source]
+    sources: dict[str, OpenedSplit]
     """Every split with rows of the data set to shuffle."""
     manifest: Manifest
     """Its manifest."""
@@ -65,10 +65,11 @@ class Shuffle:
     layout: Layout
 
     @classmethod
-    def of(cls, folder: Path, manifest: Manifest, out: Path, layout: Layout) -> Self:
-        """The job of shuffling the data set in `folder` into `out`."""
+    def from_manifest(cls, folder: Path, manifest: Manifest, out: Path, layout: Layout) -> Self:
+        """The recipe of shuffling the data set in `folder` into `out`."""
         sources = {
-            name: Source.of(folder, manifest, manifest.splits[name]) for name in layout.splits
+            name: OpenedSplit.from_manifest(folder, manifest, manifest.splits[name])
+            for name in layout.splits
         }
         return cls(sources=sources, manifest=manifest, folder=out, layout=layout)
 
@@ -82,13 +83,13 @@ class Shuffle:
 class _Shuffler:
     """Does units, one after the other; has one bucket in memory at a time."""
 
-    def __init__(self, job: Shuffle, on_progress: Callable[[float, int], None]) -> None:
-        self._job = job
+    def __init__(self, recipe: Shuffle, on_progress: Callable[[float, int], None]) -> None:
+        self._job = recipe
         self._on_progress = on_progress
-        manifest = job.manifest
+        manifest = recipe.manifest
         self._vocabulary_size = manifest.tokenizer.vocabulary_size
-        self._columns = Columns.of(shard_schema(self._vocabulary_size, manifest.columns))
-        self._readers = {name: WindowReader((source,)) for name, source in job.sources.items()}
+        self._columns = Columns.from_schema(shard_schema(self._vocabulary_size, manifest.columns))
+        self._readers = {name: WindowReader((source,)) for name, source in recipe.sources.items()}
 
     def do(self, unit: Scatter | Gather) -> Done:
         return self._scatter(unit) if isinstance(unit, Scatter) else self._gather(unit)
@@ -159,12 +160,12 @@ class _Bucket:
 class _BucketSource:
     """Rows in their new order, from one bucket after the other."""
 
-    def __init__(self, job: Shuffle, unit: Gather, columns: Columns) -> None:
-        self._split = job.layout.splits[unit.split]
+    def __init__(self, recipe: Shuffle, unit: Gather, columns: Columns) -> None:
+        self._split = recipe.layout.splits[unit.split]
         self._columns = columns
         self._partitions = [
-            job.folder / _partition_name(scatter.number)
-            for scatter in job.layout.scatters
+            recipe.folder / _partition_name(scatter.number)
+            for scatter in recipe.layout.scatters
             if scatter.split == unit.split
         ]
         self._bucket: _Bucket | None = None

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
 )
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.tools.job.journal import Journal, Result, says_its_job
+from tokenfeed.tools.run.journal import Journal, Result, says_its_recipe
 
 __all__ = [
     "MADE_BY_FILE",
@@ -57,7 +57,7 @@ def state_of(folder: Path) -> State:
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not a folder. Give a new or empty folder for the output.")
     names = set(os.listdir(folder))
-    if JOURNAL_FILE in names and (MANIFEST_FILE in names or says_its_job(folder)):
+    if JOURNAL_FILE in names and (MANIFEST_FILE in names or says_its_recipe(folder)):
         return "unfinished"
     if {MANIFEST_FILE, MADE_BY_FILE} <= names:
         return "finished"
@@ -85,25 +85,25 @@ def _check_can_be_made(folder: Path) -> None:
         raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
 
 
-def claim(folder: Path, job: dict[str, Any], kind: type[ResultT]) -> Journal[ResultT]:
+def claim(folder: Path, recipe: dict[str, Any], kind: type[ResultT]) -> Journal[ResultT]:
     """Begin a run in `folder`, or continue the unfinished one there.
 
     Args:
         folder: The output folder; made if need be.
-        job: Everything the output depends on, by the name a user knows it by.
+        recipe: Everything the output depends on, by the name a user knows it by.
         kind: What is kept of a finished unit.
 
     Raises:
         ConfigError: The unfinished run there is of another command or another input.
     """
-    journal = Journal.open(folder, job, kind)
+    journal = Journal.open(folder, recipe, kind)
     if journal.is_new and (folder / MANIFEST_FILE).exists():  # another run has just finished
         journal.remove()
         journal.close()
         raise ConfigError(
             f"{folder}: already holds a finished data set, which another run has just made."
         )
-    if differences := _differences(journal.job, job):
+    if differences := _differences(journal.recipe, recipe):
         journal.close()
         raise ConfigError(
             f"{folder}: holds an unfinished run of another command or input: {differences}. "
@@ -112,37 +112,37 @@ def claim(folder: Path, job: dict[str, Any], kind: type[ResultT]) -> Journal[Res
     return journal
 
 
-def remember(folder: Path, job: dict[str, Any]) -> None:
+def remember(folder: Path, recipe: dict[str, Any]) -> None:
     """Keep what makes the data set in `folder`, for `recognise`."""
-    atomic_write(folder / MADE_BY_FILE, json.dumps(job, indent=1).encode() + b"\n")
+    atomic_write(folder / MADE_BY_FILE, json.dumps(recipe, indent=1).encode() + b"\n")
 
 
 def made_by(folder: Path) -> dict[str, Any]:
-    """The job that made the finished data set in `folder`.
+    """The recipe that made the finished data set in `folder`.
 
     Raises:
         ConfigError: The file that says so is damaged.
     """
     try:
-        job = json.loads((folder / MADE_BY_FILE).read_bytes())
+        recipe = json.loads((folder / MADE_BY_FILE).read_bytes())
     except ValueError:
-        job = None
-    if not isinstance(job, dict):
+        recipe = None
+    if not isinstance(recipe, dict):
         raise ConfigError(
             f"{folder / MADE_BY_FILE}: is damaged, so what made this finished data set is unknown. "
             "Give another folder, or delete this one."
         )
-    return job
+    return recipe
 
 
-def recognise(folder: Path, job: dict[str, Any]) -> Manifest:
-    """The manifest of the finished data set in `folder`, if `job` is what made it.
+def recognise(folder: Path, recipe: dict[str, Any]) -> Manifest:
+    """The manifest of the finished data set in `folder`, if `recipe` is what made it.
 
     Raises:
         ConfigError: It was another command or another input.
         ManifestError: The manifest is damaged, or a file that it names is not there whole.
     """
-    if differences := _differences(made_by(folder), job):
+    if differences := _differences(made_by(folder), recipe):
         raise ConfigError(
             f"{folder}: already holds a finished data set, of another command or input: "
             f"{differences}. Give another folder, or delete this one."

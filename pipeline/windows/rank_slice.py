@@ -14,7 +14,7 @@ import numpy as np
 
 from tokenfeed.pipeline.format.schema import LABEL
 
-__all__ = ["Header", "RaggedBatch", "Share"]
+__all__ = ["Header", "RaggedBatch", "RankSlice"]
 
 _ALIGNMENT = 64  # of each array: a cache line
 
@@ -32,7 +32,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankSlice:
     """Flat arrays of one window."""
 
     epoch: int
@@ -50,7 +50,7 @@ class Share:
 
     A value a micro-batch (M,): `padded` int32, its length T; `targets` int64, labels that a loss
     counts; `filler` bool; `position` int64, micro-batches of the window delivered after it;
-    `ends_gang` bool; over all ranks `digests` uint64 and `tokens` (M, sources) int64.
+    `ends_step` bool; over all ranks `digests` uint64 and `tokens` (M, sources) int64.
     Offsets (M + 1,) int64: `batches` into sequences, `piece_offsets`, `token_offsets`.
 
     Slots, int32: `segments`, with `segment_offsets`, where a document or padding begins, and the
@@ -80,7 +80,7 @@ class Share:
         return Header(self.epoch, self.window, len(self.per_token), tuple(described))
 
     @classmethod
-    def read(cls, header: Header, buffer: memoryview) -> "Share":
+    def read(cls, header: Header, buffer: memoryview) -> "RankSlice":
         """The share in a buffer; all but `index` are views, gone when it is filled again."""
         at, arrays = 0, []
         for name, dtype, shape in header.arrays:
@@ -116,11 +116,11 @@ class RaggedBatch:
         "sequence_lengths",
     )
 
-    def __init__(self, share: Share, number: int) -> None:
+    def __init__(self, share: RankSlice, number: int) -> None:
         index = share.index
         batches, tokens, pieces = index["batches"], index["token_offsets"], index["piece_offsets"]
         self._index, self._number = index, number
-        self._share: Share | None = share
+        self._share: RankSlice | None = share
         self._tokens = slice(int(tokens[number]), int(tokens[number + 1]))
         self._pieces = slice(int(pieces[number]), int(pieces[number + 1]))
         self.sequence_lengths = index["sequence_lengths"][batches[number] : batches[number + 1]]

@@ -1,16 +1,16 @@
-"""A job: one rank's share of a plan, and the data to make it from. Goes to workers as a pickle."""
+"""Makes windows: one rank's slice of a plan, from the data. Goes to workers as a pickle."""
 
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.share import Share
-from tokenfeed.pipeline.planning.window import WindowReader
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
+from tokenfeed.pipeline.windows.reader import WindowReader
 
-__all__ = ["Job"]
+__all__ = ["WindowMaker"]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class WindowMaker:
     """Which share of which plan."""
 
     plan: Plan
@@ -20,6 +20,6 @@ class Job:
     world_size: int
     """How many these are."""
 
-    def read(self, position: Position) -> Share:
+    def read(self, position: Position) -> RankSlice:
         """Decode a window and gather this rank's share of it."""
-        return self.plan.read_share(self.reader, position, self.rank, self.world_size)
+        return self.plan.read_slice(self.reader, position, self.rank, self.world_size)

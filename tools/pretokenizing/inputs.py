@@ -10,13 +10,13 @@ from tokenfeed.tools.encoding.tasks import Labelled, Task
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.options import Options
 
-__all__ = ["Plan"]
+__all__ = ["Inputs"]
 
 _DEFAULT_VALIDATION = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Inputs:
     """Everything that follows from the options and the input, before a tokenizer is known."""
 
     corpus: Corpus
@@ -27,7 +27,7 @@ class Plan:
     validation: float
 
     @classmethod
-    def of(cls, options: Options) -> "Plan":
+    def from_options(cls, options: Options) -> "Inputs":
         """Look at the input.
 
         Raises:

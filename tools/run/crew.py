@@ -1,6 +1,6 @@
 """Worker processes: a program that has imported everything, and the forks it makes of itself.
 
-What they do is the job's to say: it is sent to the program, and begun there. The program can start
+What they do is the work's to say: it is sent to the program, and begun there. The program can start
 before there is anything to do, so that its imports run beside this process's own. Each worker has a
 socket, by which units, results and progress travel, and ends when that closes: a killed run leaves
 nobody writing. Nothing has a name, in the file system or elsewhere, so there is nothing to clear up
@@ -29,13 +29,13 @@ __all__ = [
     "Crew",
     "Done",
     "Failure",
-    "Job",
     "OnProgress",
     "Progress",
     "ResultT",
     "Server",
     "UnitT",
     "Weighed",
+    "Work",
     "WorkerDied",
 ]
 
@@ -68,7 +68,7 @@ Begin = Callable[[Callable[[float, int], None]], Callable[[UnitT], ResultT]]
 weight and tokens of each part of a unit that is done."""
 
 
-class Job(Protocol[_TakenT, _GivenT]):
+class Work(Protocol[_TakenT, _GivenT]):
     """What all workers are to do, whichever unit they get."""
 
     @property
@@ -87,7 +87,7 @@ class Done(NamedTuple):
     """A unit is done."""
 
     result: Any
-    """Whatever the job makes of a unit."""
+    """Whatever the work makes of a unit."""
 
 
 class Failure(NamedTuple):
@@ -111,7 +111,7 @@ class Server:
     def __init__(
         self, modules: Sequence[str] = (), environment: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Start it; it imports `modules`, as far as there are such, and waits for a job.
+        """Start it; it imports `modules`, as far as there are such, and waits for a work.
 
         Args:
             modules: What its workers will need.
@@ -130,15 +130,15 @@ class Server:
         self.is_used = False
 
     def prepare(self, load: Callable[[], None]) -> None:
-        """Have it call something that a job will need, before there is one."""
+        """Have it call something that a work will need, before there is one."""
         with contextlib.suppress(ConnectionError):  # it is gone: forking will tell
             self._control.send(load)
 
-    def fork(self, job: Job[Any, Any], num_workers: int) -> list[Connection]:
-        """Have it make workers for `job`, once, and give the connection to each."""
+    def fork(self, work: Work[Any, Any], num_workers: int) -> list[Connection]:
+        """Have it make workers for `work`, once, and give the connection to each."""
         self.is_used = True
         try:
-            self._control.send((job, num_workers))
+            self._control.send((work, num_workers))
             for _ in range(num_workers):
                 ours, theirs = Pipe()
                 self._workers.append(ours)
@@ -163,7 +163,7 @@ class Crew(Generic[UnitT, ResultT]):
     def __init__(
         self,
         server: Server,
-        job: Job[UnitT, ResultT],
+        work: Work[UnitT, ResultT],
         units: Sequence[UnitT],
         num_workers: int,
         on_progress: OnProgress,
@@ -175,7 +175,7 @@ class Crew(Generic[UnitT, ResultT]):
         self._given: dict[Connection, deque[UnitT]] = {}
         self._urgent: UnitT | None = None
         with self._closing_after_an_error():
-            for connection in server.fork(job, num_workers):
+            for connection in server.fork(work, num_workers):
                 self._given[connection] = deque()
             self._give_all()
 
@@ -254,7 +254,7 @@ def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
 import sys
 sys.path[:] = {path!r}
 try:
-    from tokenfeed.tools.job.worker import main
+    from tokenfeed.tools.run.worker import main
 except (ImportError, MemoryError):  # there is no room for it, which the parent will say
     sys.exit(1)
 main({socket_fd}, {list(modules)!r})

@@ -1,4 +1,4 @@
-"""Audit: the first difference between what two runs delivered, from their saved states.
+"""Compare: the first difference between what two runs delivered, from their saved states.
 
 Equal plans deliver equal rows, so a difference is a setting, a position, or a broken promise. For
 the last, states keep digests at distances that double: they narrow down where two runs parted, and
@@ -7,20 +7,20 @@ reading those windows again tells which of the two is not what the plan says. To
 
 from typing import Any
 
-from tokenfeed.pipeline.planning.job import Job
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered, first_difference, plan_settings_of
+from tokenfeed.pipeline.windows.maker import WindowMaker
 
-__all__ = ["audit"]
+__all__ = ["compare"]
 
 _WORD = (1 << 64) - 1
 
 
-def audit(job: Job, first: dict[str, Any], second: dict[str, Any]) -> str | None:
+def compare(maker: WindowMaker, first: dict[str, Any], second: dict[str, Any]) -> str | None:
     """Compare what two runs delivered.
 
     Args:
-        job: The plan of at least one of them, and its data.
+        maker: The plan of at least one of them, and its data.
         first: A saved state of one run.
         second: A saved state of the other.
 
@@ -33,7 +33,7 @@ def audit(job: Job, first: dict[str, Any], second: dict[str, Any]) -> str | None
     if difference := first_difference(plan_settings_of(first), plan_settings_of(second)):
         name, one, other = difference
         return f"the first run has {name}={one!r}, the second {name}={other!r}"
-    runs = Delivered.of(job.plan, first), Delivered.of(job.plan, second)
+    runs = Delivered.from_state(maker.plan, first), Delivered.from_state(maker.plan, second)
     trails = [run.checkpoints() for run in runs]
     agreed, parted = (0, 0), None
     for windows in sorted(trails[0].keys() & trails[1].keys()):
@@ -43,20 +43,20 @@ def audit(job: Job, first: dict[str, Any], second: dict[str, Any]) -> str | None
             break
         agreed = windows, digests.pop()
     if parted is None:
-        return _compare_ends(job, *runs)
-    expected = (agreed[1] + _replay(job, agreed[0], parted)) & _WORD
+        return _compare_ends(maker, *runs)
+    expected = (agreed[1] + _replay(maker, agreed[0], parted)) & _WORD
     wrong = [
         name
         for name, trail in zip(("first", "second"), trails, strict=True)
         if trail[parted] != expected
     ]
     return (
-        f"the runs agree up to {_name(job, agreed[0])} and differ before {_name(job, parted)}, "
+        f"the runs agree up to {_name(maker, agreed[0])} and differ before {_name(maker, parted)}, "
         f"where the plan does not give what the {' and the '.join(wrong)} run delivered"
     )
 
 
-def _compare_ends(job: Job, first: Delivered, second: Delivered) -> str | None:
+def _compare_ends(maker: WindowMaker, first: Delivered, second: Delivered) -> str | None:
     if first.position != second.position:
         behind, ahead = sorted((first, second), key=lambda run: run.position)
         who = "first" if ahead is first else "second"
@@ -68,16 +68,16 @@ def _compare_ends(job: Job, first: Delivered, second: Delivered) -> str | None:
     return None
 
 
-def _replay(job: Job, start: int, stop: int) -> int:
+def _replay(maker: WindowMaker, start: int, stop: int) -> int:
     """What the windows from `start` up to `stop`, counted over epochs, add to a digest."""
     total = 0
     for number in range(start, stop):
-        epoch, window = divmod(number, job.plan.num_windows)
-        share = job.read(Position(epoch, window, 0))
+        epoch, window = divmod(number, maker.plan.num_windows)
+        share = maker.read(Position(epoch, window, 0))
         total += int(share.index["digests"].sum())
     return total & _WORD
 
 
-def _name(job: Job, windows: int) -> str:
-    epoch, window = divmod(windows, job.plan.num_windows)
+def _name(maker: WindowMaker, windows: int) -> str:
+    epoch, window = divmod(windows, maker.plan.num_windows)
     return f"window {window} of epoch {epoch}"

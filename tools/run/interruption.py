@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tokenfeed.pipeline.errors import TokenfeedError
-from tokenfeed.tools.job.crew import WorkerDied
-from tokenfeed.tools.job.journal import Journal
+from tokenfeed.tools.run.crew import WorkerDied
+from tokenfeed.tools.run.journal import Journal
 
 __all__ = ["saying_what_is_kept"]
 

@@ -12,7 +12,7 @@ from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engine import EngineName, ReferenceEngine
 
-__all__ = ["SourceCounts", "UnitLedger", "UnitResult", "too_many_rejects"]
+__all__ = ["SourceCounts", "UnitCounts", "UnitResult", "too_many_rejects"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class UnitResult:
     """Rows by length, of the same splits."""
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
-    """Source, record and reason, in the order of the input."""
+    """InputFile, record and reason, in the order of the input."""
     engine: EngineName = ReferenceEngine.name
     """What made the ids: the unit counts for no other."""
     audited: int = 0
@@ -54,7 +54,7 @@ class UnitResult:
         return tuple(self.shards.values())
 
 
-class UnitLedger:
+class UnitCounts:
     """Counts by source; those of a unit are in order and near each other, so arrays will do."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Part, Unit
-from tokenfeed.tools.encoding.ledger import UnitLedger
+from tokenfeed.tools.encoding.counts import UnitCounts
 from tokenfeed.tools.encoding.tasks import Task
 
-__all__ = ["Batch", "read_batches"]
+__all__ = ["RecordBlock", "read_record_blocks"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _BATCH_RECORDS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class RecordBlock:
     """Records that are encoded together."""
 
     values: dict[str, list[Any]]
@@ -43,15 +43,17 @@ class Batch:
     def __len__(self) -> int:
         return len(self.records)
 
-    def take(self, kept: np.ndarray) -> "Batch":
+    def take(self, kept: np.ndarray) -> "RecordBlock":
         """The records at the given places."""
         values = {name: [column[index] for index in kept] for name, column in self.values.items()}
-        return Batch(values, self.sources[kept], self.records[kept], self.split, self.weight_bytes)
+        return RecordBlock(
+            values, self.sources[kept], self.records[kept], self.split, self.weight_bytes
+        )
 
 
-def read_batches(unit: Unit, task: Task, ledger: UnitLedger) -> Iterator[Batch]:
+def read_record_blocks(unit: Unit, task: Task, ledger: UnitCounts) -> Iterator[RecordBlock]:
     """The usable records of a unit, in order; the others go straight to `ledger`."""
-    pending: list[Batch] = []
+    pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
     for part in unit.parts:
         for records in read_records(part, task.fields):
@@ -70,12 +72,14 @@ def read_batches(unit: Unit, task: Task, ledger: UnitLedger) -> Iterator[Batch]:
         yield _joined(pending)
 
 
-def _batch(part: Part, records: Records) -> Batch:
+def _batch(part: Part, records: Records) -> RecordBlock:
     sources = np.full(len(records), part.source.index, np.uint32)
-    return Batch(records.fields, sources, records.numbers, part.source.split, records.weight_bytes)
+    return RecordBlock(
+        records.fields, sources, records.numbers, part.source.split, records.weight_bytes
+    )
 
 
-def _fitting(batch: Batch, task: Task, ledger: UnitLedger) -> Batch:
+def _fitting(batch: RecordBlock, task: Task, ledger: UnitCounts) -> RecordBlock:
     """The batch without records whose fields do not fit together."""
     unusable = task.unusable(batch.values)
     if not unusable:
@@ -85,11 +89,11 @@ def _fitting(batch: Batch, task: Task, ledger: UnitLedger) -> Batch:
     return batch.take(np.setdiff1d(np.arange(len(batch)), [*unusable]))
 
 
-def _joined(batches: list[Batch]) -> Batch:
+def _joined(batches: list[RecordBlock]) -> RecordBlock:
     if len(batches) == 1:
         return batches[0]
     names = batches[0].values
-    return Batch(
+    return RecordBlock(
         {name: [value for batch in batches for value in batch.values[name]] for name in names},
         np.concatenate([batch.sources for batch in batches]),
         np.concatenate([batch.records for batch in batches]),

@@ -8,9 +8,9 @@ workers; and each term holds its place, so another order is another digest. Torc
 import numpy as np
 
 from tokenfeed.pipeline.planning.batching import WindowPlan, offsets_of
-from tokenfeed.pipeline.planning.order import mix64, stream_key
+from tokenfeed.pipeline.planning.order import derive_key, mix64
 from tokenfeed.pipeline.planning.rounds import Rounds
-from tokenfeed.pipeline.planning.window import Spans
+from tokenfeed.pipeline.windows.reader import Spans
 
 __all__ = ["digests", "tokens_by_source"]
 
@@ -43,7 +43,7 @@ def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: 
     hashes ^= hashes >> np.uint64(32)
     of_batch = np.add.reduceat(hashes, offsets[:-1] - offsets[0])
     place = np.arange(first, first + len(of_batch)).astype(np.uint64)
-    place += np.uint64(stream_key(epoch, window))
+    place += np.uint64(derive_key(epoch, window))
     terms = mix64(of_batch ^ mix64(place))
     return np.add.reduceat(terms, rounds.starts - first)
 

@@ -15,24 +15,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.sources import InputFile
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
+from tokenfeed.tools.encoding.counts import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.engine import (
     EngineFailure,
     EngineUnavailable,
     FastEngine,
     ReferenceEngine,
 )
-from tokenfeed.tools.encoding.ledger import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import Encoded, Job
-from tokenfeed.tools.job.crew import SMALL_BYTES, Crew, Server
-from tokenfeed.tools.job.interruption import saying_what_is_kept
-from tokenfeed.tools.job.journal import Journal
-from tokenfeed.tools.job.progress import Bar
-from tokenfeed.tools.job.worker import Worker
+from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
+from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server
+from tokenfeed.tools.run.interruption import saying_what_is_kept
+from tokenfeed.tools.run.journal import Journal
+from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.worker import Worker
 
 __all__ = ["EngineRefused", "Run", "is_small", "run_units"]
 
@@ -46,10 +46,10 @@ _Result = Encoded | Answers
 class Run:
     """What is to be done, by how many, and who is to be believed."""
 
-    job: Job
+    job: EncodeSettings
     tokenizer: TextTokenizer
     units: tuple[Unit, ...]
-    sources: tuple[Source, ...]
+    sources: tuple[InputFile, ...]
     workers: int
     audit: Audit
     """Compares the engines, for a job that audits."""
@@ -72,7 +72,7 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
+def run_units(run: Run, journal: Journal[UnitResult]) -> EncodeSettings:
     """Encode the units that the journal does not have yet, and enter each as it is done.
 
     Returns:
@@ -93,7 +93,7 @@ def run_units(run: Run, journal: Journal[UnitResult]) -> Job:
         return job
 
 
-def _trusting(run: Run, journal: Journal[UnitResult]) -> Job | None:
+def _trusting(run: Run, journal: Journal[UnitResult]) -> EncodeSettings | None:
     """Run by the engine that was chosen; None where that must not be, or comes to nothing."""
     if run.job.engine == ReferenceEngine.name or journal.distrusted:
         return None
@@ -108,11 +108,11 @@ def _trusting(run: Run, journal: Journal[UnitResult]) -> Job | None:
         if not run.falls_back:
             raise EngineRefused(f"{reason}. Leave out `--engine`.") from None
         logger.warning("%s: `tokenizers` encodes everything, which takes longer", reason)
-        journal.distrust(str(reason))
+        journal.reject(str(reason))
     return None
 
 
-def _run(run: Run, job: Job, journal: Journal[UnitResult]) -> None:
+def _run(run: Run, job: EncodeSettings, journal: Journal[UnitResult]) -> None:
     """Encode what is missing; ends early where the fast engine, if that is it, proves wrong."""
     done = {n: result for n, result in journal.results.items() if result.engine == job.engine}
     if len(done) < len(journal.results) and job.engine != ReferenceEngine.name:
@@ -154,12 +154,12 @@ class _Alone:
 
 @contextlib.contextmanager
 def _crew(
-    run: Run, job: Job, units: list[_Work], bar: Bar
+    run: Run, job: EncodeSettings, units: list[_Work], bar: Bar
 ) -> Iterator[Crew[_Work, _Result] | _Alone]:
     """Whoever encodes `units`; of processes none is left when the block ends."""
     if is_small(run.units) or not units:
         is_reference = job.engine == ReferenceEngine.name
-        engine = (ReferenceEngine if is_reference else FastEngine.of)(run.tokenizer)
+        engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
         worker = Worker(partial(job.begin, engine=engine))
         worker.on_progress = bar.advance
         yield _Alone(worker, units)
@@ -180,7 +180,9 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
     )
 
 
-def _check(run: Run, job: Job, journal: Journal[UnitResult], results: list[UnitResult]) -> None:
+def _check(
+    run: Run, job: EncodeSettings, journal: Journal[UnitResult], results: list[UnitResult]
+) -> None:
     """Look at what has just been finished: are ids to be believed, and rejects few enough?"""
     if job.engine != ReferenceEngine.name:
         _believe(run.audit.differing)

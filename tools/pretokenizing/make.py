@@ -19,21 +19,21 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
-from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.preloading import preload
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
-from tokenfeed.tools.encoding.unit import Job
-from tokenfeed.tools.job.claim import State, claim, recognise, remember, state_of, withdraw
-from tokenfeed.tools.job.crew import Server
-from tokenfeed.tools.job.freeze import REJECTS_FILE, freeze
-from tokenfeed.tools.job.journal import Journal
-from tokenfeed.tools.job.plan import Plan
-from tokenfeed.tools.job.runner import EngineRefused, Run, is_small, run_units
-from tokenfeed.tools.job.summary import Summary
+from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, freeze
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, is_small, run_units
+from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.run.claim import State, claim, recognise, remember, state_of, withdraw
+from tokenfeed.tools.run.crew import Server
+from tokenfeed.tools.run.journal import Journal
 
 __all__ = ["make_dataset"]
 
@@ -61,7 +61,7 @@ def make_dataset(
     tokenizer = _given_tokenizer(options, folder, state)
     if tokenizer and server:
         server.prepare(_preloading(options, folder, tokenizer))
-    plan = Plan.of(options)
+    plan = Inputs.from_options(options)
     training_started = time.perf_counter()
     tokenizer = tokenizer or _trained_tokenizer(options, plan, folder)
     training_seconds = time.perf_counter() - training_started
@@ -79,7 +79,7 @@ def make_dataset(
             resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
             manifest = _encode(options, plan, tokenizer, folder, journal, server)
         new_bytes = manifest.ledger.bytes - resumed_bytes
-    return Summary.of(
+    return Summary.from_manifest(
         manifest,
         folder=folder,
         tokenizer=tokenizer,
@@ -114,7 +114,7 @@ def _text_bytes(journal: Journal[UnitResult]) -> int:
 
 def _encode(
     options: Options,
-    plan: Plan,
+    plan: Inputs,
     tokenizer: TextTokenizer,
     folder: Path,
     journal: Journal[UnitResult],
@@ -133,20 +133,20 @@ def _encode(
     if not any(result.shards for result in results):
         withdraw(journal, plan.splits)
         raise _no_document(plan.corpus, results)
-    remember(folder, journal.job)
+    remember(folder, journal.recipe)
     manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
     journal.remove()
     return manifest
 
 
 def _plan_run(
-    options: Options, plan: Plan, tokenizer: TextTokenizer, folder: Path, server: Server | None
+    options: Options, plan: Inputs, tokenizer: TextTokenizer, folder: Path, server: Server | None
 ) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small."""
     falls_back = options.engine == "auto"
     is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
-    job = Job(
+    job = EncodeSettings(
         folder=folder,
         task=plan.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
@@ -181,7 +181,7 @@ def _given_tokenizer(options: Options, folder: Path, state: State) -> TextTokeni
     return None
 
 
-def _trained_tokenizer(options: Options, plan: Plan, folder: Path) -> TextTokenizer:
+def _trained_tokenizer(options: Options, plan: Inputs, folder: Path) -> TextTokenizer:
     logger.info("training a tokenizer on a sample of the corpus")
     json_bytes = train_tokenizer_json(
         plan.units,
@@ -220,7 +220,7 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _describe(options: Options, plan: Plan, tokenizer: TextTokenizer) -> dict[str, Any]:
+def _describe(options: Options, plan: Inputs, tokenizer: TextTokenizer) -> dict[str, Any]:
     """All that the output depends on, in words a user can compare."""
     sources = plan.corpus.sources
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]

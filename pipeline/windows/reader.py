@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.planning.batching import WindowPlan, offsets_of, regroup
-from tokenfeed.pipeline.planning.mixture import Source
+from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.planning.rounds import Rounds
 
 __all__ = ["Spans", "Window", "WindowReader", "gather"]
@@ -39,7 +39,9 @@ class WindowReader:
     """Decodes any record batches of some sources; keeps the most recent shards open, and of small
     sources all that it has decoded."""
 
-    def __init__(self, sources: tuple[Source, ...], columns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, sources: tuple[OpenedSplit, ...], columns: tuple[str, ...] | None = None
+    ) -> None:
         """Open nothing yet; `columns` are those to read beside the ids, None for all."""
         self._shards = [(source, info) for source in sources for info in source.split.shards]
         self._batch_ends = np.cumsum([info.batches for _, info in self._shards])
@@ -101,7 +103,7 @@ class Spans:
     """Tokens, int32."""
 
     @classmethod
-    def of(cls, window: Window, plan: WindowPlan) -> "Spans":
+    def from_window(cls, window: Window, plan: WindowPlan) -> "Spans":
         """The spans of a planned window."""
         cut, pieces = plan.cut, plan.pieces
         lengths = cut.lengths.astype(np.int32)[pieces]
@@ -118,7 +120,7 @@ def gather(
     """Copy one rank's micro-batches out of a decoded window, in the order of delivery.
 
     Returns:
-        Values a token, and what stands beside them: both as `Share` documents them.
+        Values a token, and what stands beside them: both as `RankSlice` documents them.
     """
     batches, sequences, chosen = _pick(plan, rounds)
     pieces = plan.pieces[chosen]

@@ -17,7 +17,7 @@ __all__ = ["lay_out"]
 def lay_out(
     per_token: dict[str, np.ndarray], arrays: dict[str, np.ndarray], batching: Batching
 ) -> dict[str, np.ndarray]:
-    """Compute what `Share` documents of sequences, micro-batches and slots.
+    """Compute what `RankSlice` documents of sequences, micro-batches and slots.
 
     Args:
         per_token: Values a token; see `gather`.

@@ -22,12 +22,12 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
-from tokenfeed.tools.corpus.sources import Source
+from tokenfeed.tools.corpus.sources import InputFile
 from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
-from tokenfeed.tools.encoding.ledger import UnitResult
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.encoding.unit import TRAIN, Job
+from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "freeze"]
 
@@ -36,8 +36,8 @@ _COUNTS = ("bytes", "written", "empty", "rejected")
 
 
 def freeze(
-    job: Job,
-    sources: tuple[Source, ...],
+    job: EncodeSettings,
+    sources: tuple[InputFile, ...],
     tokenizer: TextTokenizer,
     audit: Audit,
     results: list[UnitResult],
@@ -73,7 +73,9 @@ def freeze(
     return manifest
 
 
-def _source_ledgers(sources: tuple[Source, ...], results: list[UnitResult]) -> list[dict[str, Any]]:
+def _source_ledgers(
+    sources: tuple[InputFile, ...], results: list[UnitResult]
+) -> list[dict[str, Any]]:
     counts = np.zeros((len(sources), len(_COUNTS)), np.int64)
     for result in results:
         for source in result.sources:
@@ -117,7 +119,7 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 
 
 def _tokenizer_info(
-    job: Job, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
+    job: EncodeSettings, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
 ) -> TokenizerInfo:
     is_fast = job.engine != ReferenceEngine.name
     return TokenizerInfo(
@@ -138,7 +140,7 @@ def _tokenizer_info(
     )
 
 
-def _place(source: Source, record: int) -> dict[str, int]:
+def _place(source: InputFile, record: int) -> dict[str, int]:
     """A record's number, and the line it stands on where that is known, counted from 1."""
     line = {"line": record + 1} if source.format == "jsonl" else {}
     return line | {"record": record}

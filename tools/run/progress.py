@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from tokenfeed.tools.job.crew import Progress, Weighed
+from tokenfeed.tools.run.crew import Progress, Weighed
 
 if TYPE_CHECKING:
     import rich.progress

@@ -9,7 +9,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
-from tokenfeed.tools.job.freeze import REJECTS_FILE
+from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
 
 __all__ = ["Summary"]
 
@@ -66,7 +66,7 @@ class Summary:
     """Text of this run, without what was resumed, in 10^6 bytes, over the rest of `seconds`."""
 
     @classmethod
-    def of(
+    def from_manifest(
         cls,
         manifest: Manifest,
         *,

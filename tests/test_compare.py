@@ -1,4 +1,4 @@
-"""An audit names the first difference between two runs, and which of them left the plan."""
+"""An compare names the first difference between two runs, and which of them left the plan."""
 
 import json
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def deviate(loader: ShardLoader, after: int) -> State:
 
 def test_runs_that_delivered_the_same_have_no_difference(folder: Path) -> None:
     state = state_after(folder, 30)
-    assert open_loader(folder).audit(state, state_after(folder, 30, num_workers=1)) is None
+    assert open_loader(folder).compare(state, state_after(folder, 30, num_workers=1)) is None
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,15 @@ def test_runs_that_delivered_the_same_have_no_difference(folder: Path) -> None:
     [
         ({"seed": 4}, "the first run has seed=0, the second seed=4"),
         ({"batching": Fixed(8)}, "the first run has batching="),
-        ({"gang_size": 3}, "the first run has gang_size=1, the second gang_size=3"),
+        (
+            {"micro_batches_per_step": 3},
+            "the first run has micro_batches_per_step=1, the second micro_batches_per_step=3",
+        ),
     ],
 )
 def test_a_setting_that_differs_is_named_first(folder: Path, options: State, message: str) -> None:
     first, second = state_after(folder, 9), state_after(folder, 9, **options)
-    found = open_loader(folder).audit(first, second)
+    found = open_loader(folder).compare(first, second)
     assert found is not None
     assert found.startswith(message)
 
@@ -65,9 +68,9 @@ def test_a_setting_that_differs_is_named_first(folder: Path, options: State, mes
 @pytest.mark.parametrize(("behind", "ahead"), [(3, 4), (5, 70)])
 def test_the_run_that_has_gone_further_is_named(folder: Path, behind: int, ahead: int) -> None:
     states = [state_after(folder, batches) for batches in (behind, ahead)]
-    audit = open_loader(folder).audit
-    assert str(audit(*states)).startswith("the second run has gone further, to Position(")
-    assert str(audit(*states[::-1])).startswith("the first run has gone further")
+    compare = open_loader(folder).compare
+    assert str(compare(*states)).startswith("the second run has gone further, to Position(")
+    assert str(compare(*states[::-1])).startswith("the first run has gone further")
 
 
 @pytest.mark.parametrize("after", [0, 17, 40])
@@ -78,12 +81,12 @@ def test_a_run_that_left_the_plan_is_found_with_the_windows_it_did_so_in(
         return open_loader(folder, Padded(max_tokens=2048), epochs=None)
 
     good, bad = deviate(fresh(), 10**9), deviate(fresh(), after)
-    found = str(fresh().audit(good, bad))
+    found = str(fresh().compare(good, bad))
     assert found.endswith("what the second run delivered"), found
     agree, differ = _windows(found, good)
     parted = _window_of(fresh(), after)
     assert agree <= parted < differ
-    assert str(fresh().audit(bad, good)).endswith("what the first run delivered")
+    assert str(fresh().compare(bad, good)).endswith("what the first run delivered")
 
 
 def _windows(found: str, state: State) -> tuple[int, int]:
@@ -109,4 +112,4 @@ def test_what_is_no_state_is_refused(folder: Path, damage: Callable[[State], obj
     damage(damaged)
     for states in ((damaged, state), (state, damaged)):
         with pytest.raises(ResumeError, match="no loader state"):
-            open_loader(folder).audit(*states)
+            open_loader(folder).compare(*states)

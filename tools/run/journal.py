@@ -1,6 +1,6 @@
 """The journal: what an unfinished run has behind it, so that the same command continues there.
 
-`.journal.jsonl` in the output folder. Its first line says what job this is; each further line is
+`.journal.jsonl` in the output folder. Its first line says what recipe this is; each further line is
 one finished unit, appended and synced when the unit's shards are in place; or it says that the fast
 engine was found wrong, and then no unit before it counts. A kill can only cut the last line short,
 which then counts as not written. One run at a time holds it, by a file lock.
@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
 
-__all__ = ["Journal", "Result", "is_as_written", "says_its_job"]
+__all__ = ["Journal", "Result", "is_as_written", "says_its_recipe"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Journal(Generic[ResultT]):
     def __init__(self, folder: Path, file: io.FileIO, kind: type[ResultT]) -> None:
         """Use `open`."""
         self.path = folder / JOURNAL_FILE
-        self.job: dict[str, Any] = {}
+        self.recipe: dict[str, Any] = {}
         self.results: dict[int, ResultT] = {}
         """Finished units by number."""
         self.distrusted = False
@@ -64,10 +64,10 @@ class Journal(Generic[ResultT]):
         self._lock()
 
     @classmethod
-    def open(cls, folder: Path, job: dict[str, Any], kind: type[ResultT]) -> "Journal[ResultT]":
-        """Open the journal that an unfinished run left in `folder`, or begin one for `job`.
+    def open(cls, folder: Path, recipe: dict[str, Any], kind: type[ResultT]) -> "Journal[ResultT]":
+        """Open the journal that an unfinished run left in `folder`, or begin one for `recipe`.
 
-        Its results are of the given kind; of another job's journal only the job is read.
+        Its results are of the given kind; of another recipe's journal only the recipe is read.
 
         Raises:
             ConfigError: Another run is writing into this folder.
@@ -78,11 +78,11 @@ class Journal(Generic[ResultT]):
         path = folder / JOURNAL_FILE
         file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the run
         journal = cls(folder, file, kind)
-        journal._load(job)
+        journal._load(recipe)
         journal.made_folders = missing
-        if not journal.job:
-            journal._write(job)
-            journal.job = job
+        if not journal.recipe:
+            journal._write(recipe)
+            journal.recipe = recipe
             journal.is_new = True
         return journal
 
@@ -91,7 +91,7 @@ class Journal(Generic[ResultT]):
         self._write(dataclasses.asdict(result))  # type: ignore[call-overload]
         self.results[result.unit] = result
 
-    def distrust(self, reason: str) -> None:
+    def reject(self, reason: str) -> None:
         """Record that the fast engine is wrong: what it has made is to be made again."""
         self._write({_DISTRUSTED: reason})
         self.distrusted = True
@@ -133,14 +133,14 @@ class Journal(Generic[ResultT]):
                 f"{self.path.parent}: another run is writing here. Wait for it or end it."
             )
 
-    def _load(self, job: dict[str, Any]) -> None:
+    def _load(self, recipe: dict[str, Any]) -> None:
         self._file.seek(0)
         content = self._file.read()
         whole = content.rfind(b"\n") + 1
         try:
             lines = [_decoded(line) for line in content[:whole].splitlines()]
-            self.job = lines[0] if lines else {}
-            for line in lines[1:] if self.job == job else []:
+            self.recipe = lines[0] if lines else {}
+            for line in lines[1:] if self.recipe == recipe else []:
                 self._enter(line)
         except (ValueError, RecursionError) as error:  # msgspec's errors are kinds of ValueError
             self.close()
@@ -177,7 +177,7 @@ class Journal(Generic[ResultT]):
         return all(is_as_written(self.path.parent, info) for info in result.files)
 
 
-def says_its_job(folder: Path) -> bool:
+def says_its_recipe(folder: Path) -> bool:
     """Whether the journal in `folder` is anyone's: a kill or a full disk can leave one without a
     whole first line, and whoever comes next has it."""
     try:

@@ -1,6 +1,6 @@
-"""The workers' side of a crew: a program that begins a job once, forks, and serves units.
+"""The workers' side of a crew: a program that begins a work once, forks, and serves units.
 
-It forks when the job is begun and nothing done yet, for threads, like a tokenizer's, do not survive
+It forks when the work is begun and nothing done yet: threads, like a tokenizer's, do not survive
 a fork; what was loaded is then memory that all workers share. A worker whose socket closes ends at
 once, whatever it is doing: nobody wants its unit any more.
 """
@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Generic, NoReturn
 
 from tokenfeed.tools.console import log_to_stderr
-from tokenfeed.tools.job.crew import (
+from tokenfeed.tools.run.crew import (
     Begin,
     Done,
     Failure,
@@ -37,13 +37,13 @@ class Worker(Generic[UnitT, ResultT]):
     """Does units, and says how far it is."""
 
     def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
-        """Begin a job."""
+        """Begin a work."""
         self.on_progress: OnProgress = lambda progress: None
         self._left_bytes = 0.0
         self._do = begin(self._count)
 
     def do(self, unit: UnitT) -> ResultT:
-        """What the job makes of a unit."""
+        """What the work makes of a unit."""
         self._left_bytes = unit.weight_bytes
         result = self._do(unit)
         self._count(self._left_bytes, 0)
@@ -57,24 +57,24 @@ class Worker(Generic[UnitT, ResultT]):
 
 
 def main(socket_fd: int, modules: list[str]) -> None:
-    """The program: wait for a job, begin it, fork its workers, outlive them."""
+    """The program: wait for a work, begin it, fork its workers, outlive them."""
     log_to_stderr()
-    for name in modules:  # before a job is known there is time for it
-        with contextlib.suppress(Exception):  # beginning the job will tell
+    for name in modules:  # before a work is known there is time for it
+        with contextlib.suppress(Exception):  # beginning the work will tell
             importlib.import_module(name)
     control = Connection(socket_fd)
     try:
         while callable(message := control.recv()):
             message()
-        job, num_workers = message
+        work, num_workers = message
         connections = [Connection(recv_handle(control)) for _ in range(num_workers)]
     except (EOFError, ConnectionError):
         return  # nobody wants any
-    except (ImportError, MemoryError):  # there is no room for the job, which the parent will say
+    except (ImportError, MemoryError):  # there is no room for the work, which the parent will say
         sys.exit(1)
     control.close()
     try:
-        worker: Worker[Any, Any] = Worker(job.begin)
+        worker: Worker[Any, Any] = Worker(work.begin)
     except BaseException as error:
         _say_failed(connections, error)
     else:

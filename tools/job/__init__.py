@@ -1,1 +1,0 @@
-"""A run of `pretokenize`: who may write, what is done, who does it, and what is left at the end."""

@@ -1,0 +1,1 @@
+"""What every long run needs: whose folder it is, what is done, and workers that do it."""
