@@ -35,7 +35,7 @@ from rich.table import Table
 
 from tokenfeed import Manifest, Packed, ShardLoader
 from tokenfeed.pipeline.feeding import loader
-from tokenfeed.pipeline.planning.mixture import OpenedSplit
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 ROWS = (10**6, 10**7, 10**8, 10**9)
@@ -53,9 +53,7 @@ class StandIn(WindowReader):
     real: WindowReader
     num_batches: int
 
-    def __init__(
-        self, sources: tuple[OpenedSplit, ...], columns: tuple[str, ...] | None = None
-    ) -> None:
+    def __init__(self, sources: tuple[OpenedSplit, ...]) -> None:
         """The large data set's shards do not exist, so nothing of it is kept."""
 
     def read(self, batches: np.ndarray) -> Window:
@@ -103,7 +101,7 @@ def make_loader(folder: Path, **options: Any) -> ShardLoader:
 
 def run_case(real: Path, large: Path) -> dict[str, Any]:
     """Everything about one size, in this process."""
-    StandIn.real = WindowReader(loader.open_sources(real, "train"), ())
+    StandIn.real = WindowReader(open_splits([real], "train"))
     StandIn.num_batches = Manifest.read(real).split("train").batches
     loader.WindowReader = StandIn  # type: ignore[misc]
     measured: dict[str, Any] = {}

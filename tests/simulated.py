@@ -20,9 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import Lease
-from tokenfeed.pipeline.planning.policy import Padded
-from tokenfeed.pipeline.windows.layout import lay_out
-from tokenfeed.pipeline.windows.rank_slice import RankSlice
+from tokenfeed.pipeline.windows.layout import Sequences, lay_out
+from tokenfeed.pipeline.windows.rank_slice import Index, PieceIndex, RankSlice, RoundIndex
 
 __all__ = ["FakeEvent", "FakeSource", "FakeStream", "SimulatedCuda", "simulate"]
 
@@ -246,8 +245,16 @@ class FakeSource:
 def slice_of(first: int, count: int) -> RankSlice:
     """Micro-batches of one token, which is their number."""
     per_token = {"input_ids": np.arange(first, first + count, dtype=np.uint16)}
-    index = {"lengths": np.ones(count, np.int32), "batches": np.arange(count + 1)}
-    index |= lay_out(per_token, index, Padded(1)) | {"filler": np.zeros(count, bool)}
+    numbers, lengths, batches = np.arange(count), np.ones(count, np.int32), np.arange(count + 1)
+    layout = lay_out(Sequences(lengths, batches), 1, packs=False)
+    rounds = RoundIndex(
+        filler=np.zeros(count, bool),
+        position=numbers + 1,
+        ends_step=np.ones(count, bool),
+        digests=np.zeros(count, np.uint64),
+        tokens=np.ones((count, 1), np.int64),
+    )
+    index = Index(PieceIndex(numbers, lengths, batches), layout, rounds)
     return RankSlice(0, 0, per_token, index, index)
 
 

@@ -19,6 +19,7 @@ from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
 from tokenfeed.pipeline.planning.rounds import deal_rounds
+from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
 PAD = 9
@@ -36,13 +37,14 @@ class Case:
     world_size: int = 1
 
     def buffered(self) -> tuple[RankSlice, bytearray]:
-        """The rank's share, read from a buffer."""
+        """The rank's slice, read from a buffer."""
         plan, reader = plan_in_memory(
             [self.rows], self.batching, micro_batches_per_step=self.micro_batches_per_step
         )
-        share = plan.read_slice(reader, Position(0, 0, self.first), self.rank, self.world_size)
-        buffer = bytearray(share.num_bytes)
-        return RankSlice.read(share.write(memoryview(buffer)), memoryview(buffer)), buffer
+        maker = WindowMaker(plan, reader, self.rank, self.world_size)
+        made = maker.make(Position(0, 0, self.first))
+        buffer = bytearray(made.num_bytes)
+        return RankSlice.read(made.write(memoryview(buffer)), memoryview(buffer)), buffer
 
     def ragged(self) -> list[RaggedBatch]:
         return list(self.buffered()[0].batches())
@@ -53,7 +55,7 @@ class Case:
         planned = plan_window(
             self.rows.lengths,
             self.batching,
-            micro_batches_per_step=self.micro_batches_per_step,
+            step_size=self.micro_batches_per_step,
             draw=order.draw(0, 0),
         )
         batches = [batch for step in spans_of(planned) for batch in step]

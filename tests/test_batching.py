@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
-from tokenfeed.pipeline.planning.mixture import open_sources
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
@@ -300,7 +300,7 @@ def test_impossible_policies_are_refused(make: object, message: str) -> None:
 def test_rows_that_may_not_be_cut_are_refused_at_the_start(
     make_dataset: MakeDataset, task: str, batching: Batching, message: str | None
 ) -> None:
-    sources = open_sources(make_dataset([3, 50, 20], task=task), "train")
+    sources = open_splits([make_dataset([3, 50, 20], task=task)], "train")
 
     def plan() -> Plan:
         return Plan.from_splits(
@@ -308,7 +308,7 @@ def test_rows_that_may_not_be_cut_are_refused_at_the_start(
             None,
             batching,
             split="train",
-            step_size=1,
+            micro_batches_per_step=1,
             window_tokens=None,
             seed=0,
             shuffle=True,

@@ -1,6 +1,5 @@
 """What is said of mixing is about what comes of it."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,7 @@ def source_of(lengths: np.ndarray, *, shuffled: bool = False) -> Any:
     )
     split = SplitInfo(shards=(shard,), length_histogram=tuple(length_histogram(lengths).tolist()))
     return SimpleNamespace(
-        folder=Path("memory"),
+        name="memory",
         split=split,
         rows=split.rows,
         tokens=split.tokens,

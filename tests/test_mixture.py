@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.schema import task_columns
-from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, OpenedSplit, mix, open_sources
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policy import Padded
@@ -48,7 +50,7 @@ class Mixed:
 def sized(batches: int, tokens_per_batch: int, spare: int) -> OpenedSplit:
     unknown: Any = None
     tokens = batches * tokens_per_batch + spare
-    return OpenedSplit(Path("memory"), Path("/memory"), unknown, unknown, batches, tokens, batches)
+    return OpenedSplit(LocalStore.from_path("memory"), unknown, unknown, batches, tokens, batches)
 
 
 @st.composite
@@ -177,24 +179,24 @@ def test_sources_that_do_not_fit_each_other_are_refused(
 ) -> None:
     left, right = write(tmp_path / "left", **first), write(tmp_path / "right", **other)
     with pytest.raises(ConfigError, match=message) as error:
-        open_sources(Mixture({left: 1, right: 1}), "train")
+        open_splits({left: 1, right: 1}, "train")
     assert str(left) in str(error.value)
     assert str(right) in str(error.value)
-    assert len(open_sources(Mixture({left: 1}), "train")) == 1
+    assert len(open_splits({left: 1}, "train")) == 1
 
 
 def test_a_source_without_rows_is_refused_by_name(tmp_path: Path) -> None:
     full, empty = write(tmp_path / "full"), write(tmp_path / "empty", rows=0)
     with pytest.raises(ConfigError, match=r"empty: the split `train` holds no rows"):
-        open_sources(Mixture({full: 1, empty: 1}), "train")
+        open_splits({full: 1, empty: 1}, "train")
     with pytest.raises(ManifestError, match="nowhere"):
-        open_sources(Mixture({full: 1, tmp_path / "nowhere": 1}), "train")
+        open_splits({full: 1, tmp_path / "nowhere": 1}, "train")
 
 
 def test_a_source_without_the_split_is_refused_by_name(tmp_path: Path) -> None:
     full, other = write(tmp_path / "full"), write(tmp_path / "other", split="validation")
     with pytest.raises(ManifestError, match="`train`") as error:
-        open_sources(Mixture({full: 1, other: 1}), "train")
+        open_splits({full: 1, other: 1}, "train")
     assert str(other) in str(error.value), "which of the data sets has no such split?"
 
 
@@ -207,7 +209,7 @@ def test_record_batches_of_a_mixture_are_read_from_their_own_source(
         write_rows(tmp_path / f"{n}", {"train": part}, VOCABULARY_SIZE, num_shards=2)
         for n, part in enumerate(rows)
     ]
-    sources = open_sources(Mixture(dict.fromkeys(folders, 1.0)), "train")
+    sources = open_splits(folders, "train")
     assert [source.rows for source in sources] == [7, 9, 30]
     reader = WindowReader(sources)
     order = np.random.default_rng(0).permutation(sum(source.batches for source in sources))
@@ -226,7 +228,7 @@ def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
     def tokens(exhausted: Exhausted) -> tuple[int | None, ...]:
         mixture = Mixture({folders[0]: 2, folders[1]: 3}, exhausted)
         plan = Plan.from_splits(
-            open_sources(mixture, "train"),
+            open_splits(folders, "train"),
             mixture,
             Padded(100),
             split="train",

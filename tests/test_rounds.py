@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
+from tokenfeed.pipeline.windows.maker import WindowMaker
 
 
 @st.composite
@@ -132,13 +133,13 @@ def rows_by_step(lengths: list[int], batching: Batching, world_size: int) -> lis
     )
     steps: list[list[int]] = [[]]
     ranks = [
-        plan.read_slice(reader, Position(0, 0, 0), rank, world_size).batches()
+        WindowMaker(plan, reader, rank, world_size).make(Position(0, 0, 0)).batches()
         for rank in range(world_size)
     ]
     for batches in zip(*ranks, strict=True):
         for batch in batches:
-            steps[-1] += [] if batch.is_filler else batch.of_pieces("numbers").tolist()
-        if batches[0].of_round("ends_step"):
+            steps[-1] += [] if batch.is_filler else batch.rows.tolist()
+        if batches[0].ends_step:
             steps.append([])
     return [sorted(step) for step in steps[:-1]]
 

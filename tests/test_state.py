@@ -17,6 +17,7 @@ from tokenfeed.pipeline.planning.order import EpochOrder, Phase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import Window
 
 START = Position(0, 0, 0)
@@ -45,12 +46,12 @@ def deliver(
     done = 0
     yield delivered
     while delivered.position < (epochs, 0, 0):
-        rank_slice = delivered.plan.read_slice(reader, delivered.position, rank, world_size)
+        rank_slice = WindowMaker(delivered.plan, reader, rank, world_size).make(delivered.position)
         for ragged in rank_slice.batches():
             if rounds is not None and done >= rounds:
                 return
             done += 1
-            delivered = delivered.after(ragged)
+            delivered = delivered.after(ragged.round)
             yield delivered
 
 
@@ -82,7 +83,9 @@ def test_what_is_delivered_does_not_depend_on_ranks_and_stops(
 
 
 def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
-    digests: list[int] = plan.read_slice(reader, position, 0, 1).index["digests"].tolist()
+    digests: list[int] = (
+        WindowMaker(plan, reader, 0, 1).make(position).index.rounds.digests.tolist()
+    )
     return digests
 
 
@@ -167,7 +170,10 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
 ) -> None:
     plan, reader = two_sources(batching), MemoryReader(BATCHES)
     slices = [
-        [plan.read_slice(reader, Position(0, n, 0), rank, world_size) for rank in range(world_size)]
+        [
+            WindowMaker(plan, reader, rank, world_size).make(Position(0, n, 0))
+            for rank in range(world_size)
+        ]
         for n in range(3)
     ]
     counted = np.zeros(2, np.int64)
@@ -175,9 +181,9 @@ def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch
         for rounds in zip(*(rank_slice.batches() for rank_slice in ranks), strict=True):
             tokens = np.zeros(2, np.int64)
             for one in (one for one in rounds if not one.is_filler):
-                source = one.of_pieces("numbers") >= plan.row_ends[0]
-                tokens += np.bincount(source, one.of_pieces("lengths"), 2).astype(np.int64)
-            assert all(one.of_round("tokens").tolist() == tokens.tolist() for one in rounds)
+                source = one.rows >= plan.row_ends[0]
+                tokens += np.bincount(source, one.piece_lengths, 2).astype(np.int64)
+            assert all(one.round.tokens == tuple(tokens.tolist()) for one in rounds)
             counted += tokens
     assert tuple(counted.tolist()) == plan.epoch_tokens
     done = whole_epoch(plan, reader, world_size=world_size)
@@ -288,4 +294,4 @@ def test_a_state_that_no_run_can_have_is_refused(change: dict[str, Any]) -> None
 def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:
     plan, reader = planned(Padded(30))
     with pytest.raises(ResumeError, match="window 1 has no micro-batch 1000"):
-        plan.read_slice(reader, Position(0, 1, 1000), 0, 1)
+        WindowMaker(plan, reader, 0, 1).make(Position(0, 1, 1000))

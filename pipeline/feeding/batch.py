@@ -12,8 +12,8 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
+from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
 __all__ = [
     "ATTENTION_MASK",
@@ -23,6 +23,7 @@ __all__ = [
     "Recipe",
     "Tensors",
     "build_on_host",
+    "paddings",
 ]
 
 ATTENTION_MASK, POSITION_IDS, SEGMENTS = "attention_mask", "position_ids", "segments"
@@ -99,7 +100,7 @@ class Batch(Mapping[str, torch.Tensor]):
         if self.device == torch.device(device):
             return self
         tensors = {key: self[key] for key in self}
-        if self._ragged.has(SEGMENTS):
+        if self._ragged.is_packed:
             tensors[SEGMENTS] = self.cu_seqlens
         moved = copy(self)
         moved._tensors = {
@@ -111,29 +112,29 @@ class Batch(Mapping[str, torch.Tensor]):
     def ends_step(self) -> bool:
         """Whether a step ends with it: the place for an optimizer step that any number of ranks
         makes from the same rows."""
-        return bool(self._ragged.of_round("ends_step"))
+        return self._ragged.ends_step
 
     @property
     def rows(self) -> np.ndarray:
         """Row each piece comes from, counted over all sources, numpy, [P]; unpacked, P = B."""
-        return self._ragged.of_pieces("numbers")
+        return self._ragged.rows
 
     @property
     def piece_lengths(self) -> np.ndarray:
         """Tokens of each piece, numpy, [P]."""
-        return self._ragged.of_pieces("lengths")
+        return self._ragged.piece_lengths
 
     @property
     def starts(self) -> np.ndarray:
         """First token of each piece within its row, numpy, [P]: 0 unless the row was cut."""
-        if self._ragged.has("starts"):
-            return self._ragged.of_pieces("starts")
-        return np.zeros(len(self.rows), np.int64)
+        starts = self._ragged.starts
+        return np.zeros(len(self.rows), np.int64) if starts is None else starts
 
     @property
     def num_cut_pieces(self) -> int:
         """Pieces that continue a row which was too long."""
-        return int(np.count_nonzero(self.starts)) if self._ragged.has("starts") else 0
+        starts = self._ragged.starts
+        return 0 if starts is None else int(np.count_nonzero(starts))
 
     @property
     def sequence_offsets(self) -> np.ndarray:
@@ -145,13 +146,13 @@ class Batch(Mapping[str, torch.Tensor]):
         """Packed batches: where documents and paddings begin in the flattened batch, and its end,
         [S + 1] int32 on the device, as variable-length attention takes it."""
         if SEGMENTS not in self._tensors:
-            self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.slots(SEGMENTS).copy())
+            self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.segments.copy())
         return self._tensors[SEGMENTS]
 
     @property
     def max_seqlen(self) -> int:
         """Packed batches: the longest segment."""
-        return int(np.diff(self._ragged.slots(SEGMENTS)).max())
+        return int(np.diff(self._ragged.segments).max())
 
     @property
     def document_ids(self) -> torch.Tensor:
@@ -165,23 +166,28 @@ def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
     """Pad a micro-batch into CPU tensors; masks, labels and positions are built when asked for."""
     few = len(ragged.sequence_lengths) <= _FEW_ROWS
     mask = None if ragged.is_full or few else _mask(ragged)
-    tensors = {INPUT_IDS: _padded(ragged, INPUT_IDS, pad_id, mask)}
-    if ragged.has(TOKEN_TYPE_IDS):
-        tensors[TOKEN_TYPE_IDS] = _padded(ragged, TOKEN_TYPE_IDS, 0, mask)
-    if ragged.has(LABELS):
-        labels = _padded(ragged, LABELS, IGNORED, mask)
-        tensors[LABELS] = labels.fill_(IGNORED) if ragged.is_filler else labels
-    if mask is not None and not ragged.has(SEGMENTS):
+    tensors = {
+        name: _padded(ragged, name, fill, mask) for name, fill in paddings(ragged, pad_id).items()
+    }
+    if ragged.is_filler and TARGETS in tensors:
+        tensors[TARGETS].fill_(IGNORED)
+    if mask is not None and not ragged.is_packed:
         tensors[ATTENTION_MASK] = torch.from_numpy(mask)
     batch = Batch(ragged, tensors, _BUILT_WHEN_ASKED)
     ragged.drop_tokens()
     return batch
 
 
+def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, int]:
+    """What fills the padding of each column with a value a token."""
+    special = {INPUT_IDS: pad_id, TARGETS: IGNORED}
+    return {name: special.get(name, 0) for name in ragged.token_columns}
+
+
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
-    types = (TOKEN_TYPE_IDS,) if ragged.has(TOKEN_TYPE_IDS) else ()
-    packed = ragged.has(SEGMENTS)
-    return (INPUT_IDS, POSITION_IDS if packed else ATTENTION_MASK, *types, LABELS)
+    inputs = (name for name in ragged.token_columns if name not in (INPUT_IDS, TARGETS))
+    where = POSITION_IDS if ragged.is_packed else ATTENTION_MASK
+    return (INPUT_IDS, where, *inputs, TARGETS)
 
 
 def _padded(ragged: RaggedBatch, name: str, fill: int, mask_BT: np.ndarray | None) -> torch.Tensor:
@@ -228,7 +234,7 @@ def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
 
 
 def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
-    segments = ragged.slots(SEGMENTS)
+    segments = ragged.segments
     steps = np.ones(segments[-1], np.int64)  # from one slot's position to the next one's
     steps[0] = 0
     steps[segments[1:-1]] -= np.diff(segments)[:-1]
@@ -236,18 +242,18 @@ def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
 
 
 def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
-    if ragged.has(LABEL):
-        labels = torch.from_numpy(ragged.of_pieces(LABEL).astype(np.int64))
+    if (targets := ragged.row_targets) is not None:
+        labels = torch.from_numpy(targets.astype(np.int64))
         return labels.fill_(IGNORED) if ragged.is_filler else labels
     if ragged.is_filler:
         return torch.full_like(tensors[INPUT_IDS], IGNORED)
     labels_BT = tensors[INPUT_IDS].numpy().copy()
     if not ragged.is_full:
         np.copyto(labels_BT, IGNORED, where=~_mask(ragged))
-    if ragged.has("ignored"):
-        labels_BT.reshape(-1)[ragged.slots("ignored")] = IGNORED
-    elif ragged.has(SEGMENTS):
-        labels_BT.reshape(-1)[ragged.slots(SEGMENTS)[:-1]] = IGNORED
+    if (ignored := ragged.ignored) is not None:
+        labels_BT.reshape(-1)[ignored] = IGNORED
+    elif ragged.is_packed:
+        labels_BT.reshape(-1)[ragged.segments[:-1]] = IGNORED
     else:
         labels_BT[:, 0] = IGNORED
     return torch.from_numpy(labels_BT)
@@ -256,6 +262,6 @@ def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
 _BUILT_WHEN_ASKED: dict[str, Recipe] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
-    LABELS: _labels,
+    TARGETS: _labels,
 }
 """The rest was built at once: token columns."""

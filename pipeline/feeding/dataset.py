@@ -6,7 +6,6 @@ sequence is the same for any number of workers, none included.
 
 from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
-from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
-from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
+from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header, RankSlice
@@ -62,7 +63,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
 
     def __init__(
         self,
-        path: str | Path | Mixture,
+        path: StorePath | Mixture,
         batching: Batching,
         *,
         split: str = "train",
@@ -95,7 +96,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         ranks = resolve_ranks(rank, world_size)
         if micro_batches_per_step is None:
             micro_batches_per_step = ranks.world_size
-        sources = open_sources(path, split)
+        sources = open_splits(paths_of(path), checks.text("split", split))
         plan = Plan.from_splits(
             sources,
             path if isinstance(path, Mixture) else None,
@@ -106,9 +107,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             seed=seed,
             shuffle=shuffle,
         )
-        self._maker = WindowMaker(
-            plan, WindowReader(sources, COLUMNS), ranks.rank, ranks.world_size
-        )
+        self._maker = WindowMaker(plan, WindowReader(sources), ranks.rank, ranks.world_size)
         self._pad_id = sources[0].manifest.tokenizer.pad_id
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -143,5 +142,5 @@ class ShardDataset(IterableDataset[WindowSlice]):
         for number in count(first + worker, num_workers):
             if self.epochs is not None and number >= first + self.epochs * windows:
                 return
-            rank_slice = self._maker.read(Position(*divmod(number, windows), 0))
+            rank_slice = self._maker.make(Position(*divmod(number, windows), 0))
             yield WindowSlice.from_rank_slice(rank_slice, self._pad_id)

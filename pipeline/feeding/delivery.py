@@ -60,7 +60,7 @@ class Delivery:
             if taken is None:
                 raise _broken_into()  # a feed has no end of its own
             batch, ragged = taken
-            delivered = before.after(ragged)
+            delivered = before.after(ragged.round)
             ends_pass = _ends_pass(delivered.position, epochs)
             self.counters.add_batch(batch, time.perf_counter() - started)
             if self._feed is not feed or self.delivered is not before:

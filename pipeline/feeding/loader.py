@@ -1,6 +1,6 @@
 """ShardLoader: batches on a device, ready before they are asked for, resumable at any of them.
 
-    shards ─A─► workers ─B─► share of a window ─C─► device ─D─► Batch
+    shards ─A─► workers ─B─► slice of a window ─C─► device ─D─► Batch
     A decode, plan, gather: once per window, in worker processes
     B anonymous shared memory, page-locked once for a CUDA device, used in turn
     C ragged tokens, 2 bytes each, on a copy stream, ahead of use
@@ -15,7 +15,6 @@ was prefetched, so a state saved at any batch continues with exactly the next on
 import warnings
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -30,11 +29,13 @@ from tokenfeed.pipeline.feeding.feed import Feed
 from tokenfeed.pipeline.feeding.placement import resolve_device, resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.estimate import estimate_rounds
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
-from tokenfeed.pipeline.planning.mixture import Mixture, open_sources
-from tokenfeed.pipeline.planning.plan import COLUMNS, Plan, Position
+from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
+from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
 from tokenfeed.pipeline.windows.compare import compare
@@ -65,7 +66,7 @@ class ShardLoader:
 
     def __init__(
         self,
-        path: str | Path | Mixture,
+        path: StorePath | Mixture,
         *,
         batching: Batching,
         split: str = "train",
@@ -123,7 +124,7 @@ class ShardLoader:
         self._timeout = checks.number("timeout", timeout, unit="seconds")
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
-        self._sources = open_sources(path, split)
+        self._sources = open_splits(paths_of(path), checks.text("split", split))
         self._step_size_is_given = micro_batches_per_step is not None
         self._plan_with = partial(
             Plan.from_splits,
@@ -193,7 +194,7 @@ class ShardLoader:
                 "for a number of steps"
             )
         if self._length is None:
-            self._length = self._maker().read(Position(0, 0, 0)).num_batches
+            self._length = self._maker(plan).make(Position(0, 0, 0)).num_batches
         return self._length * self.epochs
 
     @property
@@ -206,7 +207,7 @@ class ShardLoader:
 
     def stats(self) -> Stats:
         """What was delivered to this rank, and what it waited for."""
-        names = [str(source.folder) for source in self._sources]
+        names = [source.name for source in self._sources]
         delivered = self._delivery.delivered
         present = dict(zip(names, delivered.tokens, strict=True))
         last = dict(zip(names, delivered.last_epoch_tokens, strict=False))
@@ -239,7 +240,7 @@ class ShardLoader:
         Raises:
             ResumeError: One of them is no state, or neither belongs to this loader's plan.
         """
-        return compare(self._job_of(self._plan_of(first)), first, second)
+        return compare(self._maker(self._plan_of(first)), first, second)
 
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
@@ -263,14 +264,9 @@ class ShardLoader:
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
 
-    def _maker(self) -> WindowMaker:
-        return self._job_of(self._plan)
-
-    def _job_of(self, plan: Plan) -> WindowMaker:
-        ranks = self._ranks
-        return WindowMaker(
-            plan, WindowReader(self._sources, COLUMNS), ranks.rank_in_group, ranks.group_size
-        )
+    def _maker(self, plan: Plan) -> WindowMaker:
+        reader = WindowReader(self._sources)
+        return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
         """This loader's plan, with the step size of a state where it was given none."""
@@ -282,7 +278,7 @@ class ShardLoader:
     def _start_feed(self) -> Feed:
         """A feed that goes on from the present position."""
         return Feed(
-            self._maker(),
+            self._maker(self._plan),
             self.position,
             self.device,
             self.manifest.tokenizer.pad_id,

@@ -18,9 +18,10 @@ from tokenfeed.pipeline.feeding.batch import (
     Batch,
     Recipe,
     Tensors,
+    paddings,
 )
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, LABEL, LABELS, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
+from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
 __all__ = ["build_on_device", "device_inputs"]
 
@@ -31,13 +32,11 @@ def device_inputs(ragged: RaggedBatch) -> Tensors:
     """What has to cross to the device, as host tensors: views where they can be.
 
     Columns with a value a token are ragged, in storage dtype; besides, where the batch needs them,
-    the host's `sequence_lengths`, `segments`, `ignored` and classes.
+    the host's `sequence_lengths`, `segments`, `ignored` and `row_targets`.
     """
-    ids = ragged.of_tokens(INPUT_IDS)
-    inputs = {INPUT_IDS: torch.from_numpy(ids.view(f"i{ids.itemsize}"))}  # torch computes little
-    for name in (TOKEN_TYPE_IDS, LABELS):  # with unsigned integers
-        if ragged.has(name):
-            inputs[name] = torch.from_numpy(ragged.of_tokens(name))
+    inputs = {name: torch.from_numpy(ragged.of_tokens(name)) for name in ragged.token_columns}
+    ids = ragged.of_tokens(INPUT_IDS)  # torch computes little with unsigned integers
+    inputs[INPUT_IDS] = torch.from_numpy(ids.view(f"i{ids.itemsize}"))
     for name, values in ragged.staged().items():
         if name != _LENGTHS or not ragged.is_full:
             inputs[name] = torch.from_numpy(values)
@@ -55,17 +54,17 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
     grid = _Grid.full(ragged) if ragged.is_full else _Grid.padded(inputs, ragged)
     ids_N = inputs[INPUT_IDS]
     unsigned = (1 << 8 * ids_N.element_size()) - 1
-    tensors = {INPUT_IDS: grid.lay(ids_N.long() & unsigned, pad_id)}
-    if TOKEN_TYPE_IDS in inputs:
-        tensors[TOKEN_TYPE_IDS] = grid.lay(inputs[TOKEN_TYPE_IDS].long(), 0)
-    if LABEL in inputs:
-        labels = inputs[LABEL].long()
-    elif LABELS in inputs:
-        labels = grid.lay(inputs[LABELS].long(), IGNORED)
-    else:
-        labels = grid.copy(tensors[INPUT_IDS], IGNORED)
-        _ignore_without_context(labels, inputs)
-    tensors[LABELS] = labels.fill_(IGNORED) if ragged.is_filler else labels
+    tensors = {
+        name: grid.lay(ids_N.long() & unsigned if name == INPUT_IDS else inputs[name].long(), fill)
+        for name, fill in paddings(ragged, pad_id).items()
+    }
+    if "row_targets" in inputs:
+        tensors[TARGETS] = inputs["row_targets"].long()
+    elif TARGETS not in tensors:
+        tensors[TARGETS] = grid.copy(tensors[INPUT_IDS], IGNORED)
+        _ignore_without_context(tensors[TARGETS], inputs)
+    if ragged.is_filler:
+        tensors[TARGETS].fill_(IGNORED)
     if SEGMENTS in inputs:
         tensors[SEGMENTS] = inputs[SEGMENTS]
     elif grid.mask_BT is not None:

@@ -54,7 +54,7 @@ class InlineSource:
     def take(self) -> Lease:
         """The next window."""
         started = time.perf_counter()
-        rank_slice = self._maker.read(self._next)
+        rank_slice = self._maker.make(self._next)
         if self._stage:
             rank_slice = self._stage(rank_slice)
         self._next = self._maker.plan.next_window(self._next)

@@ -175,7 +175,7 @@ def _next_task(connection: socket.socket, parent: int) -> Request:
 def _serve(maker: WindowMaker, task: Request, slot: "_Slot") -> Reply | Failure:
     started, waited_s = time.perf_counter(), _waited_for_core_s()
     try:
-        rank_slice = maker.read(task.position)
+        rank_slice = maker.make(task.position)
         header = rank_slice.write(slot.at_least(rank_slice.num_bytes))
         waited_s = _waited_for_core_s() - waited_s
         return Reply(header, slot.size, max(0.0, time.perf_counter() - started - waited_s))

@@ -1,4 +1,4 @@
-"""manifest.json: the one file that freezes a data set.
+"""manifest.json: the one file that completes a data set.
 
 It is written last, so a folder with a manifest is complete. It keeps figures per shard, never per
 batch or row, and so stays small at any size; it ends with a checksum of itself, so a flipped bit or
@@ -19,6 +19,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 
 __all__ = [
     "JOURNAL_FILE",
@@ -154,7 +155,7 @@ class Shuffled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """A frozen data set: what it holds, what made it, and the checksum of every file."""
+    """A finished data set: what it holds, what made it, and the checksum of every file."""
 
     format_version: Count
     task: str
@@ -194,38 +195,39 @@ class Manifest:
         atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
     @classmethod
-    def read(cls, folder: str | Path) -> "Manifest":
-        """Read and check `folder`/manifest.json.
+    def read(cls, path: StorePath) -> "Manifest":
+        """Read and check the manifest.json of a data set.
 
         Raises:
             ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
         """
-        path = Path(folder) / MANIFEST_FILE
-        content = _load_json(path)
+        store = open_store(path)
+        file = store.path(MANIFEST_FILE)
+        content = _load_json(store, file)
         version = content.get("format_version")
         if version != FORMAT_VERSION:
             raise ManifestError(
-                f"{path}: expected format version {FORMAT_VERSION}, got {version!r}. "
+                f"{file}: expected format version {FORMAT_VERSION}, got {version!r}. "
                 "Run `pretokenize` again, or use the tokenfeed release that wrote it."
             )
         checksum = content.pop(_CHECKSUM, None)
         try:
             actual = xxhash.xxh3_64_hexdigest(_canonical(content))
         except RecursionError as error:
-            raise _no_json(path, error) from error
+            raise _no_json(file, error) from error
         if checksum != actual:
             raise ManifestError(
-                f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
+                f"{file}: the content has checksum {actual}, but the file says {checksum!r}: it is "
                 "damaged or was edited. Restore it, or run `pretokenize` again."
             )
         try:
             manifest = msgspec.convert(content, cls)
         except msgspec.ValidationError as error:
-            raise ManifestError(f"{path}: {error}. Run `pretokenize` again.") from error
-        manifest._check(path)
+            raise ManifestError(f"{file}: {error}. Run `pretokenize` again.") from error
+        manifest._check(file)
         return manifest
 
-    def _check(self, path: Path) -> None:
+    def _check(self, path: str) -> None:
         self._check_files(path)
         written = sum(split.rows for split in self.splits.values())
         ledger = self.ledger
@@ -238,7 +240,7 @@ class Manifest:
                 f"in shards {written:,}. Run `pretokenize` again."
             )
 
-    def _check_files(self, path: Path) -> None:
+    def _check_files(self, path: str) -> None:
         shards = [shard for split in self.splits.values() for shard in split.shards]
         for info in (self.tokenizer, self.sources, self.rejects, *shards):
             if not _FILE_NAME.fullmatch(info.file):
@@ -269,9 +271,9 @@ def _canonical(content: dict[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _load_json(path: Path) -> dict[str, Any]:
+def _load_json(store: Store, path: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(store.read(MANIFEST_FILE))
     except FileNotFoundError:
         raise ManifestError(
             f"{path}: not found, so this folder holds no finished data set. "
@@ -286,5 +288,5 @@ def _load_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _no_json(path: Path, error: Exception) -> ManifestError:
+def _no_json(path: str, error: Exception) -> ManifestError:
     return ManifestError(f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again.")

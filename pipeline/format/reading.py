@@ -1,4 +1,4 @@
-"""Reading a shard's file, and what to say where the machine refuses it.
+"""What to say where a shard cannot be read.
 
 A shard that cannot be read need not be damaged: memory, file limits, rights and disks have other
 remedies than another copy.
@@ -6,16 +6,10 @@ remedies than another copy.
 
 import errno
 import os
-from pathlib import Path
-
-import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ShardFormatError
 
-__all__ = ["damaged", "open_to_read", "refused"]
-
-_SMALL_BYTES = 1 << 16
-"""A file of no more is read at once; a loader keeps up to 64 of them."""
+__all__ = ["damaged", "refused"]
 
 _MEMORY, _FILES, _RIGHTS, _DISK = (
     "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
@@ -47,24 +41,14 @@ _REMEDIES = (
 )
 
 
-def open_to_read(path: Path, size: int) -> pa.NativeFile:
-    """A file to read from, of any name the system allows; a small one comes from memory.
-
-    Arrow reads a footer in threads of its own: in memory that costs no change of threads.
-    """
-    if size <= _SMALL_BYTES:
-        return pa.BufferReader(path.read_bytes())
-    return pa.OSFile(os.fsencode(path))
-
-
-def damaged(path: Path, what: str, cause: BaseException | None = None) -> ShardFormatError:
+def damaged(path: str, what: str, cause: BaseException | None = None) -> ShardFormatError:
     """The error for a file that is not what it should be."""
     because = f" ({_line(cause)})" if cause else ""
     remedy = "Copy the shard again, or run `pretokenize` again."
     return ShardFormatError(f"{path}: {what}{because}. {remedy}")
 
 
-def refused(path: Path, what: str, cause: Exception) -> ShardFormatError:
+def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
     """The error for what failed: with the machine's remedy where that refused, else for damage."""
     if isinstance(cause, MemoryError):
         number: int | None = errno.ENOMEM

@@ -25,7 +25,9 @@ __all__ = [
     "TASKS",
     "TOKEN_TYPE_IDS",
     "Column",
+    "Role",
     "Task",
+    "role_of",
     "shard_schema",
     "task_columns",
     "token_dtype",
@@ -34,6 +36,13 @@ __all__ = [
 FORMAT_VERSION = 1
 
 Task = Literal["lm", "classify", "tag", "complete"]
+Role = Literal["input", "target", "context"]
+"""What a batch makes of a task's column.
+
+    input    goes to the model, as it is
+    target   is what a loss compares with: a label a token, or one a row
+    context  is how many of a row's first tokens are given, and no target
+"""
 Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64"]
 TASKS: tuple[Task, ...] = ("lm", "classify", "tag", "complete")
 ENDED_TASKS: tuple[Task, ...] = ("lm", "complete")
@@ -71,18 +80,30 @@ _ORIGIN = (
     Column(name=ORIGIN_FILE, dtype="uint32", per="row"),
     Column(name=ORIGIN_RECORD, dtype="uint64", per="row"),
 )
+_TYPES = Column(name=TOKEN_TYPE_IDS, dtype="uint8", per="token")
 _OF_TASK: dict[Task, tuple[Column, ...]] = {
     "lm": (),
     "classify": (Column(name=LABEL, dtype="int32", per="row"),),
     "tag": (Column(name=LABELS, dtype="int16", per="token"),),
     "complete": (Column(name=PROMPT_LENGTH, dtype="uint32", per="row"),),
 }
+_ROLES: dict[str, Role] = {
+    TOKEN_TYPE_IDS: "input",
+    LABEL: "target",
+    LABELS: "target",
+    PROMPT_LENGTH: "context",
+}
+"""Of each column that a task adds; nothing but this table knows these columns by their names."""
 
 
 def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
     """The columns that a task adds to the ids; rows made of two texts say which token is whose."""
-    types = (Column(name=TOKEN_TYPE_IDS, dtype="uint8", per="token"),) if pairs else ()
-    return types + _OF_TASK[task]
+    return ((_TYPES,) if pairs else ()) + _OF_TASK[task]
+
+
+def role_of(column: str) -> Role | None:
+    """What a batch makes of a column; None for the ids and for a row's origin."""
+    return _ROLES.get(column)
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:

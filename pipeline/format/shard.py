@@ -27,10 +27,11 @@ from tokenfeed.pipeline.format.identity import (
     shard_metadata,
 )
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
-from tokenfeed.pipeline.format.reading import damaged, open_to_read, refused
+from tokenfeed.pipeline.format.reading import damaged, refused
 from tokenfeed.pipeline.format.rows import Rows, batch_buffers, record_batch, rows_of_buffers
 from tokenfeed.pipeline.format.schema import Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
+from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = ["ShardReader", "ShardWriter"]
 
@@ -38,6 +39,7 @@ BATCH_TOKENS = 1 << 16
 """A record batch ends with the row that reaches this many tokens: small enough to shuffle and to
 check, large enough that zstd has something to find."""
 BATCH_ROWS = 1 << 14
+_CHECKED_BYTES = 1 << 20
 ZSTD_LEVEL = 1
 """Level 3 saves 7 % more and costs a third more time to write, a tenth more to read."""
 
@@ -162,7 +164,7 @@ class ShardReader:
 
     def __init__(
         self,
-        folder: Path,
+        path: StorePath,
         info: ShardInfo,
         vocabulary_size: int,
         columns: tuple[Column, ...] = (),
@@ -172,7 +174,7 @@ class ShardReader:
         """Open the shard and compare it with what the manifest says of it.
 
         Args:
-            folder: The data set's folder.
+            path: Where the data set is.
             info: What the manifest says of the shard.
             vocabulary_size: As in the manifest.
             columns: As in the manifest.
@@ -182,8 +184,10 @@ class ShardReader:
             ShardFormatError: It is missing, cannot be read, was cut short, is no Arrow file, or is
                 another shard.
         """
-        self.path = folder / info.file
+        self._store = open_store(path)
         self._info = info
+        self.path = self._store.path(info.file)
+        """The file as a message names it."""
         schema = shard_schema(vocabulary_size, columns)
         kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
         self._reader = self._open(kept)
@@ -197,15 +201,15 @@ class ShardReader:
     @classmethod
     def open(
         cls,
-        folder: Path,
+        path: StorePath,
         manifest: Manifest,
         info: ShardInfo,
         *,
         only: Collection[str] | None = None,
     ) -> Self:
-        """Open a shard of the data set that `manifest` freezes in `folder`; see the constructor."""
+        """Open a shard of the data set that `manifest` describes; see the constructor."""
         vocabulary_size = manifest.tokenizer.vocabulary_size
-        return cls(folder, info, vocabulary_size, manifest.columns, only=only)
+        return cls(path, info, vocabulary_size, manifest.columns, only=only)
 
     def read(self, batch_index: int) -> tuple[Rows, int]:
         """Decode and check one record batch.
@@ -232,23 +236,31 @@ class ShardReader:
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""
         try:
-            actual = file_xxh3(self.path)
+            actual = self._checksum()
         except OSError as error:
             raise refused(self.path, "the file cannot be read", error) from error
         if actual != self._info.xxh3:
             raise damaged(self.path, f"the file has checksum {actual}, expected {self._info.xxh3}")
 
+    def _checksum(self) -> str:
+        """The xxh3-64 of the whole file, read once, 1 MiB at a time."""
+        digest = xxhash.xxh3_64()
+        with self._store.open(self._info.file, self._info.bytes) as file:
+            while block := file.read(_CHECKED_BYTES):
+                digest.update(block)
+        return digest.hexdigest()
+
     def _open(self, kept: list[int]) -> ipc.RecordBatchFileReader:
         """Open the file, to read some of its columns."""
         options = ipc.IpcReadOptions(use_threads=False, included_fields=kept)
         try:
-            size = self.path.stat().st_size
+            size = self._store.size(self._info.file)
             if size != self._info.bytes:
                 raise ShardFormatError(
                     f"{self.path}: expected {self._info.bytes:,} bytes, got {size:,}: the file was "
                     "cut short or replaced. Copy it again, or run `pretokenize` again."
                 )
-            return ipc.open_file(open_to_read(self.path, size), options=options)
+            return ipc.open_file(self._store.open(self._info.file, size), options=options)
         except FileNotFoundError as error:
             raise ShardFormatError(
                 f"{self.path}: not found, but the manifest names it. Copy it again."

@@ -16,11 +16,11 @@ epochs. How many steps there are depends on lengths and labels alone, never on c
 """
 
 from math import ceil
+from typing import Protocol
 
 import numpy as np
 
 from tokenfeed.pipeline.planning.order import Draw, mix64
-from tokenfeed.pipeline.planning.policy import Fixed, Padded
 
 __all__ = ["sort_by_length", "steps_by_length"]
 
@@ -31,9 +31,23 @@ _LABEL_VARIANCE = 2.5
 """Of the labels in a micro-batch, over that of a random one: with more, bands are made wider."""
 
 
+class SizesByLength(Protocol):
+    """What a policy says of micro-batches of rows of about one length."""
+
+    @property
+    def spread(self) -> float:
+        """How wide bands are; see `policy.SPREAD`."""
+
+    def rows_of(self, longest: int) -> int:
+        """Rows of a micro-batch whose longest row is `longest`."""
+
+    def batches_of(self, lengths: np.ndarray) -> float:
+        """About how many micro-batches rows of some lengths become."""
+
+
 def steps_by_length(
     lengths: np.ndarray,
-    batching: Padded | Fixed,
+    batching: SizesByLength,
     *,
     step_size: int,
     draw: Draw | None,
@@ -105,7 +119,7 @@ def _of_window(spread: float, draw: Draw | None) -> float:
 
 def _cut(
     lengths: np.ndarray,
-    batching: Padded | Fixed,
+    batching: SizesByLength,
     step_size: int,
     draw: Draw | None,
     num_steps: float,
@@ -136,7 +150,7 @@ def _cut(
 
 
 def _strict_steps(
-    lengths: np.ndarray, pieces: np.ndarray, batching: Padded | Fixed, step_size: int
+    lengths: np.ndarray, pieces: np.ndarray, batching: SizesByLength, step_size: int
 ) -> np.ndarray:
     """Step offsets over pieces in ascending length, cut from the longest down."""
     edges = [len(pieces)]

@@ -2,47 +2,31 @@
 
     rows -> pieces           a row longer than a micro-batch may be is cut, never dropped
     pieces -> sequences      one piece each (padded), or several (packed)
-    sequences -> steps       of about one length, `step_size` micro-batches at a time; see `bands`
-    step -> micro-batches    dealt like cards in order of length
+    sequences -> steps       so many that they become `step_size` micro-batches; see the policies
+    step -> micro-batches    dealt like cards
 
 Because a step is dealt like cards, its micro-batches differ by at most one sequence. Where a
 sequence is one row (Padded, Fixed), they differ in tokens by at most one row's length; packed, they
 have equal slots, of which some are fuller than others. So whoever takes them at the same time has
-the same work. A window's tail is an ordinary step with fewer sequences, and with fewer
-micro-batches where sequences are too few.
+the same work. Two steps of 5 and 3 sequences, with 2 micro-batches a step:
 
-Nothing here knows ranks: a step is what a training step is made of, whoever takes part in it.
-Every result depends on the arguments only: lengths, labels, policy, step size and draw.
-Torch-free.
+    sequences        0 1 2 3 4 | 5 6 7
+    micro-batches    0 2 4   1 3 | 5 7   6
+
+A window's tail is an ordinary step with fewer sequences, and with fewer micro-batches where
+sequences are too few. Nothing here knows ranks: a step is what an optimizer step is made of,
+whoever takes part in it. Every result depends on the arguments only. Torch-free.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
-from tokenfeed.pipeline.planning.order import Draw, mix64
-from tokenfeed.pipeline.planning.packing import concatenate, pack
-from tokenfeed.pipeline.planning.policy import Batching, Packed
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.pieces import Pieces, offsets_of, regroup
+from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = ["Pieces", "WindowPlan", "offsets_of", "plan_window", "regroup"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """Rows, or the parts they are cut into, in the order of the rows."""
-
-    offsets: np.ndarray
-    """Where they cut the window's tokens, shape (P + 1,), int64."""
-    lengths: np.ndarray
-    """Tokens of each, shape (P,), int64."""
-    cut_from: np.ndarray | None
-    """Row of the window each is cut from, shape (P,), int64; None: none was cut, P = R."""
-
-    @property
-    def rows(self) -> np.ndarray:
-        """Row of the window each is of, shape (P,), int64."""
-        return np.arange(len(self.lengths)) if self.cut_from is None else self.cut_from
+__all__ = ["WindowPlan", "plan_window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,89 +72,13 @@ def plan_window(
 
     Cost: O(R log R), one sort; a Python step per step or per distinct length, none per row.
     """
-    if isinstance(batching, Packed):
-        return _plan_packed(lengths, batching, step_size, draw)
-    cut = _cut(lengths, batching.longest_piece)
-    pieces, step_offsets = steps_by_length(
-        cut.lengths,
-        batching,
-        step_size=step_size,
-        draw=draw,
-        labels=labels,
-    )
-    if draw:
-        order = _random_order(len(step_offsets) - 1, draw.key ^ 2)
-        pieces, step_offsets = regroup(pieces, step_offsets, order)
-    dealt, batch_offsets, steps = _deal(step_offsets, step_size)
-    if dealt is not None:
-        pieces = pieces[dealt]
-    return WindowPlan(cut, pieces, None, batch_offsets, steps)
-
-
-def _plan_packed(
-    lengths: np.ndarray, batching: Packed, step_size: int, draw: Draw | None
-) -> WindowPlan:
-    if batching.split:
-        order = _random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
-        cut_from, offsets, pieces, sequence_offsets = concatenate(
-            lengths, order, batching.sequence_length
-        )
-        cut = Pieces(offsets, np.diff(offsets), cut_from)
-    else:
-        cut = _cut(lengths, batching.longest_piece)
-        longest_first = sort_by_length(cut.lengths, draw.key if draw else None)[::-1]
-        packed, sequence_offsets = pack(cut.lengths[longest_first], batching.sequence_length)
-        pieces = longest_first[packed]
-    count = len(sequence_offsets) - 1
-    order = _random_order(count, draw.key ^ 1) if draw else np.arange(count)
-    step_offsets = np.append(np.arange(0, count, batching.batch_size * step_size), count)
-    dealt, batch_offsets, steps = _deal(step_offsets, step_size)
-    if dealt is not None:
-        order = order[dealt]
-    pieces, sequence_offsets = regroup(pieces, sequence_offsets, order)
-    return WindowPlan(cut, pieces, sequence_offsets, batch_offsets, steps)
-
-
-def regroup(
-    items: np.ndarray, offsets: np.ndarray, order: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Take groups of consecutive items in another order, keeping the order inside each.
-
-    Returns:
-        The items, and the groups' offsets into them, shape (len(order) + 1,).
-    """
-    starts, sizes = offsets[:-1][order], np.diff(offsets)[order]
-    new_offsets = offsets_of(sizes)
-    if len(items) > 64 * len(offsets):  # few and large: a copy each is cheaper than an index each
-        pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
-        taken = [items[start:stop] for start, stop in pairs]
-        return np.concatenate(taken) if taken else items[:0], new_offsets
-    index = np.arange(new_offsets[-1]) + np.repeat(starts - new_offsets[:-1], sizes)
-    return items[index], new_offsets
-
-
-def offsets_of(sizes: np.ndarray) -> np.ndarray:
-    """Running total of sizes, with a leading 0, int64."""
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
-
-
-def _cut(lengths: np.ndarray, longest: int) -> Pieces:
-    """Cut rows into pieces of at most `longest` tokens."""
-    if lengths.max() <= longest:
-        return Pieces(offsets_of(lengths), lengths, None)
-    counts = -(-lengths // longest)
-    rows = np.repeat(np.arange(len(lengths)), counts)
-    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-    starts = (np.cumsum(lengths) - lengths)[rows] + nth * longest
-    offsets = np.append(starts, lengths.sum())
-    return Pieces(offsets, np.diff(offsets), rows)
-
-
-def _random_order(count: int, key: int) -> np.ndarray:
-    keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
-    return np.argsort(keys)  # no two are equal, so any sort gives the same order
+    arranged = batching.arrange(lengths, step_size, draw, labels)
+    dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
+    order = arranged.order if dealt is None else arranged.order[dealt]
+    if arranged.packed is None:
+        return WindowPlan(arranged.cut, order, None, batch_offsets, steps)
+    pieces, sequence_offsets = regroup(*arranged.packed, order)
+    return WindowPlan(arranged.cut, pieces, sequence_offsets, batch_offsets, steps)
 
 
 def _deal(
@@ -186,12 +94,7 @@ def _deal(
         return None, step_offsets, np.arange(len(step_offsets))
     sizes = np.diff(step_offsets)
     hands = np.minimum(sizes, step_size)  # micro-batches: none is left without a sequence
-    least, more = sizes // hands, sizes % hands
-    nth = np.arange(step_offsets[-1]) - np.repeat(step_offsets[:-1], sizes)
-    hand, place = nth % np.repeat(hands, sizes), nth // np.repeat(hands, sizes)
-    start = hand * np.repeat(least, sizes) + np.minimum(hand, np.repeat(more, sizes))
-    dealt = np.empty(len(nth), np.int64)
-    dealt[np.repeat(step_offsets[:-1], sizes) + start + place] = np.arange(len(nth))
     steps = offsets_of(hands)
-    number = np.arange(steps[-1]) - np.repeat(steps[:-1], hands)
-    return dealt, offsets_of(np.repeat(least, hands) + (number < np.repeat(more, hands))), steps
+    nth = np.arange(step_offsets[-1]) - np.repeat(step_offsets[:-1], sizes)
+    hand = np.repeat(steps[:-1], sizes) + nth % np.repeat(hands, sizes)
+    return np.argsort(hand, kind="stable"), offsets_of(np.bincount(hand)), steps

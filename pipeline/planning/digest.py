@@ -1,24 +1,55 @@
-"""The ledger: what was delivered, as one number that any two runs can compare.
+"""The digest: what was delivered, as one number that any two runs can compare.
 
 The digest is a sum over micro-batches of a scrambled hash of (epoch, window, place, rows, spans).
 Sums do not care who adds them, so it is the same on every rank, whatever the number of ranks and
 workers; and each term holds its place, so another order is another digest. Torch-free.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from tokenfeed.pipeline.planning.batching import WindowPlan, offsets_of
+from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import derive_key, mix64
+from tokenfeed.pipeline.planning.pieces import offsets_of
 from tokenfeed.pipeline.planning.rounds import Rounds
-from tokenfeed.pipeline.windows.reader import Spans
 
-__all__ = ["digests", "tokens_by_source"]
+__all__ = ["Spans", "digests", "tokens_by_source"]
 
 _ROW, _START, _LENGTH = (
     np.uint64(0x9E3779B97F4A7C15),
     np.uint64(0xC2B2AE3D27D4EB4F),
     np.uint64(0x165667B19E3779F9),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """What each piece of a window is, in the order of delivery, for all ranks; shape (P,) each."""
+
+    numbers: np.ndarray
+    """The row within all sources, int64."""
+    starts: np.ndarray | None
+    """The first token within the row, int64; None: no row was cut."""
+    lengths: np.ndarray
+    """Tokens, int32."""
+
+    @classmethod
+    def from_plan(cls, plan: WindowPlan, numbers: np.ndarray, lengths: np.ndarray) -> "Spans":
+        """The spans of a planned window.
+
+        Args:
+            plan: The window's plan.
+            numbers: Number of each row within all sources, shape (R,), int64.
+            lengths: Tokens of each row, shape (R,), int64.
+        """
+        cut, pieces = plan.cut, plan.pieces
+        of_pieces = cut.lengths.astype(np.int32)[pieces]
+        if cut.cut_from is None:
+            return cls(numbers[pieces], None, of_pieces)
+        source = cut.cut_from[pieces]
+        starts = cut.offsets[pieces] - offsets_of(lengths)[source]
+        return cls(numbers[source], starts, of_pieces)
 
 
 def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: int) -> np.ndarray:

@@ -7,9 +7,9 @@ sorting, packing, steps and ranks come in as they will, and nothing is said twic
 
 import numpy as np
 
+from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import plan_window
-from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.rounds import deal_rounds
 

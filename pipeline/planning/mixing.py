@@ -6,12 +6,10 @@ of it; a training step of one such window is off by as much, and by what chance 
 rows. A full shuffle has the latter alone. Torch-free.
 """
 
-from pathlib import Path
-
 import numpy as np
 
+from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.planning.estimate import likely_lengths
-from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.planning.plan import Plan
 
 __all__ = ["STEP_TOKENS", "deviation", "unmixed"]
@@ -53,15 +51,15 @@ def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
         return None
     found = zip(sources, of_window, _deviations(sources, of_window), strict=True)
     told = [
-        (ratio, tokens * source.batches / source.tokens, source.folder)
+        (ratio, tokens * source.batches / source.tokens, source.name)
         for source, tokens, ratio in found
         if tokens >= _TENTH * whole
     ]
-    ratio, places, folder = max(told, default=(1.0, 0.0, Path()))
+    ratio, places, name = max(told, default=(1.0, 0.0, ""))
     if not plan.order.shuffle or ratio < _FAR:
         return None
     return (
-        f"a window takes rows from {places:,.0f} places of {folder} only: if that is in any order, "
+        f"a window takes rows from {places:,.0f} places of {name} only: if that is in any order, "
         f"steps stray {ratio:.0f} times as far from the whole as after a full shuffle. Raise "
         "`window_tokens`, or run `shards shuffle` once."
     )

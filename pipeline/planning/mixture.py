@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 from os import PathLike
-from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Literal, get_args
 
 from tokenfeed.pipeline import checks
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.store import Store, StorePath
 from tokenfeed.pipeline.planning.order import Phase
 
-__all__ = ["Exhausted", "Mixture", "OpenedSplit", "mix", "open_sources", "proportions"]
+__all__ = ["Exhausted", "Mixture", "mix", "paths_of", "proportions"]
 
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
 
     repeat    it begins again, newly shuffled; the epoch ends when every source was read whole
-    stop      the epoch ends; of the other sources a rest stays unread
+    stop      the epoch ends; the other sources are not read to their end
     continue  the others go on without it; the epoch is every row of every source once
 """
 
@@ -38,7 +38,7 @@ _LARGEST_RATIO = 10**9
 class Mixture:
     """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`."""
 
-    weights: Mapping[str | Path, float]
+    weights: Mapping[StorePath, float]
     """Folder -> share of the tokens; only proportions matter."""
     exhausted: Exhausted = "repeat"
 
@@ -60,41 +60,13 @@ class Mixture:
         object.__setattr__(self, "exhausted", exhausted)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedSplit:
-    """One split of one data set, opened."""
-
-    folder: Path
-    """As it was given, for messages."""
-    root: Path
-    """The same place whatever the working directory becomes."""
-    manifest: Manifest
-    split: SplitInfo
-    rows: int
-    tokens: int
-    batches: int
-    """Record batches; like the two above, of the whole split."""
-
-    @classmethod
-    def from_manifest(cls, folder: Path, manifest: Manifest, split: SplitInfo) -> Self:
-        """A split of the data set that `manifest` freezes in `folder`."""
-        sizes = split.rows, split.tokens, split.batches
-        return cls(folder, folder.absolute(), manifest, split, *sizes)
-
-
-def open_sources(path: str | Path | Mixture, split: str) -> tuple[OpenedSplit, ...]:
-    """Read the manifest of a data set, or of each one of a mixture.
+def paths_of(path: StorePath | Mixture) -> list[StorePath]:
+    """Where the data sets of a mixture are, or the one that is no mixture.
 
     Raises:
-        ManifestError: A folder holds no such data set or split.
-        ConfigError: A split has no rows, or the data sets do not fit each other.
+        ConfigError: It is neither.
     """
-    folders = path.weights if isinstance(path, Mixture) else [path]
-    sources = tuple(_open(_folder(folder), checks.text("split", split)) for folder in folders)
-    for source in sources[1:]:
-        _refuse_difference(sources[0], source)
-    _refuse_repetition(sources)
-    return sources
+    return [_path(each) for each in (path.weights if isinstance(path, Mixture) else [path])]
 
 
 def proportions(weights: Iterable[float]) -> list[Fraction]:
@@ -147,7 +119,7 @@ def mix(
 
 def _weight(folder: object, weight: object) -> float:
     """A weight as a float that reads as it was written, so that 0.7 of any type is the same."""
-    _folder(folder)
+    _path(folder)
     try:
         read = float(Fraction(str(weight)))
     except (ValueError, OverflowError):  # Fraction knows no nan and no infinity
@@ -157,49 +129,7 @@ def _weight(folder: object, weight: object) -> float:
     return read
 
 
-def _folder(path: object) -> Path:
-    if not isinstance(path, str | PathLike):
+def _path(path: object) -> StorePath:
+    if not isinstance(path, str | PathLike | Store):
         raise checks.refusal("path", path, "a folder, or a Mixture of several")
-    return Path(path)
-
-
-def _open(folder: Path, split: str) -> OpenedSplit:
-    manifest = Manifest.read(folder)
-    try:
-        info = manifest.split(split)
-    except ManifestError as error:
-        raise ManifestError(f"{folder}: {error}") from None
-    if not info.rows:
-        raise ConfigError(
-            f"{folder}: the split `{split}` holds no rows. Run `pretokenize` on more text."
-        )
-    return OpenedSplit.from_manifest(folder, manifest, info)
-
-
-def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
-    """Ids and labels of a mixture must mean the same in every source."""
-    ours, theirs = first.manifest, other.manifest
-    for name, left, right in (
-        ("tokenizer", ours.tokenizer.xxh3, theirs.tokenizer.xxh3),
-        ("vocabulary size", ours.tokenizer.vocabulary_size, theirs.tokenizer.vocabulary_size),
-        ("task", ours.task, theirs.task),
-        ("columns", [c.name for c in ours.columns], [c.name for c in theirs.columns]),
-        ("label names", ours.label_names, theirs.label_names),
-    ):
-        if left != right:
-            raise ConfigError(
-                f"a mixture needs one {name}: {first.folder} has {left}, {other.folder} has "
-                f"{right}. Run `pretokenize` with the same settings."
-            )
-
-
-def _refuse_repetition(sources: tuple[OpenedSplit, ...]) -> None:
-    """What is told of a source goes by its folder, so no folder may be two of them."""
-    seen: dict[Path, Path] = {}
-    for source in sources:
-        first = seen.setdefault(source.folder.resolve(), source.folder)
-        if first is not source.folder:
-            raise ConfigError(
-                f"{first} and {source.folder} are the same folder: a mixture takes each one once. "
-                "Raise its weight instead."
-            )
+    return path

@@ -12,22 +12,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from tokenfeed.pipeline import checks
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.schema import LABEL, LABELS, PROMPT_LENGTH, TOKEN_TYPE_IDS
-from tokenfeed.pipeline.planning.batching import plan_window
-from tokenfeed.pipeline.planning.digest import digests, tokens_by_source
-from tokenfeed.pipeline.planning.mixture import Mixture, OpenedSplit, mix, proportions
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.schema import role_of
+from tokenfeed.pipeline.planning.mixture import Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.rounds import deal_rounds
-from tokenfeed.pipeline.windows.layout import lay_out
-from tokenfeed.pipeline.windows.rank_slice import RankSlice
-from tokenfeed.pipeline.windows.reader import Spans, WindowReader, gather
+from tokenfeed.pipeline.planning.policy import Batching
 
-__all__ = ["COLUMNS", "Plan", "Position", "default_window_tokens"]
-
-COLUMNS = (TOKEN_TYPE_IDS, LABELS, LABEL, PROMPT_LENGTH)
-"""Columns beside the ids that a batch is made of; the others are not even read."""
+__all__ = ["Plan", "Position", "default_window_tokens"]
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
 """At least 128 record batches: rows of as many places of the corpus are mixed."""
@@ -87,7 +79,7 @@ class Plan:
         Raises:
             ConfigError: The settings do not fit each other or the data.
         """
-        if not isinstance(batching, Padded | Packed | Fixed):
+        if not isinstance(batching, Batching):
             raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
         step_size = checks.whole(
             "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
@@ -121,45 +113,9 @@ class Plan:
             num_streams,
         )
 
-    def read_slice(
-        self, reader: WindowReader, position: Position, rank: int, world_size: int
-    ) -> RankSlice:
-        """Decode one window and gather one rank's micro-batches of it, from a position on.
-
-        Raises:
-            ShardFormatError: The data are damaged.
-            ResumeError: The window has no such micro-batch.
-        """
-        epoch, nth, first = position
-        number = self.stream + nth * self.num_streams
-        window = reader.read(self.order.window(epoch, number))
-        plan = plan_window(
-            window.rows.lengths,
-            self.batching,
-            step_size=self.micro_batches_per_step,
-            draw=self.order.draw(epoch, number),
-            labels=window.rows.per_row.get(LABEL),
-        )
-        rounds = deal_rounds(
-            plan.step_offsets,
-            self.micro_batches_per_step,
-            first=first,
-            rank=rank,
-            world_size=world_size,
-        )
-        if not len(rounds.starts):
-            raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
-        spans = Spans.from_window(window, plan)
-        per_token, index = gather(window, plan, rounds, spans)
-        index |= lay_out(per_token, index, self.batching)
-        index |= {
-            "filler": rounds.filler,
-            "position": rounds.ends,
-            "ends_step": rounds.ends_step,
-            "digests": digests(spans, plan, rounds, epoch, number),
-            "tokens": tokens_by_source(spans, plan, rounds, np.array(self.row_ends)),
-        }
-        return RankSlice(epoch, nth, per_token, index, index)
+    def window_number(self, nth: int) -> int:
+        """Which of the epoch's windows is the nth one of this stream."""
+        return self.stream + nth * self.num_streams
 
     @property
     def num_windows(self) -> int:
@@ -200,13 +156,7 @@ def default_window_tokens(
     and few enough that a worker holds several windows and the first is ready in some 100 ms."""
     rows = sum(source.rows for source in sources)
     mean_tokens = sum(source.tokens for source in sources) / rows
-    match batching:
-        case Padded():
-            tokens = batching.max_tokens
-        case Packed():
-            tokens = batching.sequence_length * batching.batch_size
-        case Fixed():
-            tokens = int(batching.batch_size * mean_tokens)
+    tokens = batching.tokens_per_batch(mean_tokens)
     wanted = min(_WINDOW_STEPS * step_size * tokens, _MOST_WINDOW_TOKENS)
     of_sources = max(
         math.ceil(_WINDOW_BATCHES * source.tokens / source.batches / share)
@@ -229,7 +179,7 @@ def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_stream
     for source, batches in zip(sources, order.batches_read, strict=True):
         if not batches:
             raise ConfigError(
-                f"{source.folder} is so small, or weighs so little, that nothing of it would be "
+                f"{source.name} is so small, or weighs so little, that nothing of it would be "
                 "read. Raise its weight, or choose `exhausted`='continue'."
             )
     if order.num_windows < num_streams:
@@ -246,10 +196,13 @@ def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
             f"the longest row has {longest:,} tokens, but {batching} takes "
             f"{batching.longest_piece:,}. Raise that, or let rows be cut (`long_rows`='cut')."
         )
-    if sources[0].manifest.task != "classify":
+    manifest = sources[0].manifest
+    if not any(c.per == "row" and role_of(c.name) == "target" for c in manifest.columns):
         return
-    if isinstance(batching, Packed):
-        raise ConfigError("a label a row cannot be packed: use Padded or Fixed for `classify`.")
+    if batching.packs:
+        raise ConfigError(
+            f"a label a row cannot be packed: use Padded or Fixed for `{manifest.task}`."
+        )
     if longest > batching.longest_piece:
         raise ConfigError(
             f"the longest row has {longest:,} tokens, but {batching} takes "

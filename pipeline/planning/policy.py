@@ -1,19 +1,34 @@
 """How micro-batches are made: the policies a user chooses among.
 
-They say what a micro-batch may be; `batching` and `packing` make it. Frozen, hashable, and part of
-a saved state. Torch-free.
+A policy is one class: it says what a micro-batch may be, and arranges the rows of a window so that
+`batching` only has to deal them out. Frozen, hashable, and part of a saved state. Torch-free.
 """
 
 import ast
+from abc import ABC, abstractmethod
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.packing import concatenate, pack
+from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, regroup
 
-__all__ = ["Batching", "Fixed", "LongRows", "Packed", "Padded", "round_up", "settings_of"]
+__all__ = [
+    "Arranged",
+    "Batching",
+    "ByLength",
+    "Fixed",
+    "LongRows",
+    "Packed",
+    "Padded",
+    "round_up",
+    "settings_of",
+]
 
 LongRows = Literal["cut", "refuse"]
 """What happens to a row that is longer than a micro-batch may be: it is cut into pieces, which
@@ -27,8 +42,95 @@ epoch of several windows needs less, and takes it: there chance decides which ro
 A data set of labelled rows takes more where the labels in a micro-batch would be too much alike."""
 
 
+class Arranged(NamedTuple):
+    """The sequences of a window in the order of delivery, and which of them form a step."""
+
+    cut: Pieces
+    """What the rows were cut into."""
+    order: np.ndarray
+    """All sequences, shape (S,), int64. Unless they are packed, a sequence is a piece of `cut`."""
+    step_offsets: np.ndarray
+    """Where each step begins in `order`, shape (steps + 1,), int64."""
+    packed: tuple[np.ndarray, np.ndarray] | None = None
+    """The pieces of all sequences, shape (P,), and where each sequence begins in them, (S + 1,)."""
+
+
+class Batching(ABC):
+    """What a policy is; those of this file are frozen dataclasses, and so should yours be."""
+
+    __slots__ = ()
+    packs: ClassVar[bool] = False
+    """Whether a sequence holds several documents, kept apart by their positions."""
+
+    @property
+    @abstractmethod
+    def multiple_of(self) -> int:
+        """Padded lengths are rounded up to this."""
+
+    @property
+    @abstractmethod
+    def long_rows(self) -> LongRows:
+        """What happens to rows longer than `longest_piece`."""
+
+    @property
+    @abstractmethod
+    def longest_piece(self) -> int:
+        """Rows are cut into pieces of at most this many tokens."""
+
+    @abstractmethod
+    def tokens_per_batch(self, mean_tokens: float) -> int:
+        """About how many tokens a micro-batch has, of rows of `mean_tokens`: sizes a window."""
+
+    @abstractmethod
+    def arrange(
+        self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
+    ) -> Arranged:
+        """Cut the rows of a window, join them to sequences, and these to steps.
+
+        A pure function: what it depends on is in the arguments.
+
+        Args:
+            lengths: Tokens of each row, shape (R,), every value at least 1.
+            step_size: Micro-batches of a step.
+            draw: The window's randomness; None for none.
+            labels: The label of each row, shape (R,), where each has one; such rows are not cut.
+        """
+
+
+class ByLength(Batching):
+    """What Padded and Fixed share: a sequence is a row, and its neighbours are about as long."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def spread(self) -> float:
+        """How far rows may be from their place in order of length."""
+
+    @abstractmethod
+    def rows_of(self, longest: int) -> int:
+        """Rows of a micro-batch whose longest row is `longest`."""
+
+    @abstractmethod
+    def batches_of(self, lengths: np.ndarray) -> float:
+        """About how many micro-batches rows of some lengths become."""
+
+    def arrange(
+        self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
+    ) -> Arranged:
+        """Sort by length, in bands; steps come in random order."""
+        cut = cut_rows(lengths, self.longest_piece)
+        pieces, step_offsets = steps_by_length(
+            cut.lengths, self, step_size=step_size, draw=draw, labels=labels
+        )
+        if draw:
+            order = random_order(len(step_offsets) - 1, draw.key ^ 2)
+            pieces, step_offsets = regroup(pieces, step_offsets, order)
+        return Arranged(cut, pieces, step_offsets)
+
+
 @dataclass(frozen=True, slots=True)
-class Padded:
+class Padded(ByLength):
     """Rows of like length side by side, as many as a token budget allows."""
 
     max_tokens: int
@@ -54,6 +156,10 @@ class Padded:
         """Rows are cut into pieces of this many tokens."""
         return self.max_tokens // self.multiple_of * self.multiple_of
 
+    def tokens_per_batch(self, mean_tokens: float) -> int:
+        """The token budget."""
+        return self.max_tokens
+
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch whose longest row is `longest`."""
         return self.max_tokens // round_up(longest, self.multiple_of)
@@ -64,7 +170,7 @@ class Padded:
 
 
 @dataclass(frozen=True, slots=True)
-class Fixed:
+class Fixed(ByLength):
     """A fixed number of rows of like length; rows are never cut, so memory follows the longest."""
 
     batch_size: int
@@ -88,6 +194,10 @@ class Fixed:
         """Rows are not cut."""
         return np.iinfo(np.int32).max
 
+    def tokens_per_batch(self, mean_tokens: float) -> int:
+        """The rows of a micro-batch, as long as rows are."""
+        return int(self.batch_size * mean_tokens)
+
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch, whatever their length."""
         return self.batch_size
@@ -98,9 +208,10 @@ class Fixed:
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(Batching):
     """Documents packed into sequences of one length, by best fit or by plain concatenation."""
 
+    packs = True
     sequence_length: int
     batch_size: int
     """Sequences of a micro-batch; fewer at a window's tail."""
@@ -126,12 +237,39 @@ class Packed:
         """Every sequence is padded to the one length."""
         return self.sequence_length
 
+    def tokens_per_batch(self, mean_tokens: float) -> int:
+        """Full sequences."""
+        return self.sequence_length * self.batch_size
 
-Batching = Padded | Packed | Fixed
-"""How micro-batches are made."""
+    def arrange(
+        self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
+    ) -> Arranged:
+        """Pack by best fit, or lay rows one after the other; sequences come in random order."""
+        cut, packed = self._split(lengths, draw) if self.split else self._fit(lengths, draw)
+        count = len(packed[1]) - 1
+        order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
+        step_offsets = np.append(np.arange(0, count, self.batch_size * step_size), count)
+        return Arranged(cut, order, step_offsets, packed)
+
+    def _fit(
+        self, lengths: np.ndarray, draw: Draw | None
+    ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
+        cut = cut_rows(lengths, self.longest_piece)
+        longest_first = sort_by_length(cut.lengths, draw.key if draw else None)[::-1]
+        packed, sequence_offsets = pack(cut.lengths[longest_first], self.sequence_length)
+        return cut, (longest_first[packed], sequence_offsets)
+
+    def _split(
+        self, lengths: np.ndarray, draw: Draw | None
+    ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
+        order = random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
+        cut_from, offsets, pieces, sequence_offsets = concatenate(
+            lengths, order, self.sequence_length
+        )
+        return Pieces(offsets, np.diff(offsets), cut_from), (pieces, sequence_offsets)
+
 
 _NAMES_BEFORE = {"rows": "batch_size"}
-_POLICIES: dict[str, Any] = {policy.__name__: policy for policy in get_args(Batching)}
 
 
 def round_up(length: int, multiple_of: int) -> int:
@@ -148,7 +286,7 @@ def settings_of(described: object) -> object:
     """
     try:
         call = ast.parse(str(described), mode="eval").body
-        policy = _POLICIES[call.func.id]  # type: ignore[attr-defined]
+        policy: Any = _policies()[call.func.id]  # type: ignore[attr-defined]
         named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}  # type: ignore[attr-defined]
     except (
         AttributeError,
@@ -163,6 +301,12 @@ def settings_of(described: object) -> object:
     named = {_NAMES_BEFORE.get(name, name): value for name, value in named.items()}
     defaults = {field.name: field.default for field in fields(policy)}
     return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
+
+
+def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
+    """Every policy by its name, those of other projects too."""
+    named = {policy.__name__: policy for policy in family.__subclasses__()}
+    return named | {name: p for family in named.values() for name, p in _policies(family).items()}
 
 
 def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:

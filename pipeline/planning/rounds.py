@@ -10,10 +10,23 @@ one number is the position within a window. Torch-free.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Rounds", "deal_rounds"]
+__all__ = ["Round", "Rounds", "deal_rounds"]
+
+
+class Round(NamedTuple):
+    """One round over all ranks: what everybody's micro-batch of it adds to what was delivered."""
+
+    position: int
+    """Micro-batches of the window that are delivered after it."""
+    ends_window: bool
+    digest: int
+    """See `digest`."""
+    tokens: tuple[int, ...]
+    """Tokens of each source."""
 
 
 @dataclass(frozen=True, slots=True)

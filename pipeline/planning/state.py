@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import settings_of
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
+from tokenfeed.pipeline.planning.rounds import Round
 
 __all__ = [
     "Delivered",
@@ -50,7 +50,7 @@ class Delivered:
     plan: Plan
     position: Position = _START
     digest: int = 0
-    """Sum over all micro-batches; see `ledger`."""
+    """Sum over all micro-batches; see `digest`."""
     tokens: tuple[int, ...] = ()
     """Tokens of each source in the present epoch."""
     last_epoch_tokens: tuple[int, ...] = ()
@@ -62,18 +62,17 @@ class Delivered:
         if not self.tokens:
             object.__setattr__(self, "tokens", (0,) * len(self.plan.data))
 
-    def after(self, batch: RaggedBatch) -> "Delivered":
+    def after(self, done: Round) -> "Delivered":
         """The same and one more round.
 
         Raises:
             LoaderError: The round ends an epoch that did not have the tokens of the manifest.
         """
         plan, last = self.plan, self.last_epoch_tokens
-        digest = (self.digest + int(batch.of_round("digests"))) & _WORD
-        tokens = tuple(map(add, self.tokens, batch.of_round("tokens").tolist()))
-        if not batch.is_last:
-            epoch, window, _ = self.position
-            position = Position(epoch, window, int(batch.of_round("position")))
+        digest = (self.digest + done.digest) & _WORD
+        tokens = tuple(map(add, self.tokens, done.tokens))
+        if not done.ends_window:
+            position = self.position._replace(micro_batch=done.position)
             return Delivered(plan, position, digest, tokens, last, self.trail)
         position = plan.next_window(self.position)
         trail = self._trail_to(position, digest)

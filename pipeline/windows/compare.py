@@ -73,8 +73,8 @@ def _replay(maker: WindowMaker, start: int, stop: int) -> int:
     total = 0
     for number in range(start, stop):
         epoch, window = divmod(number, maker.plan.num_windows)
-        share = maker.read(Position(epoch, window, 0))
-        total += int(share.index["digests"].sum())
+        rank_slice = maker.make(Position(epoch, window, 0))
+        total += int(rank_slice.index.rounds.digests.sum())
     return total & _WORD
 
 

@@ -1,102 +1,163 @@
-"""Where everything stands in the padded batches of a share, computed once for the whole share.
+"""Where everything stands in the padded batches of a slice, computed once for the whole slice.
 
 A slot is a place in a batch's flattened [B, T]. What a device needs besides the tokens is lengths
 and slots, so that padding, labels and positions are a few kernels with shapes known on the host.
-Torch-free.
+A packed batch of two sequences of 8 slots, with documents of 3 and 5, and of 2 and 4 tokens:
+
+    slots      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15
+    tokens     a a a b b b b b | c c d  d  d  d  .  .
+    segments   0     3           8   10          14      and 16, the end
+
+Torch-free. Sizes: P pieces, S sequences, M micro-batches.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.format.schema import IGNORED, LABEL, LABELS, PROMPT_LENGTH
-from tokenfeed.pipeline.planning.batching import offsets_of
-from tokenfeed.pipeline.planning.policy import Batching, Packed
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.planning.pieces import offsets_of
 
-__all__ = ["lay_out"]
+__all__ = ["Layout", "Sequences", "lay_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sequences, micro-batches and slots."""
+
+    sequence_lengths: np.ndarray
+    """Tokens of each sequence, shape (S,), int32."""
+    padded: np.ndarray
+    """T, the padded length of each micro-batch, shape (M,), int32."""
+    piece_offsets: np.ndarray
+    """Where each micro-batch begins among the pieces, shape (M + 1,), int64."""
+    token_offsets: np.ndarray
+    """Where each micro-batch begins among the tokens, shape (M + 1,), int64."""
+    num_targets: np.ndarray
+    """Labels of each micro-batch that a loss counts, shape (M,), int64."""
+    segments: np.ndarray | None = None
+    """Slots where a document or padding begins, and the end of the batch, int32; packed only."""
+    segment_offsets: np.ndarray | None = None
+    """Where each micro-batch begins in `segments`, shape (M + 1,), int64."""
+    ignored: np.ndarray | None = None
+    """Slots of tokens that are no target, int32; None: the first of each piece, no others."""
+    ignored_offsets: np.ndarray | None = None
+    """Where each micro-batch begins in `ignored`, shape (M + 1,), int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Pieces joined to sequences, and sequences to micro-batches."""
+
+    lengths: np.ndarray
+    """Tokens of each piece, shape (P,), int32."""
+    batches: np.ndarray
+    """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
+    offsets: np.ndarray | None = None
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: each is one."""
+
+    def sizes(self) -> np.ndarray:
+        """Tokens of each sequence, shape (S,)."""
+        if self.offsets is None:
+            return self.lengths
+        return np.asarray(np.add.reduceat(self.lengths, self.offsets[:-1]))
 
 
 def lay_out(
-    per_token: dict[str, np.ndarray], arrays: dict[str, np.ndarray], batching: Batching
-) -> dict[str, np.ndarray]:
-    """Compute what `RankSlice` documents of sequences, micro-batches and slots.
+    sequences: Sequences,
+    multiple_of: int,
+    *,
+    packs: bool,
+    row_targets: bool = False,
+    token_targets: np.ndarray | None = None,
+    context: np.ndarray | None = None,
+) -> Layout:
+    """Compute where everything stands.
 
     Args:
-        per_token: Values a token; see `gather`.
-        arrays: What stands beside them; see `gather`.
-        batching: The policy; decides how far sequences are padded.
+        sequences: What the micro-batches are made of.
+        multiple_of: Padded lengths are rounded up to this.
+        packs: Whether sequences hold several documents.
+        row_targets: Whether a row has one target, and its tokens none.
+        token_targets: The target of each token, shape (N,), `IGNORED` where it has none; None for
+            the token after it.
+        context: Leading tokens of each piece that are given and no target, shape (P,).
     """
-    lengths, batches = arrays["lengths"], arrays["batches"]
-    sequences = arrays.get("sequences")
-    of_sequence = lengths if sequences is None else np.add.reduceat(lengths, sequences[:-1])
-    longest = np.maximum.reduceat(of_sequence, batches[:-1])
-    padded = -(-longest // batching.multiple_of) * batching.multiple_of
-    piece_batches = batches if sequences is None else sequences[batches]
-    tokens = offsets_of(lengths)[piece_batches]
-    made = {
-        "sequence_lengths": of_sequence.astype(np.int32, copy=False),
-        "padded": padded.astype(np.int32),
-        "piece_offsets": piece_batches,
-        "token_offsets": tokens,
-        "targets": np.diff(tokens) - np.diff(piece_batches),
-    }
-    if LABEL in arrays:
-        return made | {"targets": np.diff(piece_batches)}
-    if isinstance(batching, Packed):
-        made |= _segments(arrays, of_sequence, padded)
-    if LABELS in per_token:
-        labelled = offsets_of(per_token[LABELS] != IGNORED)
-        made["targets"] = np.diff(labelled[tokens])
-    if PROMPT_LENGTH in arrays:
-        context = _context(arrays)
-        ignored = _ranges(_piece_slots(arrays, of_sequence, padded), context)
-        counts = offsets_of(context)[piece_batches]
-        made |= {"ignored": ignored.astype(np.int32), "ignored_offsets": counts}
-        made["targets"] = np.diff(tokens) - np.diff(counts)
-    return made
+    sizes, batches = sequences.sizes(), sequences.batches
+    longest = np.maximum.reduceat(sizes, batches[:-1])
+    padded = -(-longest // multiple_of) * multiple_of
+    pieces = batches if sequences.offsets is None else sequences.offsets[batches]
+    tokens = offsets_of(sequences.lengths)[pieces]
+    segments = ignored = segment_offsets = ignored_offsets = None
+    slots = _Slots(sequences, sizes, padded, pieces)
+    if packs:
+        segments, segment_offsets = slots.segments()
+    if row_targets:
+        num_targets = np.diff(pieces)
+    elif token_targets is not None:
+        num_targets = np.diff(offsets_of(token_targets != IGNORED)[tokens])
+    elif context is not None:
+        given = np.clip(context, 1, sequences.lengths)  # the first token never has a context
+        ignored = _ranges(slots.of_pieces(), given).astype(np.int32)
+        ignored_offsets = offsets_of(given)[pieces]
+        num_targets = np.diff(tokens) - np.diff(ignored_offsets)
+    else:
+        num_targets = np.diff(tokens) - np.diff(pieces)
+    return Layout(
+        sizes.astype(np.int32, copy=False),
+        padded.astype(np.int32),
+        pieces,
+        tokens,
+        num_targets,
+        segments,
+        segment_offsets,
+        ignored,
+        ignored_offsets,
+    )
 
 
-def _segments(
-    arrays: dict[str, np.ndarray], of_sequence: np.ndarray, padded: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Slots where a document or the padding after the last one begins, and the end of the batch."""
-    batches, sequences = arrays["batches"], arrays["sequences"]
-    sizes = np.diff(batches)
-    length = np.repeat(padded, sizes)
-    nth = np.arange(batches[-1]) - np.repeat(batches[:-1], sizes)
-    open_ended = of_sequence < length
-    # One place a piece, one for each padding, one for the end of each batch.
-    own = np.diff(sequences) + open_ended
-    ends = np.zeros(len(own), np.int64)
-    ends[batches[1:] - 1] = 1
-    offsets = offsets_of(own + ends)
-    segments = np.empty(offsets[-1], np.int32)
-    segments[offsets[batches[1:]] - 1] = sizes * padded
-    segments[(offsets[:-1] + own - 1)[open_ended]] = (nth * length + of_sequence)[open_ended]
-    place = np.arange(sequences[-1]) + np.repeat(offsets[:-1] - sequences[:-1], np.diff(sequences))
-    segments[place] = _piece_slots(arrays, of_sequence, padded)
-    return {"segments": segments, "segment_offsets": offsets[batches]}
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """Places in the flattened batches."""
 
+    sequences: Sequences
+    sizes: np.ndarray
+    padded: np.ndarray
+    pieces: np.ndarray
 
-def _piece_slots(
-    arrays: dict[str, np.ndarray], of_sequence: np.ndarray, padded: np.ndarray
-) -> np.ndarray:
-    """The slot of each piece's first token, shape (P,), int64."""
-    batches = arrays["batches"]
-    sizes = np.diff(batches)
-    nth = np.arange(batches[-1]) - np.repeat(batches[:-1], sizes)
-    slots = nth * np.repeat(padded, sizes)
-    sequences = arrays.get("sequences")
-    if sequences is None:
-        return np.asarray(slots)
-    shift = slots - offsets_of(of_sequence)[:-1]
-    starts: np.ndarray = offsets_of(arrays["lengths"])[:-1] + np.repeat(shift, np.diff(sequences))
-    return starts
+    def of_sequences(self) -> np.ndarray:
+        """The slot of each sequence's first token, shape (S,), int64."""
+        batches = self.sequences.batches
+        counts = np.diff(batches)
+        nth = np.arange(batches[-1]) - np.repeat(batches[:-1], counts)
+        return np.asarray(nth * np.repeat(self.padded, counts))
 
+    def of_pieces(self) -> np.ndarray:
+        """The slot of each piece's first token, shape (P,), int64."""
+        slots, offsets = self.of_sequences(), self.sequences.offsets
+        if offsets is None:
+            return slots
+        shift = slots - offsets_of(self.sizes)[:-1]
+        starts = offsets_of(self.sequences.lengths)[:-1] + np.repeat(shift, np.diff(offsets))
+        return np.asarray(starts)
 
-def _context(arrays: dict[str, np.ndarray]) -> np.ndarray:
-    """Leading tokens of each piece that are no target: the prompt, and always the first one."""
-    prompt = arrays[PROMPT_LENGTH].astype(np.int64) - arrays.get("starts", 0)
-    context: np.ndarray = np.clip(prompt, 1, arrays["lengths"])
-    return context
+    def segments(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots where documents, paddings and the end of the batch begin, and their offsets.
+
+        All are sorted at once: in slots of the whole slice, where each batch has one slot more, so
+        that its end comes before the next one's beginning.
+        """
+        counts = np.diff(self.sequences.batches)
+        bases = offsets_of(counts * self.padded + 1)
+        length = np.repeat(self.padded, counts)
+        open_ended = self.sizes < length
+        paddings = self.of_sequences() + self.sizes + np.repeat(bases[:-1], counts)
+        documents = self.of_pieces() + np.repeat(bases[:-1], np.diff(self.pieces))
+        marks = np.concatenate([documents, paddings[open_ended], bases[1:] - 1])
+        marks.sort(kind="stable")  # runs that are in order already
+        offsets = np.searchsorted(marks, bases)
+        marks -= np.repeat(bases[:-1], np.diff(offsets))
+        return marks.astype(np.int32), offsets
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -1,27 +1,95 @@
-"""One rank's share of a window: its micro-batches one after the other, as a few flat arrays.
+"""A rank slice: one rank's micro-batches of a window, one after the other, as a few flat arrays.
 
-A share is made in a worker, laid into one flat buffer, and read from it in the training process
-without a copy; its micro-batches are views of it. Torch-free.
+A slice is made in a worker, laid into one flat buffer, and read from it in the training process
+without a copy; its micro-batches are views of it. So the price of crossing processes is paid per
+window, not per batch or row. Torch-free.
 
 Sizes: N tokens, P pieces, S sequences, M micro-batches (one a round).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from math import prod
 
 import numpy as np
 
-from tokenfeed.pipeline.format.schema import LABEL
+from tokenfeed.pipeline.planning.rounds import Round
+from tokenfeed.pipeline.windows.layout import Layout
 
-__all__ = ["Header", "RaggedBatch", "RankSlice"]
+__all__ = ["TARGETS", "Header", "Index", "PieceIndex", "RaggedBatch", "RankSlice", "RoundIndex"]
 
+TARGETS = "labels"
+"""What a column of targets is called in a slice and in a batch, whatever the task's own name is."""
 _ALIGNMENT = 64  # of each array: a cache line
 
 
 @dataclass(frozen=True, slots=True)
+class PieceIndex:
+    """Which pieces of which rows there are, and what belongs to each."""
+
+    numbers: np.ndarray
+    """The row within all sources, shape (P,), int64."""
+    lengths: np.ndarray
+    """Tokens, shape (P,), int32."""
+    batches: np.ndarray
+    """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
+    starts: np.ndarray | None = None
+    """First token within the row, shape (P,), int64; None: no row was cut."""
+    sequences: np.ndarray | None = None
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: each is one."""
+    targets: np.ndarray | None = None
+    """The target of the row, shape (P,), in storage dtype; None: a row has none of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundIndex:
+    """What each micro-batch is to all ranks; shape (M,)."""
+
+    filler: np.ndarray
+    """Whether it repeats another rank's sequence, bool."""
+    position: np.ndarray
+    """Micro-batches of the window that are delivered after its round, int64."""
+    ends_step: np.ndarray
+    """Whether its round is the last of a step, bool."""
+    digests: np.ndarray
+    """What its round adds to the digest, uint64."""
+    tokens: np.ndarray
+    """Tokens of each source in its round, shape (M, sources), int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """Everything that stands beside the tokens of a slice."""
+
+    pieces: PieceIndex
+    layout: Layout
+    rounds: RoundIndex
+
+    def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Every array that there is, by a name like `pieces.lengths`."""
+        for part in fields(self):
+            record = getattr(self, part.name)
+            for field in fields(record):
+                if (array := getattr(record, field.name)) is not None:
+                    yield f"{part.name}.{field.name}", array
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Index":
+        """What `arrays` has given."""
+
+        def of_part(part: str, kind: type) -> dict[str, np.ndarray | None]:
+            return {field.name: arrays.get(f"{part}.{field.name}") for field in fields(kind)}
+
+        return cls(
+            PieceIndex(**of_part("pieces", PieceIndex)),  # type: ignore[arg-type]
+            Layout(**of_part("layout", Layout)),  # type: ignore[arg-type]
+            RoundIndex(**of_part("rounds", RoundIndex)),  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
-    """What a share is, without its arrays."""
+    """What a slice is, without its arrays."""
 
     epoch: int
     window: int
@@ -38,32 +106,16 @@ class RankSlice:
     epoch: int
     window: int
     per_token: dict[str, np.ndarray]
-    """`input_ids` and the task's columns a token, in storage dtype, shape (N,)."""
-    index: dict[str, np.ndarray]
-    """Everything else:
-
-    A value a piece (P,): `lengths` int32; `numbers` int64, the row within all sources; `starts`
-    int64, first token within the row, absent where no row was cut; the task's columns a row.
-
-    A value a sequence: `sequence_lengths` (S,) int32; `sequences` (S + 1,) int64, where each begins
-    among the pieces, absent where every piece is one.
-
-    A value a micro-batch (M,): `padded` int32, its length T; `targets` int64, labels that a loss
-    counts; `filler` bool; `position` int64, micro-batches of the window delivered after it;
-    `ends_step` bool; over all ranks `digests` uint64 and `tokens` (M, sources) int64.
-    Offsets (M + 1,) int64: `batches` into sequences, `piece_offsets`, `token_offsets`.
-
-    Slots, int32: `segments`, with `segment_offsets`, where a document or padding begins, and the
-    end of the batch (packed only); `ignored`, with `ignored_offsets`, tokens that are no target,
-    where these are not simply the first of each piece.
-    """
-    staged: dict[str, np.ndarray]
-    """The arrays of `index` where a device can copy them from; the same ones without a buffer."""
+    """`input_ids`, the task's inputs by their names, and `TARGETS` where a token has one; in
+    storage dtype, shape (N,)."""
+    index: Index
+    staged: Index
+    """The same where a device can copy it from; the same arrays without a buffer."""
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of this share."""
-        return len(self.index["padded"])
+        """Micro-batches of this slice."""
+        return len(self.index.layout.padded)
 
     @property
     def num_bytes(self) -> int:
@@ -81,15 +133,16 @@ class RankSlice:
 
     @classmethod
     def read(cls, header: Header, buffer: memoryview) -> "RankSlice":
-        """The share in a buffer; all but `index` are views, gone when it is filled again."""
+        """The slice in a buffer; all but `index` are views, gone when it is filled again."""
         at, arrays = 0, []
         for name, dtype, shape in header.arrays:
             array = np.frombuffer(buffer, dtype, prod(shape), at).reshape(shape)
             arrays.append((name, array))
             at += _aligned(array.nbytes)
-        per_token, staged = arrays[: header.num_per_token], arrays[header.num_per_token :]
-        index = {name: array.copy() for name, array in staged}
-        return cls(header.epoch, header.window, dict(per_token), index, dict(staged))
+        per_token, staged = arrays[: header.num_per_token], dict(arrays[header.num_per_token :])
+        index = {name: array.copy() for name, array in staged.items()}
+        indexes = Index.from_arrays(index), Index.from_arrays(staged)
+        return cls(header.epoch, header.window, dict(per_token), *indexes)
 
     def batches(self) -> Iterator["RaggedBatch"]:
         """The micro-batches, as views, unpadded."""
@@ -97,7 +150,7 @@ class RankSlice:
 
     def _named(self) -> Iterator[tuple[str, np.ndarray]]:
         yield from self.per_token.items()
-        yield from self.index.items()
+        yield from self.index.arrays()
 
 
 class RaggedBatch:
@@ -107,31 +160,36 @@ class RaggedBatch:
         "_index",
         "_number",
         "_pieces",
-        "_share",
+        "_sequences",
+        "_slice",
         "_tokens",
         "is_filler",
         "num_targets",
         "num_tokens",
         "padded_length",
         "sequence_lengths",
+        "token_columns",
     )
 
-    def __init__(self, share: RankSlice, number: int) -> None:
-        index = share.index
-        batches, tokens, pieces = index["batches"], index["token_offsets"], index["piece_offsets"]
+    def __init__(self, rank_slice: RankSlice, number: int) -> None:
+        index = rank_slice.index
+        batches, layout = index.pieces.batches, index.layout
         self._index, self._number = index, number
-        self._share: RankSlice | None = share
-        self._tokens = slice(int(tokens[number]), int(tokens[number + 1]))
-        self._pieces = slice(int(pieces[number]), int(pieces[number + 1]))
-        self.sequence_lengths = index["sequence_lengths"][batches[number] : batches[number + 1]]
+        self._slice: RankSlice | None = rank_slice
+        self._tokens = _between(layout.token_offsets, number)
+        self._pieces = _between(layout.piece_offsets, number)
+        self._sequences = slice(batches[number], batches[number + 1])
+        self.token_columns = tuple(rank_slice.per_token)
+        """Names of the columns with a value a token; see `RankSlice.per_token`."""
+        self.sequence_lengths = layout.sequence_lengths[self._sequences]
         """Tokens of each sequence, shape (B,), int32."""
-        self.padded_length = int(index["padded"][number])
+        self.padded_length = int(layout.padded[number])
         """T: the longest sequence, rounded up as the policy says."""
-        self.is_filler = bool(index["filler"][number])
+        self.is_filler = bool(index.rounds.filler[number])
         """Whether this repeats another rank's sequence, so that no rank stands idle."""
         self.num_tokens = 0 if self.is_filler else self._tokens.stop - self._tokens.start
         """Tokens delivered; a filler delivers none."""
-        self.num_targets = 0 if self.is_filler else int(index["targets"][number])
+        self.num_targets = 0 if self.is_filler else int(layout.num_targets[number])
         """Labels that a loss counts."""
 
     @property
@@ -143,62 +201,118 @@ class RaggedBatch:
     def is_full(self) -> bool:
         """Whether there is no padding."""
         rows, length = self.shape
-        return self._tokens.stop - self._tokens.start == rows * length
+        num_tokens: int = self._tokens.stop - self._tokens.start
+        return num_tokens == rows * length
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sequence holds several documents."""
+        return self._index.layout.segments is not None
+
+    @property
+    def round(self) -> Round:
+        """What the round of this micro-batch adds to what all ranks have delivered."""
+        rounds, number = self._index.rounds, self._number
+        return Round(
+            int(rounds.position[number]),
+            number + 1 == len(rounds.position),
+            int(rounds.digests[number]),
+            tuple(rounds.tokens[number].tolist()),
+        )
 
     @property
     def is_last(self) -> bool:
         """Whether its window ends with it."""
-        return self._number + 1 == len(self._index["padded"])
+        return self._number + 1 == len(self._index.layout.padded)
 
-    def of_round(self, name: str) -> np.ndarray:
-        """What the share says of this micro-batch alone: `position`, `digests`, ..."""
-        value: np.ndarray = self._index[name][self._number]
-        return value
+    @property
+    def ends_step(self) -> bool:
+        """Whether a step ends with its round."""
+        return bool(self._index.rounds.ends_step[self._number])
 
     def of_tokens(self, name: str) -> np.ndarray:
         """A column with a value a token, shape (N,), in storage dtype."""
-        assert self._share, "its tokens were dropped"
-        return self._share.per_token[name][self._tokens]
+        assert self._slice, "its tokens were dropped"
+        return self._slice.per_token[name][self._tokens]
 
-    def staged(self) -> dict[str, np.ndarray]:
-        """What a device needs to pad and label, besides the tokens, where it can copy it from."""
-        assert self._share, "its tokens were dropped"
-        staged = self._share.staged
-        batches = self._index["batches"]
-        cuts = {"sequence_lengths": slice(batches[self._number], batches[self._number + 1])}
-        cuts |= {LABEL: self._pieces} if LABEL in staged else {}
-        cuts |= {name: self._slots(name) for name in ("segments", "ignored") if name in staged}
-        return {name: staged[name][cut] for name, cut in cuts.items()}
+    @property
+    def rows(self) -> np.ndarray:
+        """The row of each piece within all sources, shape (P,), int64."""
+        return self._index.pieces.numbers[self._pieces]
 
-    def of_pieces(self, name: str) -> np.ndarray:
-        """A value a piece, shape (P,)."""
-        return self._index[name][self._pieces]
+    @property
+    def piece_lengths(self) -> np.ndarray:
+        """Tokens of each piece, shape (P,), int32."""
+        return self._index.pieces.lengths[self._pieces]
 
-    def slots(self, name: str) -> np.ndarray:
-        """`segments` or `ignored`: places in the flattened [B, T] batch, int32."""
-        return self._index[name][self._slots(name)]
+    @property
+    def starts(self) -> np.ndarray | None:
+        """First token of each piece within its row, shape (P,), int64; None: all are 0."""
+        starts = self._index.pieces.starts
+        return None if starts is None else starts[self._pieces]
 
-    def has(self, name: str) -> bool:
-        """Whether there is a column a token, or an array beside the tokens, of that name."""
-        return name in self._index or bool(self._share and name in self._share.per_token)
+    @property
+    def row_targets(self) -> np.ndarray | None:
+        """The target of each row, shape (P,); None: rows have none of their own."""
+        return self._row_targets(self._index)
+
+    @property
+    def segments(self) -> np.ndarray:
+        """Slots where a document or padding begins, and the end of the batch; packed only."""
+        segments = self._segments(self._index)
+        assert segments is not None, "not packed"
+        return segments
+
+    @property
+    def ignored(self) -> np.ndarray | None:
+        """Slots of tokens that are no target; None: simply the first of each piece."""
+        return self._ignored(self._index)
 
     @property
     def sequence_offsets(self) -> np.ndarray:
         """Where each sequence begins among the pieces of the batch, shape (B + 1,), int64."""
-        if "sequences" not in self._index:
+        sequences = self._index.pieces.sequences
+        if sequences is None:
             return np.arange(len(self.sequence_lengths) + 1)
-        batches = self._index["batches"]
-        first, last = batches[self._number], batches[self._number + 1]
-        offsets: np.ndarray = self._index["sequences"][first : last + 1] - self._pieces.start
+        first, last = self._sequences.start, self._sequences.stop
+        offsets: np.ndarray = sequences[first : last + 1] - self._pieces.start
         return offsets
 
-    def drop_tokens(self) -> None:
-        """Let go of the share's tokens: the batch was built, their buffer may be filled again."""
-        self._share = None
+    def staged(self) -> dict[str, np.ndarray]:
+        """What a device needs to pad and label, besides the tokens, where it can copy it from."""
+        assert self._slice, "its tokens were dropped"
+        index = self._slice.staged
+        found = {
+            "sequence_lengths": index.layout.sequence_lengths[self._sequences],
+            "row_targets": self._row_targets(index),
+            "segments": self._segments(index),
+            "ignored": self._ignored(index),
+        }
+        return {name: values for name, values in found.items() if values is not None}
 
-    def _slots(self, name: str) -> slice:
-        offsets = self._index[f"{name.removesuffix('s')}_offsets"]
-        return slice(offsets[self._number], offsets[self._number + 1])
+    def drop_tokens(self) -> None:
+        """Let go of the slice's tokens: the batch was built, their buffer may be filled again."""
+        self._slice = None
+
+    def _row_targets(self, index: Index) -> np.ndarray | None:
+        targets = index.pieces.targets
+        return None if targets is None else targets[self._pieces]
+
+    def _segments(self, index: Index) -> np.ndarray | None:
+        return _of_batch(index.layout.segments, index.layout.segment_offsets, self._number)
+
+    def _ignored(self, index: Index) -> np.ndarray | None:
+        return _of_batch(index.layout.ignored, index.layout.ignored_offsets, self._number)
+
+
+def _of_batch(
+    values: np.ndarray | None, offsets: np.ndarray | None, number: int
+) -> np.ndarray | None:
+    return None if values is None or offsets is None else values[_between(offsets, number)]
+
+
+def _between(offsets: np.ndarray, number: int) -> slice:
+    return slice(int(offsets[number]), int(offsets[number + 1]))
 
 
 def _aligned(size: int) -> int:

@@ -17,11 +17,11 @@ from pyarrow import ipc
 
 from tokenfeed import Manifest, Mixture, Packed, Padded
 from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import task_columns
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
-from tokenfeed.pipeline.planning.mixture import open_sources
 from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.verify import find_problems
 
@@ -235,7 +235,7 @@ def test_much_data_is_not_kept(make_dataset: MakeDataset, monkeypatch: pytest.Mo
     folder = make_dataset([50] * 100, num_shards=1)
     monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 4999)
     seen = decoded(monkeypatch)
-    reader = WindowReader(open_sources(folder, "train"))
+    reader = WindowReader(open_splits([folder], "train"))
     for _ in range(3):
         reader.read(np.array([0]))
     assert len(seen) == 3
@@ -244,6 +244,6 @@ def test_much_data_is_not_kept(make_dataset: MakeDataset, monkeypatch: pytest.Mo
 def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:
     folder = make_dataset([4] * 60, num_shards=60)
     before = open_files()
-    reader = WindowReader(open_sources(folder, "train"))
+    reader = WindowReader(open_splits([folder], "train"))
     reader.read(np.arange(60))
     assert open_files() == before

@@ -231,14 +231,14 @@ def test_a_pass_ends_as_on_the_host_whatever_happens_to_the_next_one(
     folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = [spans(batch) for batch in open_loader(folder)]
-    read = WindowMaker.read
+    read = WindowMaker.make
 
-    def read_one_epoch(job: WindowMaker, position: Position) -> RankSlice:
+    def read_one_epoch(maker: WindowMaker, position: Position) -> RankSlice:
         if position.epoch:
             raise ShardFormatError("damaged")
-        return read(job, position)
+        return read(maker, position)
 
-    monkeypatch.setattr(WindowMaker, "read", read_one_epoch)
+    monkeypatch.setattr(WindowMaker, "make", read_one_epoch)
     monkeypatch.setattr(InlineSource, "is_ready", lambda source: True)
     loader = open_loader(folder, device=CUDA_1)
     assert [spans(batch) for batch in loader] == host

@@ -145,14 +145,14 @@ class Held:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.entered, self.let_go = threading.Event(), threading.Event()
-        read = WindowMaker.read
+        read = WindowMaker.make
 
-        def wait(job: WindowMaker, position: Position) -> RankSlice:
+        def wait(maker: WindowMaker, position: Position) -> RankSlice:
             self.entered.set()
             assert self.let_go.wait(60)
-            return read(job, position)
+            return read(maker, position)
 
-        monkeypatch.setattr(WindowMaker, "read", wait)
+        monkeypatch.setattr(WindowMaker, "make", wait)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_a_small_part_of_a_mixture_is_no_reason_to_warn() -> None:
 
 def test_the_warning_names_the_source_and_its_places() -> None:
     documents, short = source_of(rows_of(600, 1.0)), source_of(rows_of(24, 0.6))
-    short.folder = Path("tweets")
+    short.name = "tweets"
     warning = unmixed(mixed((documents, short), (0.89, 0.11)), (documents, short))
     assert warning is not None
     assert "\n" not in warning

@@ -14,11 +14,11 @@ from typing import Self
 import numpy as np
 
 from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.pipeline.planning.mixture import OpenedSplit
 from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter, SplitLayout
 from tokenfeed.tools.shuffling.partition import (

@@ -1,0 +1,107 @@
+"""Data sets as they are opened for reading: a store, its manifest, and one split of it.
+
+Several are opened together where they form a mixture: then ids and labels must mean the same in
+each of them. No shard is opened here. Torch-free.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
+
+__all__ = ["OpenedSplit", "open_splits"]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedSplit:
+    """One split of one data set, opened."""
+
+    store: Store
+    manifest: Manifest
+    split: SplitInfo
+    rows: int
+    tokens: int
+    batches: int
+    """Record batches; like the two above, of the whole split."""
+
+    @classmethod
+    def from_manifest(cls, path: StorePath, manifest: Manifest, split: SplitInfo) -> Self:
+        """A split of the data set that `manifest` describes."""
+        sizes = split.rows, split.tokens, split.batches
+        return cls(open_store(path), manifest, split, *sizes)
+
+    @property
+    def name(self) -> str:
+        """The data set as it was given, for messages and statistics."""
+        return self.store.name
+
+
+def open_splits(paths: Iterable[StorePath], split: str) -> tuple[OpenedSplit, ...]:
+    """Read the manifest of each data set.
+
+    Args:
+        paths: Where the data sets are; several are the sources of a mixture.
+        split: Which split of each.
+
+    Raises:
+        ManifestError: There is no such data set or split.
+        ConfigError: A split has no rows, or the data sets do not fit each other.
+    """
+    opened = tuple(_open(path, split) for path in paths)
+    for other in opened[1:]:
+        _refuse_difference(opened[0], other)
+    _refuse_repetition(opened)
+    return opened
+
+
+def _open(path: StorePath, split: str) -> OpenedSplit:
+    store = open_store(path)
+    manifest = Manifest.read(store)
+    try:
+        info = manifest.split(split)
+    except ManifestError as error:
+        raise ManifestError(f"{store.name}: {error}") from None
+    if not info.rows:
+        raise ConfigError(
+            f"{store.name}: the split `{split}` holds no rows. Run `pretokenize` on more text."
+        )
+    return OpenedSplit.from_manifest(store, manifest, info)
+
+
+def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
+    """Ids and labels of a mixture must mean the same in every source."""
+    ours, theirs = first.manifest, other.manifest
+    for name, left, right in (
+        ("tokenizer", ours.tokenizer.xxh3, theirs.tokenizer.xxh3),
+        ("vocabulary size", ours.tokenizer.vocabulary_size, theirs.tokenizer.vocabulary_size),
+        ("task", ours.task, theirs.task),
+        ("columns", [c.name for c in ours.columns], [c.name for c in theirs.columns]),
+        ("label names", ours.label_names, theirs.label_names),
+    ):
+        if left != right:
+            raise ConfigError(
+                f"a mixture needs one {name}: {first.name} has {left}, {other.name} has "
+                f"{right}. Run `pretokenize` with the same settings."
+            )
+
+
+def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:
+    """What is told of a source goes by its place, so no place may be two of them."""
+    seen: dict[str, str] = {}
+    for source in opened:
+        if first := seen.get(_place(source)):
+            raise ConfigError(
+                f"{first} and {source.name} are the same folder: a mixture takes each one once. "
+                "Raise its weight instead."
+            )
+        seen[_place(source)] = source.name
+
+
+def _place(source: OpenedSplit) -> str:
+    """One string for all paths of a folder."""
+    store = source.store
+    return str(Path(store.root).resolve()) if isinstance(store, LocalStore) else source.name

@@ -1,0 +1,72 @@
+"""Pieces: rows, or what long rows are cut into; and groups of consecutive items, by their offsets.
+
+Pure: numpy in, numpy out.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tokenfeed.pipeline.planning.order import mix64
+
+__all__ = ["Pieces", "cut_rows", "offsets_of", "random_order", "regroup"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Rows, or the parts they are cut into, in the order of the rows."""
+
+    offsets: np.ndarray
+    """Where they cut the window's tokens, shape (P + 1,), int64."""
+    lengths: np.ndarray
+    """Tokens of each, shape (P,), int64."""
+    cut_from: np.ndarray | None
+    """Row of the window each is cut from, shape (P,), int64; None: none was cut, P = R."""
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Row of the window each is of, shape (P,), int64."""
+        return np.arange(len(self.lengths)) if self.cut_from is None else self.cut_from
+
+
+def cut_rows(lengths: np.ndarray, longest: int) -> Pieces:
+    """Cut rows into pieces of at most `longest` tokens."""
+    if lengths.max() <= longest:
+        return Pieces(offsets_of(lengths), lengths, None)
+    counts = -(-lengths // longest)
+    rows = np.repeat(np.arange(len(lengths)), counts)
+    nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = (np.cumsum(lengths) - lengths)[rows] + nth * longest
+    offsets = np.append(starts, lengths.sum())
+    return Pieces(offsets, np.diff(offsets), rows)
+
+
+def offsets_of(sizes: np.ndarray) -> np.ndarray:
+    """Running total of sizes, with a leading 0, int64."""
+    offsets = np.zeros(len(sizes) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets
+
+
+def regroup(
+    items: np.ndarray, offsets: np.ndarray, order: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Take groups of consecutive items in another order, keeping the order inside each.
+
+    Returns:
+        The items, and the groups' offsets into them, shape (len(order) + 1,).
+    """
+    starts, sizes = offsets[:-1][order], np.diff(offsets)[order]
+    new_offsets = offsets_of(sizes)
+    if len(items) > 64 * len(offsets):  # few and large: a copy each is cheaper than an index each
+        pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
+        taken = [items[start:stop] for start, stop in pairs]
+        return np.concatenate(taken) if taken else items[:0], new_offsets
+    index = np.arange(new_offsets[-1]) + np.repeat(starts - new_offsets[:-1], sizes)
+    return items[index], new_offsets
+
+
+def random_order(count: int, key: int) -> np.ndarray:
+    """A permutation of range(count), int64: another one for every 64-bit key."""
+    keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
+    return np.argsort(keys)  # no two are equal, so any sort gives the same order
