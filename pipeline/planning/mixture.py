@@ -83,6 +83,12 @@ def mix(
 ) -> tuple[Phase, ...]:
     """Plan an epoch: how many record batches each source gives, and in how many windows.
 
+    Two sources of 60 and 40 record batches of equal tokens, weights 1 to 1:
+
+        repeat    60 + 60: the second is read one and a half times
+        stop      40 + 40
+        continue  40 + 40, then 20 + 0: two phases
+
     Tokens are those of the manifest, so the proportions of an epoch are exact up to one record
     batch a source, and where a source is read whole, to the last row.
     """

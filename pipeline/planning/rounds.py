@@ -5,6 +5,12 @@ one for each rank; it never reaches beyond a step, unless there are ranks for se
 So the ranks of a round have equal work, and a step is the same rows on any number of ranks. Where a
 step is not a multiple of the ranks, some get a filler: a copy of one sequence that no loss counts.
 
+A window of two steps, with 4 and 3 micro-batches, for 3 ranks; f is a filler:
+
+    micro-batches     0 1 2 3 | 4 5 6
+    rounds            0 1 2     3 f f     4 5 6
+    position after        3         4         7
+
 What is next depends only on how many micro-batches were delivered, not on who delivered them: that
 one number is the position within a window. Torch-free.
 """
@@ -54,7 +60,7 @@ def deal_rounds(
 
     Args:
         step_offsets: Where each step begins among the micro-batches, shape (steps + 1,).
-        step_size: Micro-batches of a step that is not a tail.
+        step_size: Micro-batches in a full step.
         first: Micro-batches of this window that were delivered before.
         rank: Whose rounds.
         world_size: Ranks that take part.
