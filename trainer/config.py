@@ -9,7 +9,7 @@ import datetime
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import msgspec
 import yaml
@@ -33,18 +33,9 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
 
-_AT_LEAST_ONE = (
-    "steps",
-    "sequence_length",
-    "micro_batch_tokens",
-    "step_tokens",
-    "eval_every",
-    "eval_batches",
-    "save_every",
-    "log_every",
-)
-_NOT_NEGATIVE = ("warmup_steps", "weight_decay", "seed")
-_ABOVE_ZERO = ("learning_rate", "clip_norm")
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 
 
 def _new_run_dir() -> Path:
@@ -60,21 +51,21 @@ class TrainConfig:
     """Output folder of `pretokenize`."""
     model: ModelName = "tiny"
     """1, 11, 25, 85 M parameters + embedding."""
-    steps: int = 200
+    steps: Positive = 200
     """Optimizer steps, earlier ones included."""
-    sequence_length: int = 256
+    sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
     """Tokens of a row; longer documents are cut."""
-    micro_batch_tokens: int = 2048
+    micro_batch_tokens: Positive = 2048
     """Tokens of one forward and backward; the loss takes some 12 bytes x vocabulary for each."""
-    step_tokens: int = 2048
+    step_tokens: Positive = 2048
     """Tokens of one optimizer step."""
-    learning_rate: float = 2e-3
+    learning_rate: AboveZero = 2e-3
     """Peak of the cosine, which ends at a tenth."""
-    warmup_steps: int = 20
+    warmup_steps: NotNegative = 20
     """Steps until the learning rate's peak."""
-    weight_decay: float = 0.1
+    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
     """AdamW's, on matrices only."""
-    clip_norm: float = 1.0
+    clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
     device: DeviceName = "auto"
     """auto: cuda where there is one, else cpu."""
@@ -82,17 +73,17 @@ class TrainConfig:
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
     compile: bool = False
     """Slow start, then faster; for cuda."""
-    num_workers: int | None = None
+    num_workers: NotNegative | None = None
     """Loader processes; by default cuda 2, cpu 0."""
-    seed: int = 0
+    seed: NotNegative = 0
     """Decides initial weights and order."""
-    eval_every: int = 100
+    eval_every: Positive = 100
     """Steps between validation losses."""
-    eval_batches: int = 10
+    eval_batches: Positive = 10
     """Most micro-batches of an evaluation."""
-    save_every: int = 100
+    save_every: Positive = 100
     """Steps between checkpoints; two are kept."""
-    log_every: int = 10
+    log_every: Positive = 10
     """Steps between progress lines."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run."""
@@ -103,16 +94,11 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise a ConfigError for the first setting that cannot work."""
-        for name in _AT_LEAST_ONE:
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-        for name in _NOT_NEGATIVE:
-            _require(self, name, getattr(self, name) >= 0, "at least 0")
-        for name in _ABOVE_ZERO:
-            _require(self, name, getattr(self, name) > 0, "a number above 0")
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if bounds := _bounds(hint):
+                _require(self, name, *_keeps(getattr(self, name), bounds))
         _require(self, "seed", self.seed < 1 << 63, "below 2**63")
         _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
-        _require(self, "num_workers", (self.num_workers or 0) >= 0, "at least 0")
-        _require(self, "sequence_length", self.sequence_length >= 2, "at least 2, to have a target")
         _require_multiple(self, "micro_batch_tokens", "sequence_length")
         _require_multiple(self, "step_tokens", "micro_batch_tokens")
 
@@ -152,6 +138,23 @@ class TrainConfig:
     def accumulation(self) -> int:
         """Micro-batches of a step."""
         return self.step_tokens // self.micro_batch_tokens
+
+
+def _bounds(hint: Any) -> msgspec.Meta | None:
+    """The bounds that a field's type names, also where it may be None."""
+    for kind in (hint, *get_args(hint)):
+        for entry in getattr(kind, "__metadata__", ()):
+            if isinstance(entry, msgspec.Meta):
+                return entry
+    return None
+
+
+def _keeps(value: float | None, bounds: msgspec.Meta) -> tuple[bool, str]:
+    """Whether a value is within its bounds, and in words what these are."""
+    if bounds.gt is not None:
+        return value is None or value > bounds.gt, f"a number above {bounds.gt}"
+    assert bounds.ge is not None
+    return value is None or value >= bounds.ge, f"at least {bounds.ge}"
 
 
 def _as_path(kind: type, value: Any) -> Path:
