@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pytest
 from command import (
     COMMAND,
     error_of,
@@ -16,6 +19,7 @@ from command import (
     write_ballast,
     write_long_corpus,
 )
+from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.format.manifest import Manifest
 
@@ -139,6 +143,22 @@ def test_help_needs_no_torch() -> None:
     assert "usage" in lines[0]
     for words in ("CORPUS... OUT", "--tokenizer", "(default: 0.01; ", "(default: 32768)", "--json"):
         assert words in result.stdout
+
+
+def test_no_process_of_a_run_imports_pandas(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrow does, a fifth of a second long, for what can be had without."""
+    write_ballast(corpus)
+    table = pa.table({"text": texts(50)})
+    parquet.write_table(table, corpus / "table.parquet")
+    csv.write_csv(table, corpus / "table.csv")
+    noted = tmp_path / "noted"
+    (tmp_path / "pandas.py").write_text(f"open({str(noted)!r}, 'w').close()\nraise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    made = run_json(corpus, tmp_path / "out", "--tokenizer", tokenizer)
+    assert made["engine"].startswith("gigatoken")
+    assert not noted.exists()
 
 
 def test_of_two_that_start_at_once_one_is_refused(

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.format.ragged import Ragged, join, take
+from tokenfeed.pipeline.format.ragged import Ragged, binaries, join, take
 
 
 def listed(ragged: Ragged) -> list[list[int]]:
@@ -49,3 +49,8 @@ def test_take_is_indexing(data: st.DataObject, rows: list[list[int]], dtype: str
     assert taken.values.dtype == dtype
     shifted = np.concatenate([np.full(3, 9, dtype), whole.values])
     assert np.array_equal(take(shifted, whole.offsets + 3, places), taken.values)
+
+
+@given(st.lists(st.binary(max_size=5)))
+def test_byte_strings_as_an_arrow_array_are_themselves(values: list[bytes]) -> None:
+    assert binaries(values).to_pylist() == values

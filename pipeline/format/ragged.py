@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-__all__ = ["Ragged", "join", "take"]
+__all__ = ["Ragged", "binaries", "join", "take"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,6 +75,16 @@ def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:
             binaries.append(_constant(segment.astype(dtype)))
     joined = pc.binary_join_element_wise(*binaries, _constant(np.empty(0, dtype)))
     return Ragged(np.frombuffer(joined.buffers()[2] or b"", dtype), lengths)
+
+
+def binaries(values: Sequence[bytes]) -> pa.LargeBinaryArray:
+    """Byte strings as an Arrow array; they are copied.
+
+    Built from buffers: `pa.array` would import pandas into the process.
+    """
+    lengths = np.fromiter(map(len, values), np.int64, len(values))
+    joined = np.frombuffer(b"".join(values), np.uint8)
+    return _binary(joined, Ragged(joined, lengths).offsets)
 
 
 def _binary(values: np.ndarray, offsets: np.ndarray, *, narrow: bool = False) -> pa.Array:

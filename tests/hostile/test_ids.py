@@ -1,5 +1,6 @@
 """The fast engine never gives another id than the reference: by shape, or by route."""
 
+import dataclasses
 import random
 import unicodedata
 from typing import Any
@@ -17,6 +18,7 @@ from tokenizer_shapes import (
 )
 from tokenizers import normalizers
 
+from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.tools.encoding import shapes
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts
 from tokenfeed.tools.encoding.code_points import LETTERS, NFC_LEADS, SIGNS
@@ -205,6 +207,22 @@ def test_a_worker_loads_the_reference_for_the_first_text_that_needs_it() -> None
     assert (fast._reference, fast.routed) == (None, 0)
     fast.encode([b"  New York"])
     assert fast._reference is not None
+
+
+def test_the_fast_engine_is_not_asked_for_what_it_leaves_to_the_reference() -> None:
+    tokens = added_tokens("byte-level", {"New York": ("lstrip",)})
+    json_bytes = json_of("byte-level", (), LLAMA_3, tokens)
+    fast = FastEngine(json_bytes, 3000, splits_special=False)
+    reference = ReferenceEngine(TextTokenizer.load(json_bytes, origin="test"))
+    texts = made_texts(random.Random(2), ["New York"], 200)
+    answers = Answers.from_fast(fast, texts)
+    assert fast._reference is None
+    assert 0 < answers.routed.sum() < len(texts)
+    assert answers.differing(reference) == []
+    shifted = Ragged(answers.ids.values + np.uint16(1), answers.ids.lengths)
+    wrong = dataclasses.replace(answers, ids=shifted).differing(reference)
+    own = [text for text, is_routed in zip(texts, answers.routed, strict=True) if not is_routed]
+    assert wrong == [text for text in own if text]
 
 
 def test_a_text_over_which_the_reference_panics_has_a_reason() -> None:

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.ragged import binaries
 from tokenfeed.tools.corpus.quoting import Lines, QuotedRows, whole_rows
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
 from tokenfeed.tools.corpus.tables import batch_records, column_problem
@@ -123,5 +124,4 @@ def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
     columns = (
         [value.decode().encode("latin-1") for value in column.to_pylist()] for column in batch
     )
-    arrays = [pa.array(column, pa.large_binary()) for column in columns]
-    return pa.RecordBatch.from_arrays(arrays, batch.schema.names)
+    return pa.RecordBatch.from_arrays([*map(binaries, columns)], batch.schema.names)

@@ -23,6 +23,7 @@ from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import (
     Engine,
     EngineFailure,
+    FastEngine,
     ReferenceEngine,
     Unencodable,
 )
@@ -62,18 +63,31 @@ class Answers:
     ids: Ragged
     failed: np.ndarray
     """The texts for which it gave none, since it broke down; shape (R,), bool."""
+    routed: np.ndarray
+    """The texts that it was not asked for, since the reference encodes them; shape (R,), bool."""
 
     @classmethod
     def from_engine(cls, engine: Engine, texts: list[bytes]) -> Self:
         """Ask an engine; where it breaks down over a batch, text by text."""
+        none = np.zeros(len(texts), bool)
         try:
-            return cls(texts, engine.encode(texts), np.zeros(len(texts), bool))
+            return cls(texts, engine.encode(texts), none, none)
         except (EngineFailure, Unencodable):
             if len(texts) > 1:
                 return cls.joined([cls.from_engine(engine, [text]) for text in texts])
-            return cls(
-                texts, Ragged(np.empty(0, np.uint16), np.zeros(1, np.int64)), np.ones(1, bool)
-            )
+            nothing = Ragged(np.empty(0, np.uint16), np.zeros(1, np.int64))
+            return cls(texts, nothing, ~none, none)
+
+    @classmethod
+    def from_fast(cls, engine: FastEngine, texts: list[bytes]) -> Self:
+        """Ask the fast engine for what it does not leave to the reference.
+
+        To load that, and compare it with itself, would take longer than all the other texts.
+        """
+        routed = np.isin(np.arange(len(texts)), engine.routed_of(texts))
+        pairs = zip(texts, routed, strict=True)
+        answers = cls.from_engine(engine, [b"" if is_routed else text for text, is_routed in pairs])
+        return cls(texts, answers.ids, answers.failed, routed)
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
@@ -85,6 +99,7 @@ class Answers:
                 np.concatenate([np.empty(0, np.int64), *(part.ids.lengths for part in parts)]),
             ),
             np.concatenate([np.empty(0, bool), *(part.failed for part in parts)]),
+            np.concatenate([np.empty(0, bool), *(part.routed for part in parts)]),
         )
 
     def __len__(self) -> int:
@@ -95,12 +110,12 @@ class Answers:
         return self.differing_from(Answers.from_engine(reference, self.texts))
 
     def differing_from(self, right: "Answers") -> list[bytes]:
-        """The texts that differ from the right answers to them; those without one are none."""
+        """The texts that differ from the right answers to them, as far as there are both."""
         if self.ids == right.ids and not self.failed.any():
             return []
         rows = zip(self.ids.rows(), right.ids.rows(), strict=True)
         same = np.array([np.array_equal(*pair) for pair in rows], bool)
-        wrong = ~right.failed & (self.failed | ~same)
+        wrong = ~right.failed & ~self.routed & (self.failed | ~same)
         return [self.texts[place] for place in np.flatnonzero(wrong)]
 
 

@@ -186,6 +186,10 @@ class FastEngine:
         with _raising(EngineUnavailable):
             check_tokenizer(tokenizer)
 
+    def routed_of(self, texts: list[bytes]) -> np.ndarray:
+        """Which texts the reference would encode: their places, rising."""
+        return self._routes.find(texts)
+
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
         routed = self._routes.find(texts)

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenfeed.pipeline.format.ragged import binaries
 from tokenfeed.tools.encoding.code_points import LETTERS, NFC_LEADS, SIGNS
 from tokenfeed.tools.encoding.shapes import AddedToken, Shape
 from tokenfeed.tools.encoding.vocabulary import byte_letters
@@ -152,6 +153,10 @@ def _having(texts: list[bytes], leads: tuple[bytes, ...]) -> np.ndarray:
 
 
 def _matches(expression: str, texts: list[bytes]) -> np.ndarray:
-    """Which of some texts an expression is found in, bool."""
-    array = pa.array(texts, pa.large_binary()).view(pa.large_string())
-    return np.asarray(pc.match_substring_regex(array, expression))
+    """Which of some texts an expression is found in, bool.
+
+    Taken from the bits: to make an array of them, Arrow would import pandas into the process.
+    """
+    matching = pc.match_substring_regex(binaries(texts).view(pa.large_string()), expression)
+    bits = np.frombuffer(matching.buffers()[1] or b"", np.uint8)
+    return np.unpackbits(bits, count=len(texts), bitorder="little").view(bool)

@@ -7,7 +7,7 @@ single token in Python.
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -108,10 +108,10 @@ class UnitEncoder:
         return self.encode(work) if isinstance(work, Unit) else self.answer(work)
 
     def answer(self, questions: Questions) -> Answers:
-        """What the fast engine gives for some texts; no texts where there is none."""
-        return (
-            Answers.from_engine(self._fast, questions.texts) if self._fast else Answers.joined([])
-        )
+        """What the fast engine itself gives for some texts; no texts where there is none."""
+        if not self._fast:
+            return Answers.joined([])
+        return Answers.from_fast(self._fast, questions.texts)
 
     def encode(self, unit: Unit) -> "Encoded":
         """Write the shards of `unit` and count what became of its records.
@@ -136,18 +136,20 @@ class UnitEncoder:
         infos = {split: writer.info for split, writer in writers.items()}
         return Encoded(ledger.result(infos, self._engine.name), Answers.joined(ledger.sample))
 
-    def _audited_engine(self) -> Engine | None:
-        if not self._job.audits or self._engine.name == FastEngine.name:
-            return self._engine if self._job.audits else None
+    def _audited_engine(self) -> FastEngine | None:
+        if not self._job.audits:
+            return None
+        if isinstance(self._engine, FastEngine):
+            return self._engine
         try:
-            return _load_engine(replace(self._job, engine=FastEngine.name))
+            return _load_fast(self._job)
         except EngineUnavailable:
             return None
 
     def _verifying_engine(self) -> Engine | None:
         if not self._job.verifies or self._fast is None:
             return None
-        return _load_engine(replace(self._job, engine=ReferenceEngine.name))
+        return _load_reference(self._job)
 
     def _writer(self, split: str, number: int) -> ShardWriter:
         return ShardWriter(
@@ -219,12 +221,20 @@ class UnitEncoder:
 
 def _load_engine(job: EncodeSettings) -> Engine:
     """Of the two only the one that is needed: a large vocabulary takes a second to load."""
+    return (_load_fast if job.engine == FastEngine.name else _load_reference)(job)
+
+
+def _load_fast(job: EncodeSettings) -> FastEngine:
+    json_bytes = (job.folder / TOKENIZER_FILE).read_bytes()
+    return fast_engine(json_bytes, job.vocabulary_size, splits_special=job.splits_special)
+
+
+def _load_reference(job: EncodeSettings) -> ReferenceEngine:
     path = job.folder / TOKENIZER_FILE
-    json_bytes, special = path.read_bytes(), job.splits_special
-    if job.engine == FastEngine.name:
-        return fast_engine(json_bytes, job.vocabulary_size, splits_special=special)
-    made = TextTokenizer.load(json_bytes, origin=path, splits_special=special)
-    return ReferenceEngine(made)
+    special = job.splits_special
+    return ReferenceEngine(
+        TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
+    )
 
 
 def _shard_name(split: str, number: int) -> str:
