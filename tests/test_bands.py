@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.bands import steps_by_length
+from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder
 from tokenfeed.pipeline.planning.policy import Fixed, Padded
 
@@ -180,3 +180,14 @@ def test_rows_of_few_lengths_meet_again_no_more_often_than_without_bands(num_len
         over_epochs(Fixed(8, spread=spread), lengths) for spread in (0.033, 0)
     )
     assert with_bands < without + 0.01
+
+
+def test_the_order_by_length_does_not_depend_on_the_blocks_it_is_made_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lengths = np.random.default_rng(0).integers(1, 50, 1000)
+    whole = sort_by_length(lengths, 5)
+    monkeypatch.setattr("tokenfeed.pipeline.planning.order._BLOCK", 7)
+    assert sort_by_length(lengths, 5).tolist() == whole.tolist()
+    assert (np.diff(lengths[whole]) >= 0).all()
+    assert sorted(whole.tolist()) == list(range(1000))

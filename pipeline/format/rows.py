@@ -12,7 +12,10 @@ import pyarrow as pa
 from tokenfeed.pipeline.format.ragged import take
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
-__all__ = ["Rows", "batch_buffers", "record_batch", "rows_of_buffers"]
+__all__ = ["Kinds", "Rows", "batch_buffers", "column_kinds", "record_batch", "rows_of_buffers"]
+
+Kinds = dict[str, tuple[np.dtype, bool]]
+"""The columns of a record batch in their order: dtype, and whether there is a value a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +92,17 @@ def record_batch(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def batch_buffers(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
+def column_kinds(schema: pa.Schema) -> Kinds:
+    """What `batch_buffers` has to know of a schema: asked once, as Arrow takes its time to say."""
+    return {
+        field.name: (np.dtype(field.type.value_type.to_pandas_dtype()), True)
+        if pa.types.is_list(field.type)
+        else (np.dtype(field.type.to_pandas_dtype()), False)
+        for field in schema
+    }
+
+
+def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
     """Every column's values by name, over Arrow's memory, the row offsets first under "".
 
     Takes buffers, not values, because nothing in a damaged batch can be trusted yet.
@@ -99,26 +112,29 @@ def batch_buffers(batch: pa.RecordBatch) -> dict[str, np.ndarray]:
     """
     num_rows = batch.num_rows
     buffers: dict[str, np.ndarray] = {}
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if not pa.types.is_list(field.type):
-            dtype = field.type.to_pandas_dtype()
-            buffers[field.name] = np.frombuffer(column.buffers()[1], dtype, num_rows)
+    for number, (name, (dtype, is_per_token)) in enumerate(kinds.items()):
+        parts = batch.column(number).buffers()
+        if not is_per_token:
+            buffers[name] = np.frombuffer(parts[1], dtype, num_rows)
             continue
-        offsets = np.frombuffer(column.buffers()[1], np.int32, num_rows + 1)
-        if offsets[0] != 0 or np.any(offsets[1:] <= offsets[:-1]):
-            raise ValueError("row offsets out of order")
-        if np.any(buffers.setdefault("", offsets) != offsets):
-            raise ValueError(f"`{field.name}` has other row offsets")
-        dtype = field.type.value_type.to_pandas_dtype()
-        buffers[field.name] = np.frombuffer(column.buffers()[3], dtype, int(offsets[-1]))
+        offsets = np.frombuffer(parts[1], np.int32, num_rows + 1)
+        if "" not in buffers:
+            if offsets[0] != 0 or (offsets[1:] <= offsets[:-1]).any():
+                raise ValueError("row offsets out of order")
+            buffers[""] = offsets
+        elif (buffers[""] != offsets).any():
+            raise ValueError(f"`{name}` has other row offsets")
+        buffers[name] = np.frombuffer(parts[3], dtype, int(offsets[-1]))
     return buffers
 
 
-def rows_of_buffers(buffers: dict[str, np.ndarray], schema: pa.Schema) -> Rows:
+def rows_of_buffers(buffers: dict[str, np.ndarray], kinds: Kinds) -> Rows:
     """The rows that `batch_buffers` found, without a copy."""
-    per_token = {f.name: buffers[f.name] for f in schema if pa.types.is_list(f.type)}
-    per_row = {f.name: buffers[f.name] for f in schema if not pa.types.is_list(f.type)}
-    return Rows(np.diff(buffers[""]).astype(np.int64), per_token, per_row)
+    offsets = buffers[""]
+    lengths = np.subtract(offsets[1:], offsets[:-1], dtype=np.int64)
+    per_token = {name: buffers[name] for name, (_, is_per_token) in kinds.items() if is_per_token}
+    per_row = {name: buffers[name] for name in kinds if name not in per_token}
+    return Rows(lengths, per_token, per_row)
 
 
 def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:

@@ -28,7 +28,13 @@ from tokenfeed.pipeline.format.identity import (
 )
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.reading import damaged, refused
-from tokenfeed.pipeline.format.rows import Rows, batch_buffers, record_batch, rows_of_buffers
+from tokenfeed.pipeline.format.rows import (
+    Rows,
+    batch_buffers,
+    column_kinds,
+    record_batch,
+    rows_of_buffers,
+)
 from tokenfeed.pipeline.format.schema import Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 from tokenfeed.pipeline.format.store import StorePath, open_store
@@ -68,7 +74,7 @@ class ShardWriter:
         )
         self._writer = ipc.new_file(self._sink, described, options=options)
         self._seal = xxhash.xxh3_64()
-        self._schema = schema
+        self._schema, self._kinds = schema, column_kinds(schema)
         self._pending: list[Rows] = []
         self._pending_tokens = self._pending_rows = 0
         self._rows = self._tokens = self._batches = self._longest = 0
@@ -145,7 +151,8 @@ class ShardWriter:
 
     def _write_batch(self, rows: Rows) -> None:
         batch = record_batch(rows, self._schema)
-        checksums = batch_checksums(self._name, self._batches, self._rows, batch_buffers(batch))
+        buffers = batch_buffers(batch, self._kinds)
+        checksums = batch_checksums(self._name, self._batches, self._rows, buffers)
         self._writer.write_batch(
             batch, custom_metadata={FIRST_ROW_KEY: str(self._rows)} | checksums
         )
@@ -191,7 +198,9 @@ class ShardReader:
         schema = shard_schema(vocabulary_size, columns)
         kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
         self._reader = self._open(kept)
-        self._check_schema(pa.schema([schema.field(n) for n in kept]), vocabulary_size)
+        expected = pa.schema([schema.field(n) for n in kept])
+        self._check_schema(expected, vocabulary_size)
+        self._kinds = column_kinds(expected)
         if self._reader.num_record_batches != info.batches:
             raise damaged(
                 self.path,
@@ -223,7 +232,7 @@ class ShardReader:
         """
         try:
             batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
-            buffers = batch_buffers(batch)
+            buffers = batch_buffers(batch, self._kinds)
             first_row, stored = int(metadata[FIRST_ROW_KEY]), dict(metadata.items())
         except (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
             what = f"record batch {batch_index} cannot be decoded"
@@ -231,7 +240,7 @@ class ShardReader:
         actual = batch_checksums(self._info.file, batch_index, first_row, buffers)
         if not actual.items() <= stored.items():
             raise damaged(self.path, f"record batch {batch_index} fails its checksum")
-        return rows_of_buffers(buffers, batch.schema), first_row
+        return rows_of_buffers(buffers, self._kinds), first_row
 
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""

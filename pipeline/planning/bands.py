@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.order import Draw, mix64
+from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
 
 __all__ = ["sort_by_length", "steps_by_length"]
 
@@ -88,14 +88,16 @@ def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
     length_bits = int(lengths.max()).bit_length()
     low = np.uint64((1 << index_bits) - 1)
     words = np.arange(len(lengths), dtype=np.uint64)
-    if key is not None:
-        random = _scramble(words, key)
-        random >>= np.uint64(length_bits)
-        random &= ~low
-        words |= random
-    shifted = lengths.astype(np.uint64)
-    shifted <<= np.uint64(64 - length_bits)
-    words |= shifted
+    for block in blocks(len(lengths)):
+        of_block = words[block]
+        if key is not None:
+            random = _scramble(of_block, key)
+            random >>= np.uint64(length_bits)
+            random &= ~low
+            of_block |= random
+        shifted = lengths[block].astype(np.uint64)
+        shifted <<= np.uint64(64 - length_bits)
+        of_block |= shifted
     words.sort()
     words &= low
     return words.view(np.int64)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfeed.pipeline.planning.batching import WindowPlan
-from tokenfeed.pipeline.planning.order import derive_key, mix64
+from tokenfeed.pipeline.planning.order import blocks, derive_key, mix64
 from tokenfeed.pipeline.planning.pieces import offsets_of
 from tokenfeed.pipeline.planning.rounds import Rounds
 
@@ -44,9 +44,9 @@ class Spans:
             lengths: Tokens of each row, shape (R,), int64.
         """
         cut, pieces = plan.cut, plan.pieces
-        of_pieces = cut.lengths.astype(np.int32)[pieces]
+        of_pieces = cut.lengths.astype(np.int32).take(pieces)
         if cut.cut_from is None:
-            return cls(numbers[pieces], None, of_pieces)
+            return cls(numbers.take(pieces), None, of_pieces)
         source = cut.cut_from[pieces]
         starts = cut.offsets[pieces] - offsets_of(lengths)[source]
         return cls(numbers[source], starts, of_pieces)
@@ -64,19 +64,26 @@ def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: 
     """
     first = int(rounds.starts[0])
     offsets = plan.batch_piece_offsets[first:]
-    delivered = slice(int(offsets[0]), None)
-    hashes = spans.numbers[delivered].view(np.uint64) * _ROW
-    if spans.starts is not None:
-        hashes += spans.starts[delivered].view(np.uint64) * _START
-    hashes += spans.lengths[delivered].astype(np.uint64) * _LENGTH
-    hashes ^= hashes >> np.uint64(29)
-    hashes *= _START
-    hashes ^= hashes >> np.uint64(32)
-    of_batch = np.add.reduceat(hashes, offsets[:-1] - offsets[0])
+    hashes = np.empty(len(spans.numbers), np.uint64)
+    for block in blocks(len(hashes)):
+        hashes[block] = _hashes(spans, block)
+    of_batch = np.add.reduceat(hashes, offsets[:-1])
     place = np.arange(first, first + len(of_batch)).astype(np.uint64)
     place += np.uint64(derive_key(epoch, window))
     terms = mix64(of_batch ^ mix64(place))
     return np.add.reduceat(terms, rounds.starts - first)
+
+
+def _hashes(spans: Spans, block: slice) -> np.ndarray:
+    """A scrambled hash of each of some spans."""
+    hashes = spans.numbers[block].view(np.uint64) * _ROW
+    if spans.starts is not None:
+        hashes += spans.starts[block].view(np.uint64) * _START
+    hashes += spans.lengths[block].astype(np.uint64) * _LENGTH
+    hashes ^= hashes >> np.uint64(29)
+    hashes *= _START
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
 
 
 def tokens_by_source(
@@ -93,10 +100,10 @@ def tokens_by_source(
     Returns:
         Shape (rounds, sources), int64.
     """
-    edges = plan.batch_piece_offsets[np.append(rounds.starts, rounds.ends[-1])]
+    first = plan.batch_piece_offsets[rounds.starts]  # piece of each round; the last has the rest
     tokens = np.empty((len(rounds.starts), len(row_ends)), np.int64)
     source = np.searchsorted(row_ends, spans.numbers, side="right") if len(row_ends) > 1 else 0
     for number in range(len(row_ends)):
         own = np.where(source == number, spans.lengths, 0) if len(row_ends) > 1 else spans.lengths
-        tokens[:, number] = np.diff(offsets_of(own)[edges])
+        tokens[:, number] = np.add.reduceat(own, first, dtype=np.int64)
     return tokens

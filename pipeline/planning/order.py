@@ -17,18 +17,26 @@ library generator whose stream may change with its version: order is part of a s
 Torch-free and free of I/O.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-__all__ = ["CYCLE", "Draw", "EpochOrder", "Phase", "derive_key", "mix64", "permute"]
+__all__ = ["CYCLE", "Draw", "EpochOrder", "Phase", "blocks", "derive_key", "mix64", "permute"]
 
 _ROUNDS = 6
 CYCLE = 8
 """Epochs after which the strata of bands begin anew; see `bands`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
+_BLOCK = 1 << 13
+"""Words that stay in a core's cache while several passes are made over them."""
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """Cut range(count) into blocks that stay in the cache: half the time, where passes are many."""
+    return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

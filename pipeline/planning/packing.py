@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenfeed.pipeline.planning.pieces import ranges
+
 __all__ = ["concatenate", "pack"]
 
 
@@ -134,16 +136,14 @@ class _OpenBins:
     def deal(self) -> tuple[np.ndarray, np.ndarray]:
         """Number the slots that were filled, in the order of the pieces; see `pack`."""
         first, bins, each, filled = np.array(self._placed, np.int64).reshape(-1, 4).T
-        sizes = bins * each
-        record = np.repeat(np.arange(len(sizes)), sizes)
-        within = np.arange(len(record)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        bin_of_piece = first[record] + within // each[record]
-        offsets = np.zeros(self._num_bins + 1, np.int64)
-        np.cumsum(np.bincount(bin_of_piece, minlength=self._num_bins), out=offsets[1:])
-        order = np.empty(len(record), np.int64)
-        order[offsets[bin_of_piece] + filled[record] + within % each[record]] = np.arange(
-            len(record)
-        )
+        filled_bins = ranges(first, bins)  # a bin once for every record that fills it
+        each, filled = np.repeat(each, bins), np.repeat(filled, bins)
+        sizes = np.zeros(self._num_bins, np.int64)
+        np.add.at(sizes, filled_bins, each)
+        offsets = np.append(0, np.cumsum(sizes))
+        slots = ranges(offsets[filled_bins] + filled, each)
+        order = np.empty(len(slots), np.int64)
+        order[slots] = np.arange(len(slots))
         return order, offsets
 
     def _fill(self, first: int, bins: int, each: int, filled: int, room: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tokenfeed.pipeline.planning.order import mix64
 
-__all__ = ["Pieces", "cut_rows", "offsets_of", "random_order", "regroup"]
+__all__ = ["Pieces", "cut_rows", "offsets_of", "random_order", "ranges", "regroup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +70,10 @@ def random_order(count: int, key: int) -> np.ndarray:
     """A permutation of range(count), int64: another one for every 64-bit key."""
     keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
     return np.argsort(keys)  # no two are equal, so any sort gives the same order
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """All integers of several ranges, one range after the other."""
+    integers = np.arange(sizes.sum())
+    integers += np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    return integers

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.pipeline.planning.pieces import offsets_of
+from tokenfeed.pipeline.planning.pieces import offsets_of, ranges
 
 __all__ = ["Layout", "Sequences", "lay_out"]
 
@@ -87,7 +87,7 @@ def lay_out(
     longest = np.maximum.reduceat(sizes, batches[:-1])
     padded = -(-longest // multiple_of) * multiple_of
     pieces = batches if sequences.offsets is None else sequences.offsets[batches]
-    tokens = offsets_of(sequences.lengths)[pieces]
+    tokens = offsets_of(np.add.reduceat(sequences.lengths, pieces[:-1], dtype=np.int64))
     segments = ignored = segment_offsets = ignored_offsets = None
     slots = _Slots(sequences, sizes, padded, pieces)
     if packs:
@@ -98,7 +98,7 @@ def lay_out(
         num_targets = np.diff(offsets_of(token_targets != IGNORED)[tokens])
     elif context is not None:
         given = np.clip(context, 1, sequences.lengths)  # the first token never has a context
-        ignored = _ranges(slots.of_pieces(), given).astype(np.int32)
+        ignored = ranges(slots.of_pieces(), given).astype(np.int32)
         ignored_offsets = offsets_of(given)[pieces]
         num_targets = np.diff(tokens) - np.diff(ignored_offsets)
     else:
@@ -158,10 +158,3 @@ class _Slots:
         offsets = np.searchsorted(marks, bases)
         marks -= np.repeat(bases[:-1], np.diff(offsets))
         return marks.astype(np.int32), offsets
-
-
-def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """All integers of several ranges, one range after the other."""
-    ends = np.cumsum(sizes)
-    ranges: np.ndarray = np.arange(ends[-1]) + np.repeat(starts - (ends - sizes), sizes)
-    return ranges

@@ -1,7 +1,9 @@
 """Reading a window: several record batches, from any shards of any sources, decoded together."""
 
+from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.planning.pieces import ranges
 
 __all__ = ["Window", "WindowReader"]
 
@@ -35,8 +38,8 @@ class WindowReader:
     def __init__(self, sources: tuple[OpenedSplit, ...]) -> None:
         """Open nothing yet. Of each row the ids and the task's columns are read, no others."""
         self._shards = [(source, info) for source in sources for info in source.split.shards]
-        self._batch_ends = np.cumsum([info.batches for _, info in self._shards])
-        self._row_ends = np.cumsum([info.rows for _, info in self._shards])
+        self._batch_ends = list(accumulate(info.batches for _, info in self._shards))
+        self._row_ends = list(accumulate(info.rows for _, info in self._shards))
         self._only = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
@@ -53,19 +56,17 @@ class WindowReader:
             ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
         """
         parts, firsts = zip(*map(self._decoded, batches.tolist()), strict=True)
-        numbers = [
-            np.arange(first, first + len(part)) for first, part in zip(firsts, parts, strict=True)
-        ]
-        return Window(Rows.concatenate(list(parts)), np.concatenate(numbers))
+        numbers = ranges(np.array(firsts), np.array([len(part) for part in parts]))
+        return Window(Rows.concatenate(list(parts)), numbers)
 
     def _decoded(self, batch: int) -> tuple[Rows, int]:
         """A record batch, and the number of its first row within all sources."""
         if batch in self._kept:
             return self._kept[batch]
-        shard = int(np.searchsorted(self._batch_ends, batch, side="right"))
+        shard = bisect_right(self._batch_ends, batch)
         _, info = self._shards[shard]
         rows, first_row = self._reader(shard).read(batch - self._batch_ends[shard] + info.batches)
-        decoded = rows, first_row + int(self._row_ends[shard]) - info.rows
+        decoded = rows, first_row + self._row_ends[shard] - info.rows
         if self._is_small:
             self._kept[batch] = decoded
         return decoded
