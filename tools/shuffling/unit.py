@@ -97,7 +97,10 @@ class _Shuffler:
         self._vocabulary_size = manifest.tokenizer.vocabulary_size
         self._columns = Columns.from_schema(shard_schema(self._vocabulary_size, manifest.columns))
         self._buffer = RowBuffer()
-        self._readers = {name: WindowReader((source,)) for name, source in recipe.sources.items()}
+        self._readers = {
+            name: WindowReader((source,), whole_rows=True)
+            for name, source in recipe.sources.items()
+        }
 
     def do(self, unit: Scatter | Gather) -> Done:
         return self._scatter(unit) if isinstance(unit, Scatter) else self._gather(unit)
