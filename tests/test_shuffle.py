@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.shuffling import run
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.shuffling.layout import Layout
+from tokenfeed.tools.shuffling.permutation import Permutation
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
 
@@ -107,7 +109,7 @@ def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
     manifest = manifest_of(rows, rows * mean, shards, batches)
     layout = Layout.from_manifest(manifest, seed=1, shard_bytes=None, memory_bytes=memory)
     split = layout.splits["train"]
-    assert sorted(split.positions(np.arange(rows)).tolist()) == list(range(rows))
+    assert sorted(split.permutation.places(np.arange(rows)).tolist()) == list(range(rows))
     per_shard = np.diff(split.shard_edges)
     assert per_shard.sum() == rows
     assert per_shard.max() - per_shard.min() <= 1
@@ -124,6 +126,20 @@ def test_every_row_has_one_place_and_every_place_one_shard_and_bucket(
     assert numbers == list(range(len(numbers)))
 
 
+@given(size=st.integers(1, 10**6), key=st.integers(0, 2**64 - 1), data=st.data())
+def test_a_row_has_its_place_whichever_rows_are_asked_for_beside_it(
+    size: int, key: int, data: st.DataObject
+) -> None:
+    permutation = Permutation(size=size, key=key)
+    start = data.draw(st.integers(0, permutation.size - 1))
+    numbers = np.arange(start, min(start + 40_000, permutation.size))
+    places = permutation.places(numbers)
+    assert len(np.unique(places)) == len(numbers)
+    assert (places.min() >= 0) & (places.max() < permutation.size)
+    one = data.draw(st.integers(0, len(numbers) - 1))
+    assert permutation.places(numbers[one : one + 1]) == places[one : one + 1]
+
+
 @pytest.mark.parametrize("gigabytes", [1, 30, 1000])
 def test_as_many_workers_run_as_find_room_in_the_memory(gigabytes: int) -> None:
     manifest = manifest_of(10**6 * gigabytes, 5 * 10**8 * gigabytes, 64 * gigabytes, 10**4)
@@ -131,7 +147,7 @@ def test_as_many_workers_run_as_find_room_in_the_memory(gigabytes: int) -> None:
         layout = Layout.from_manifest(manifest, seed=0, shard_bytes=None, memory_bytes=memory)
         workers = layout.workers(10**6, memory)
         assert workers >= 2
-        assert workers * layout.bucket_bytes * 4 < memory
+        assert workers * layout.bucket_bytes * 2 <= memory
         assert layout.workers(2, memory) == 2
 
 
@@ -157,7 +173,7 @@ def test_rows_stand_where_the_permutation_puts_them(tmp_path: Path, vocabulary_s
     layout = Layout.from_manifest(
         Manifest.read(source), seed=7, shard_bytes=None, memory_bytes=10**6
     )
-    places = layout.splits["train"].positions(np.arange(2000)).tolist()
+    places = layout.splits["train"].permutation.places(np.arange(2000)).tolist()
     out = shuffle(source, tmp_path / "out", seed=7)
     before, after = listed(rows), listed(rows_of(out))
     assert all(after[place] == before[number] for number, place in enumerate(places))
@@ -172,6 +188,27 @@ def test_workers_and_memory_change_no_byte(
     for workers, memory in ((1, 10**5), (2, 10**9), (3, 10**6)):
         out = shuffle(source, tmp_path / f"{workers}", workers=workers, memory_bytes=memory)
         assert files_of(out) == expected
+
+
+def test_compressed_partitions_make_the_same_bytes_and_take_less_room(
+    make_dataset: MakeDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_dataset(np.full(2000, 300), 2)
+    monkeypatch.setattr(run, "clear_away", lambda out: None)
+    sizes, files = [], []
+    for room in (1, 10**18):
+        monkeypatch.setattr(run, "_ROOM", room)
+        out = shuffle(source, tmp_path / f"{room}")
+        sizes.append(sum(path.stat().st_size for path in (out / PARTITIONS).iterdir()))
+        shutil.rmtree(out / PARTITIONS)
+        files.append(files_of(out))
+    assert files[0] == files[1]
+    assert sizes[1] < sizes[0]
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_a_remedy(make_dataset: MakeDataset) -> None:
+    with pytest.raises(ConfigError, match="/proc/out: cannot be made"):
+        shuffle(make_dataset([1]), Path("/proc/out"))
 
 
 def test_another_seed_is_another_order_and_the_same_seed_the_same(

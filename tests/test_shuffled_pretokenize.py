@@ -1,17 +1,21 @@
 """`pretokenize --shuffle`: what `pretokenize` and `shards shuffle` make, by one command."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command import error_of, files_of, kill_at, run, run_json
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
+from tokenfeed.tools.run.journal import says_its_recipe
+from tokenfeed.tools.shuffling import pretokenized
 from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
@@ -69,10 +73,10 @@ def test_a_run_killed_in_either_part_is_continued_by_the_same_command_alone(
     run(corpus, expected, *options, "--shuffle", "--workers", "2")
     out = tmp_path / "out"
     kills, parts = 0, set()
-    while kill_at(4 + 12 * kills, "pretokenize", corpus, out, *options, "--shuffle"):
+    while kill_at(4 + 5 * kills, "pretokenize", corpus, out, *options, "--shuffle"):
         kills += 1
         begun = {path.name for path in out.iterdir()}
-        part = ".journal.jsonl" in begun
+        part = ".journal.jsonl" in begun and says_its_recipe(out)
         if (begun & {UNSHUFFLED_FOLDER, ".journal.jsonl"}) and part not in parts:
             parts.add(part)
             said = "another command" if part else "unfinished run of `pretokenize --shuffle`"
@@ -113,3 +117,53 @@ def test_what_made_it_is_the_command_and_its_input(
     assert made_by["CORPUS"] == [str(corpus)]
     assert made_by["--shuffle and --seed"] == 0
     assert "--memory" not in made_by
+
+
+def test_another_command_keeps_out_of_the_output_from_the_first_moment(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, options = tmp_path / "out", {"tokenizer": str(tokenizer)}
+    refused = []
+
+    def beside_another(*arguments: Any) -> Summary:
+        with pytest.raises(ConfigError, match="another run is writing here") as caught:
+            make_dataset(options_of(corpus, out, **options))
+        refused.append(str(caught.value))
+        return make_dataset(*arguments)
+
+    monkeypatch.setattr(pretokenized, "make_dataset", beside_another)
+    make_shuffled_dataset(options_of(corpus, out, shuffle=True, **options))
+    assert len(refused) == 1
+    assert Manifest.read(out).shuffled is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "is_lost"),
+    [
+        ("manifest.json", False),
+        ("sources.jsonl", False),
+        ("sources.jsonl", True),
+        ("train/00000.arrow", False),
+        ("train/00000.arrow", True),
+    ],
+)
+def test_of_a_damaged_first_part_the_remedy_is_one_that_helps(
+    corpus: Path, tmp_path: Path, tokenizer: Path, part: str, is_lost: bool
+) -> None:
+    out = tmp_path / "out"
+    options = options_of(corpus, out, tokenizer=str(tokenizer), shuffle=True)
+    hidden = out / UNSHUFFLED_FOLDER
+    make_dataset(options, folder=hidden)
+    damaged = hidden / part
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    if is_lost:
+        damaged.unlink()
+    for _ in range(2):
+        with pytest.raises((ManifestError, ShardFormatError)) as caught:
+            make_shuffled_dataset(options)
+        assert str(hidden) in str(caught.value)
+        assert str(caught.value).endswith(f"Delete {out} and repeat the command.")
+    shutil.rmtree(out)
+    make_shuffled_dataset(options)

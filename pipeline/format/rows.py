@@ -4,15 +4,25 @@ Every array is flat. A value a token lies in one run over all rows, a value a ro
 lengths; so cutting, joining and writing never touch a single row in Python. Torch-free.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
-from tokenfeed.pipeline.format.ragged import take
+from tokenfeed.pipeline.format.ragged import Pieces
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
-__all__ = ["Kinds", "Rows", "batch_buffers", "column_kinds", "record_batch", "rows_of_buffers"]
+__all__ = [
+    "Kinds",
+    "Picker",
+    "Rows",
+    "batch_buffers",
+    "column_kinds",
+    "record_batch",
+    "rows_of_buffers",
+]
 
 Kinds = dict[str, tuple[np.dtype, bool]]
 """The columns of a record batch in their order: dtype, and whether there is a value a token."""
@@ -47,14 +57,19 @@ class Rows:
             {name: values[start:stop] for name, values in self.per_row.items()},
         )
 
+    def parts(self, edges: np.ndarray) -> "Iterator[Rows]":
+        """Rows from each edge up to the next, without a copy."""
+        ends = np.append(0, np.cumsum(self.lengths))[edges].tolist()
+        for rows, tokens in zip(pairwise(edges.tolist()), pairwise(ends), strict=True):
+            yield Rows(
+                self.lengths[slice(*rows)],
+                {name: values[slice(*tokens)] for name, values in self.per_token.items()},
+                {name: values[slice(*rows)] for name, values in self.per_row.items()},
+            )
+
     def take(self, rows: np.ndarray) -> "Rows":
         """The given rows, shape (K,) integers, in that order."""
-        offsets = np.append(0, np.cumsum(self.lengths))
-        return Rows(
-            self.lengths[rows],
-            {name: take(values, offsets, rows) for name, values in self.per_token.items()},
-            {name: values[rows] for name, values in self.per_row.items()},
-        )
+        return Picker(self).take(rows)
 
     @staticmethod
     def concatenate(parts: "list[Rows]") -> "Rows":
@@ -74,22 +89,47 @@ class Rows:
         )
 
 
-def record_batch(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
+class Picker:
+    """Takes of the same rows again and again, for the price of their offsets once."""
+
+    def __init__(self, rows: Rows) -> None:
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(rows.lengths, out=offsets[1:])
+        self._rows = rows
+        self._pieces = {name: Pieces(values, offsets) for name, values in rows.per_token.items()}
+
+    def take(self, rows: np.ndarray) -> Rows:
+        """The given rows, shape (K,) integers, in that order."""
+        return Rows(
+            self._rows.lengths[rows],
+            {name: pieces.take(rows) for name, pieces in self._pieces.items()},
+            {name: values[rows] for name, values in self._rows.per_row.items()},
+        )
+
+
+def record_batch(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[str, np.ndarray]]:
     """The rows as an Arrow record batch of `schema`, over the same memory where dtypes agree.
 
     Built from buffers: `pa.array` would import pandas into every process that writes.
+
+    Returns:
+        The record batch, and its buffers as `batch_buffers` would find them.
     """
+    assert len(rows.ids) < 1 << 31
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(rows.lengths, out=offsets[1:])
-    columns = []
+    columns, buffers = [], {"": offsets}
     for field in schema:
-        if pa.types.is_list(field.type):
-            values = _array(rows.per_token[field.name], field.type.value_type)
-            buffers = [None, pa.py_buffer(offsets)]
-            columns.append(pa.Array.from_buffers(field.type, len(rows), buffers, children=[values]))
-        else:
-            columns.append(_array(rows.per_row[field.name], field.type))
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+        is_list = pa.types.is_list(field.type)
+        kind = field.type.value_type if is_list else field.type
+        values = (rows.per_token if is_list else rows.per_row)[field.name]
+        buffers[field.name] = np.ascontiguousarray(values, kind.to_pandas_dtype())
+        column = _array(buffers[field.name], kind)
+        if is_list:
+            own = [None, pa.py_buffer(offsets)]
+            column = pa.Array.from_buffers(field.type, len(rows), own, children=[column])
+        columns.append(column)
+    return pa.RecordBatch.from_arrays(columns, schema=schema), buffers
 
 
 def column_kinds(schema: pa.Schema) -> Kinds:
@@ -138,5 +178,4 @@ def rows_of_buffers(buffers: dict[str, np.ndarray], kinds: Kinds) -> Rows:
 
 
 def _array(values: np.ndarray, kind: pa.DataType) -> pa.Array:
-    values = np.ascontiguousarray(values, kind.to_pandas_dtype())
     return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)])

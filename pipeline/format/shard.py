@@ -74,7 +74,7 @@ class ShardWriter:
         )
         self._writer = ipc.new_file(self._sink, described, options=options)
         self._seal = xxhash.xxh3_64()
-        self._schema, self._kinds = schema, column_kinds(schema)
+        self._schema = schema
         self._pending: list[Rows] = []
         self._pending_tokens = self._pending_rows = 0
         self._rows = self._tokens = self._batches = self._longest = 0
@@ -94,11 +94,11 @@ class ShardWriter:
                 f"{self._name}: token id {largest} does not fit a vocabulary of "
                 f"{self._vocabulary_size:,}."
             )
-        self._pending.append(rows)
-        self._pending_tokens += len(rows.ids)
-        self._pending_rows += len(rows)
-        if self._pending_tokens >= BATCH_TOKENS or self._pending_rows >= BATCH_ROWS:
-            self._write_full_batches()
+        rest = self._write_full_batches(rows)
+        if len(rest):
+            self._pending.append(rest)
+        self._pending_tokens += len(rest.ids)
+        self._pending_rows += len(rest)
 
     def close(self) -> ShardInfo:
         """Write what is left, sync, give the file its name."""
@@ -134,24 +134,22 @@ class ShardWriter:
         else:
             self._file.__exit__(kind, error, traceback)
 
-    def _write_full_batches(self) -> None:
-        rows = Rows.concatenate(self._pending)
+    def _write_full_batches(self, rows: Rows) -> Rows:
+        """Write what is pending, and of `rows` all that fills record batches; the rest of them."""
         ends = np.cumsum(rows.lengths)
-        start = tokens = 0
+        begin = 0
         while True:
-            reached = int(np.searchsorted(ends, tokens + BATCH_TOKENS)) + 1
-            stop = min(reached, start + BATCH_ROWS)
-            if stop > len(rows):
-                break
-            self._write_batch(rows.slice(start, stop))
-            start, tokens = stop, int(ends[stop - 1])
-        rest = rows.slice(start, len(rows))
-        self._pending = [rest] if len(rest) else []
-        self._pending_tokens, self._pending_rows = len(rest.ids), len(rest)
+            tokens = int(ends[begin - 1]) if begin else 0
+            full = tokens + BATCH_TOKENS - self._pending_tokens
+            end = min(int(np.searchsorted(ends, full)) + 1, begin + BATCH_ROWS - self._pending_rows)
+            if end > len(rows):
+                return rows.slice(begin, len(rows))
+            self._write_batch(Rows.concatenate([*self._pending, rows.slice(begin, end)]))
+            self._pending, self._pending_tokens, self._pending_rows = [], 0, 0
+            begin = end
 
     def _write_batch(self, rows: Rows) -> None:
-        batch = record_batch(rows, self._schema)
-        buffers = batch_buffers(batch, self._kinds)
+        batch, buffers = record_batch(rows, self._schema)
         checksums = batch_checksums(self._name, self._batches, self._rows, buffers)
         self._writer.write_batch(
             batch, custom_metadata={FIRST_ROW_KEY: str(self._rows)} | checksums

@@ -35,12 +35,13 @@ class WindowReader:
     """Decodes any record batches of some sources; keeps the most recent shards open, and of small
     sources all that it has decoded."""
 
-    def __init__(self, sources: tuple[OpenedSplit, ...]) -> None:
-        """Open nothing yet. Of each row the ids and the task's columns are read, no others."""
+    def __init__(self, sources: tuple[OpenedSplit, ...], *, whole_rows: bool = False) -> None:
+        """Open nothing yet. Of each row the ids and the task's columns are read, or all columns."""
         self._shards = [(source, info) for source in sources for info in source.split.shards]
         self._batch_ends = list(accumulate(info.batches for _, info in self._shards))
         self._row_ends = list(accumulate(info.rows for _, info in self._shards))
-        self._only = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
+        wanted = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
+        self._only = None if whole_rows else wanted
         self._open: OrderedDict[int, ShardReader] = OrderedDict()
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}

@@ -68,11 +68,12 @@ def make_dataset_of_rows(make_dataset: MakeDataset) -> MakeDataset:
     return make_dataset
 
 
-@pytest.fixture(scope="module")
-def partition(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[False, True], ids=["as it is", "compressed"])
+def partition(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("partition")
-    placed = Placed(random_rows(np.arange(1, 60)), np.arange(59))
-    write_partition(folder, "good", placed, EDGES, columns())
+    parts = random_rows(np.arange(1, 60)).parts(EDGES)
+    sections = [Placed(part, np.arange(len(part))) for part in parts]
+    write_partition(folder, "good", sections, columns(), compressed=request.param)
     return folder / "good"
 
 

@@ -6,12 +6,13 @@ engine was found wrong, and then no unit before it counts. A kill can only cut t
 which then counts as not written. One run at a time holds it, by a file lock.
 """
 
+import contextlib
 import dataclasses
 import io
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -23,7 +24,7 @@ from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
 
-__all__ = ["Journal", "Result", "is_as_written", "says_its_recipe"]
+__all__ = ["Journal", "Result", "is_as_written", "kept_from_others", "says_its_recipe"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +75,7 @@ class Journal(Generic[ResultT]):
             ManifestError: The journal is damaged.
         """
         missing = [parent for parent in folder.parents if not parent.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / JOURNAL_FILE
-        file = open(path, "a+b", buffering=0)  # noqa: SIM115 - open as long as the run
-        journal = cls(folder, file, kind)
+        journal = cls(folder, _opened(folder), kind)
         journal._load(recipe)
         journal.made_folders = missing
         if not journal.recipe:
@@ -122,16 +120,7 @@ class Journal(Generic[ResultT]):
         self.close()
 
     def _lock(self) -> None:
-        opened = os.fstat(self._file.fileno())
-        try:
-            held = hold(self._file) and os.path.samestat(opened, os.stat(self.path))
-        except FileNotFoundError:
-            held = False
-        if not held:  # locked by another run, or by one that has just ended and removed it
-            self.close()
-            raise ConfigError(
-                f"{self.path.parent}: another run is writing here. Wait for it or end it."
-            )
+        _hold(self._file, self.path)
 
     def _load(self, recipe: dict[str, Any]) -> None:
         self._file.seek(0)
@@ -175,6 +164,49 @@ class Journal(Generic[ResultT]):
 
     def _is_whole(self, result: ResultT) -> bool:
         return all(is_as_written(self.path.parent, info) for info in result.files)
+
+
+@contextlib.contextmanager
+def kept_from_others(folder: Path) -> Iterator[None]:
+    """Hold the journal of a folder to be made while no recipe can be written into it yet.
+
+    Afterwards it is removed, and folders that are empty then: what comes next claims the folder.
+    """
+    missing = [parent for parent in folder.parents if not parent.exists()]
+    with _opened(folder) as file:
+        path = folder / JOURNAL_FILE
+        _hold(file, path)
+        try:
+            yield
+        finally:
+            if not says_its_recipe(folder):
+                path.unlink()
+            for emptied in (folder, *missing):
+                with contextlib.suppress(OSError):
+                    emptied.rmdir()
+
+
+def _opened(folder: Path) -> io.FileIO:
+    """The journal of a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: cannot be made ({error.strerror}). Give a folder elsewhere."
+        ) from error
+    return open(folder / JOURNAL_FILE, "a+b", buffering=0)
+
+
+def _hold(file: io.FileIO, path: Path) -> None:
+    """Keep other runs out until the file is closed."""
+    opened = os.fstat(file.fileno())
+    try:
+        held = hold(file) and os.path.samestat(opened, os.stat(path))
+    except FileNotFoundError:
+        held = False
+    if not held:  # locked by another run, or by one that has just ended and removed it
+        file.close()
+        raise ConfigError(f"{path.parent}: another run is writing here. Wait for it or end it.")
 
 
 def says_its_recipe(folder: Path) -> bool:

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class ShuffleRows:
     """Put all rows of each split into a random order, in a new data set.
 
-    The same command continues a run that was interrupted. While it runs it takes about as much room
-    again as OUT will, for temporary files in OUT.
+    The same command continues a run that was interrupted. While it runs it takes up to four times
+    the room of OUT for temporary files in OUT, of a large IN about as much as OUT.
     """
 
     source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="IN")]]

@@ -18,8 +18,9 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.planning.order import derive_key, permute
+from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.tools.shuffling.partition import TABLE_BYTES
+from tokenfeed.tools.shuffling.permutation import Permutation
 
 __all__ = ["Gather", "Layout", "Scatter", "SplitLayout", "bytes_a_token_and_row"]
 
@@ -30,11 +31,9 @@ _SECTIONS_AT_LEAST = 1 << 21
 """A small data set may have so many, for half a minute."""
 _WORKERS_AT_LEAST = 2
 """So many find room in the memory that is allowed."""
-_COPIES = 4.5
-"""Of a bucket, in the memory that a worker was seen to take for one: rows as read, joined and in
-order, and what allocators keep."""
-_SLICE_ROWS = 1 << 16
-"""Rows whose places are computed at once, within the processor's cache."""
+_COPIES = 2
+"""Of a bucket, in the memory that a worker takes for one: the rows, where they belong, the slice
+that is written, and what allocators keep."""
 _ROW_BYTES = 40
 """What it takes to find and order a row, beside the row itself."""
 
@@ -66,6 +65,7 @@ class SplitLayout:
     """The new order of one split, cut into shards, groups of shards and buckets."""
 
     rows: int
+    tokens: int
     num_bytes: int
     """All its rows in memory."""
     num_batches: int
@@ -73,10 +73,10 @@ class SplitLayout:
     key: int
     bucket_bytes: int
 
-    def positions(self, numbers: np.ndarray) -> np.ndarray:
-        """The new places of rows, given by their numbers within the split, int64."""
-        slices = np.split(numbers, range(_SLICE_ROWS, len(numbers), _SLICE_ROWS))
-        return np.concatenate([permute(part, self.rows, self.key) for part in slices])
+    @cached_property
+    def permutation(self) -> Permutation:
+        """What sends the number of a row within the split to its new place."""
+        return Permutation(size=self.rows, key=self.key)
 
     @property
     def num_scatters(self) -> int:
@@ -142,6 +142,7 @@ class Layout:
         splits = {
             name: SplitLayout(
                 rows=split.rows,
+                tokens=split.tokens,
                 num_bytes=num_bytes[name],
                 num_batches=split.batches,
                 num_shards=_num_shards(manifest, split, shard_bytes),
@@ -154,9 +155,14 @@ class Layout:
         layout._check_memory(memory_bytes)
         return layout
 
+    @property
+    def num_bytes(self) -> int:
+        """All rows in memory."""
+        return sum(split.num_bytes for split in self.splits.values())
+
     def _check_memory(self, memory_bytes: int) -> None:
         """Refuse memory in which the tables of the partitions would outgrow the rows."""
-        num_bytes = sum(split.num_bytes for split in self.splits.values())
+        num_bytes = self.num_bytes
         most = max(num_bytes // TABLE_BYTES, _SECTIONS_AT_LEAST)
         sections = sum(split.num_scatters * split.num_buckets for split in self.splits.values())
         if sections > most:

@@ -9,8 +9,8 @@ journal tells, and it is made again.
 
 import os
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -63,13 +63,13 @@ class Columns:
             dtypes[key] = np.dtype(kind.to_pandas_dtype())
         return cls(dict(sorted(dtypes.items(), key=lambda item: -item[1].itemsize)))
 
-    def values(self, placed: Placed) -> dict[Key, np.ndarray]:
+    def content(self, placed: Placed) -> list[memoryview]:
         """Every column of some rows, as it is written."""
         rows = placed.rows
         values = {_LENGTH: rows.lengths, _PLACE: placed.places}
         values |= {(name, "row"): column for name, column in rows.per_row.items()}
         values |= {(name, "token"): column for name, column in rows.per_token.items()}
-        return {key: values[key].astype(dtype, copy=False) for key, dtype in self.dtypes.items()}
+        return [values[key].astype(dtype, copy=False).data for key, dtype in self.dtypes.items()]
 
     def placed(self, content: Any, num_rows: int, num_tokens: int) -> Placed:
         """The rows that a section's content is, over its memory."""
@@ -90,31 +90,30 @@ class Columns:
 
 
 def write_partition(
-    folder: Path, name: str, placed: Placed, edges: np.ndarray, columns: Columns
+    folder: Path, name: str, sections: Iterable[Placed], columns: Columns, *, compressed: bool
 ) -> FileInfo:
     """Write a partition.
 
     Args:
         folder: What `name` is below.
         name: The file.
-        placed: Rows in the order of their buckets.
-        edges: The row at which each bucket begins, and the end, shape (buckets + 1,).
+        sections: The rows of each bucket.
         columns: Those of the rows.
+        compressed: Whether its sections are to be small, or cheap to make.
     """
-    values = columns.values(placed)
-    token_edges = np.append(0, np.cumsum(placed.rows.lengths))[edges].tolist()
-    spans = {"row": list(pairwise(edges.tolist())), "token": list(pairwise(token_edges))}
     digest, table, at = xxhash.xxh3_64(), bytearray(), 0
     with atomic_file(folder / name, synced=False) as file:
-        for bucket in range(len(edges) - 1):
-            cut = {per: of_buckets[bucket] for per, of_buckets in spans.items()}
-            content = b"".join(column[slice(*cut[per])].data for (_, per), column in values.items())
-            section = _CODEC.compress(content, asbytes=True) if content else b""
-            (first_row, end_row), (first_token, end_token) = cut["row"], cut["token"]
-            counts = end_row - first_row, end_token - first_token
-            table += _ENTRY.pack(at, len(section), *counts, _checksum(bucket, *counts, section))
-            digest.update(section)
-            at += file.write(section)
+        for bucket, placed in enumerate(sections):
+            content = columns.content(placed)
+            if compressed:
+                content = _compressed(content)
+            counts = len(placed.rows), len(placed.rows.ids)
+            num_bytes = sum(part.nbytes for part in content)
+            table += _ENTRY.pack(at, num_bytes, *counts, _checksum(bucket, *counts, content))
+            for part in content:
+                digest.update(part)
+                file.write(part)
+            at += num_bytes
         digest.update(table)
         file.write(table)
     return FileInfo(file=name, bytes=at + len(table), xxh3=digest.hexdigest())
@@ -135,16 +134,25 @@ def read_section(path: Path, bucket: int, num_buckets: int, columns: Columns) ->
         if at + num_bytes > end:  # no figure of a damaged table is to be believed
             raise _damaged(path)
         section = os.pread(file.fileno(), num_bytes, at)
-    if _checksum(bucket, num_rows, num_tokens, section) != checksum:
+    if _checksum(bucket, num_rows, num_tokens, [memoryview(section)]) != checksum:
         raise _damaged(path)
     size = columns.num_bytes(num_rows, num_tokens)
-    content = _CODEC.decompress(section, decompressed_size=size) if section else b""
-    return columns.placed(content, num_rows, num_tokens)
+    if num_bytes < size:
+        section = _CODEC.decompress(section, decompressed_size=size)
+    return columns.placed(section, num_rows, num_tokens)
 
 
-def _checksum(bucket: int, num_rows: int, num_tokens: int, section: bytes) -> int:
+def _compressed(content: list[memoryview]) -> list[memoryview]:
+    """A section's content in one smaller piece, if it can be one: its size tells which it is."""
+    whole = b"".join(content)
+    section = _CODEC.compress(whole, asbytes=True) if whole else b""
+    return [memoryview(section)] if len(section) < len(whole) else content
+
+
+def _checksum(bucket: int, num_rows: int, num_tokens: int, content: list[memoryview]) -> int:
     digest = xxhash.xxh3_64(struct.pack("<3Q", bucket, num_rows, num_tokens))
-    digest.update(section)
+    for part in content:
+        digest.update(part)
     return digest.intdigest()
 
 

@@ -4,19 +4,26 @@ Each of the two continues by itself where it was interrupted, and what made the 
 have made the second. The hidden folder goes when the output folder is finished, not before.
 """
 
+import contextlib
 import dataclasses
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from tokenfeed.pipeline.errors import ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, made_by, state_of
 from tokenfeed.tools.run.crew import Server
+from tokenfeed.tools.run.journal import kept_from_others
 from tokenfeed.tools.shuffling.run import Settings, clear_away, shuffle_into
 
 __all__ = ["make_shuffled_dataset"]
+
+_REMEDIES_IN_VAIN = re.compile("Copy|Restore|`pretokenize`|[Dd]elete")
 
 
 def make_shuffled_dataset(options: Options, server: Server | None = None) -> Summary:
@@ -32,9 +39,12 @@ def make_shuffled_dataset(options: Options, server: Server | None = None) -> Sum
         clear_away(options.out)
         return summary
     hidden = options.out / UNSHUFFLED_FOLDER
-    summary = make_dataset(options, server, hidden)
     settings = Settings(seed=options.seed, workers=options.num_workers)
-    shuffled = shuffle_into(options.out, hidden, Manifest.read(hidden), settings, made_by(hidden))
+    with _saying_how_to_start_again(options.out):
+        with kept_from_others(options.out):
+            summary = make_dataset(options, server, hidden)
+        manifest = Manifest.read(hidden)
+        shuffled = shuffle_into(options.out, hidden, manifest, settings, made_by(hidden))
     seconds = time.perf_counter() - started
     read_mb = summary.mb_per_s * (summary.seconds - summary.tokenizer_seconds)
     return dataclasses.replace(
@@ -46,6 +56,18 @@ def make_shuffled_dataset(options: Options, server: Server | None = None) -> Sum
         seconds=round(seconds, 2),
         mb_per_s=round(read_mb / (seconds - summary.tokenizer_seconds), 2),
     )
+
+
+@contextlib.contextmanager
+def _saying_how_to_start_again(out: Path) -> Iterator[None]:
+    """Where what is to be shuffled is damaged: this command made it, and would take it as it is."""
+    try:
+        yield
+    except (ManifestError, ShardFormatError) as error:
+        what, _, remedy = str(error).partition(". ")
+        if UNSHUFFLED_FOLDER not in what or not _REMEDIES_IN_VAIN.search(remedy):
+            raise
+        raise type(error)(f"{what}. Delete {out} and repeat the command.") from error
 
 
 def _is_begun(out: Path) -> bool:

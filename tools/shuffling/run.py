@@ -36,6 +36,11 @@ DEFAULT_MEMORY = 10**9
 _SMALL_BYTES = 32_000_000
 """Rows that this process has shuffled before a crew would have begun."""
 _BLOCK_BYTES = 1 << 20
+_ROOM = 4
+"""Partitions that are not compressed take one part of so many of the machine's memory, and of the
+free disk."""
+_ENVIRONMENT = {"MALLOC_TRIM_THRESHOLD_": "67108864", "MALLOC_MMAP_THRESHOLD_": "33554432"}
+"""What a worker frees it needs again for the next unit: it keeps so many bytes."""
 
 Units = Sequence[Scatter | Gather]
 
@@ -104,7 +109,8 @@ def shuffle_into(
     with claim(
         out, recipe | units, Done
     ) as journal:  # what the bytes do not depend on, but the work
-        work = Shuffle.from_manifest(source, manifest, out, layout)
+        compresses = not _has_room(out, layout.num_bytes)
+        work = Shuffle.from_manifest(source, manifest, out, layout, compresses=compresses)
         run = _Run(work, journal, layout.workers(settings.workers, memory_bytes))
         for info in (manifest.tokenizer, manifest.sources, manifest.rejects):
             _copy(source, info, out)
@@ -178,7 +184,9 @@ class _Run:
             worker.on_progress = bar.advance
             yield map(worker.do, units)
             return
-        with Crew(Server(), self._work, units, num_workers, bar.advance) as crew:
+        with Crew(
+            Server(environment=_ENVIRONMENT), self._work, units, num_workers, bar.advance
+        ) as crew:
             yield crew
 
 
@@ -198,6 +206,12 @@ def _describe(manifest: Manifest, settings: Settings) -> dict[str, Any]:
         "--seed": settings.seed,
         "--shard-size": settings.shard_bytes,
     }
+
+
+def _has_room(out: Path, num_bytes: int) -> bool:
+    """Whether partitions may be as large as the rows, for they will hardly reach the disk."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return num_bytes < min(memory_bytes, shutil.disk_usage(out).free) // _ROOM
 
 
 def _copy(source: Path, info: FileInfo, out: Path) -> None:

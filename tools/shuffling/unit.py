@@ -7,7 +7,7 @@ nothing here touches a single one in Python.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
@@ -16,10 +16,11 @@ import numpy as np
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
-from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.rows import Picker, Rows
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.pipeline.windows.reader import WindowReader
+from tokenfeed.pipeline.windows.reader import Window, WindowReader
+from tokenfeed.tools.shuffling.buffer import RowBuffer
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter, SplitLayout
 from tokenfeed.tools.shuffling.partition import (
     Columns,
@@ -63,15 +64,21 @@ class Shuffle:
     folder: Path
     """The output folder."""
     layout: Layout
+    compresses: bool
+    """Whether partitions are to be small; they are made and read faster as they are."""
 
     @classmethod
-    def from_manifest(cls, folder: Path, manifest: Manifest, out: Path, layout: Layout) -> Self:
+    def from_manifest(
+        cls, folder: Path, manifest: Manifest, out: Path, layout: Layout, *, compresses: bool
+    ) -> Self:
         """The recipe of shuffling the data set in `folder` into `out`."""
         sources = {
             name: OpenedSplit.from_manifest(folder, manifest, manifest.splits[name])
             for name in layout.splits
         }
-        return cls(sources=sources, manifest=manifest, folder=out, layout=layout)
+        return cls(
+            sources=sources, manifest=manifest, folder=out, layout=layout, compresses=compresses
+        )
 
     def begin(
         self, on_progress: Callable[[float, int], None]
@@ -89,43 +96,50 @@ class _Shuffler:
         manifest = recipe.manifest
         self._vocabulary_size = manifest.tokenizer.vocabulary_size
         self._columns = Columns.from_schema(shard_schema(self._vocabulary_size, manifest.columns))
-        self._readers = {name: WindowReader((source,)) for name, source in recipe.sources.items()}
+        self._buffer = RowBuffer()
+        self._readers = {
+            name: WindowReader((source,), whole_rows=True)
+            for name, source in recipe.sources.items()
+        }
 
     def do(self, unit: Scatter | Gather) -> Done:
         return self._scatter(unit) if isinstance(unit, Scatter) else self._gather(unit)
 
     def _scatter(self, unit: Scatter) -> Done:
         split = self._job.layout.splits[unit.split]
-        rows, positions = self._read(unit, split)
-        edges = split.bucket_edges
-        buckets = np.searchsorted(edges, positions, side="right") - 1
-        width = np.uint16 if len(edges) <= 1 << 16 else np.int64  # numpy sorts uint16 by counting
-        order = np.argsort(buckets.astype(width), kind="stable")
-        buckets, places = buckets[order], (positions - edges[buckets])[order]
+        first, rows = self._read(unit, split)
+        places = split.permutation.places(np.arange(first, first + len(rows)))
         info = write_partition(
             self._job.folder,
             _partition_name(unit.number),
-            Placed(rows.take(order), places),
-            np.searchsorted(buckets, np.arange(len(edges))),
+            _sections(rows, places, split.bucket_edges),
             self._columns,
+            compressed=self._job.compresses,
         )
         return Done(unit=unit.number, partition=info)
 
-    def _read(self, unit: Scatter, split: SplitLayout) -> tuple[Rows, np.ndarray]:
-        """The rows of a unit, and their new places."""
-        parts, numbers = [], []
+    def _read(self, unit: Scatter, split: SplitLayout) -> tuple[int, Rows]:
+        """The number of a unit's first row, and its rows."""
+        part = (unit.stop - unit.start) / split.num_batches
+        windows = self._windows(unit)
+        first = next(windows)
+        parts = chain([first.rows], (window.rows for window in windows))
+        expected = {"num_rows": part * split.rows, "num_tokens": part * split.tokens}
+        return int(first.numbers[0]), self._buffer.join(parts, **expected)
+
+    def _windows(self, unit: Scatter) -> Iterator[Window]:
+        """Its record batches, one after the other."""
+        weight_bytes = unit.weight_bytes / (unit.stop - unit.start)
         for batch in range(unit.start, unit.stop):
             window = self._readers[unit.split].read(np.array([batch]))
-            parts.append(window.rows)
-            numbers.append(window.numbers)
-            self._on_progress(unit.weight_bytes / (unit.stop - unit.start), len(window.rows.ids))
-        return Rows.concatenate(parts), split.positions(np.concatenate(numbers))
+            self._on_progress(weight_bytes, len(window.rows.ids))
+            yield window
 
     def _gather(self, unit: Gather) -> Done:
         split = self._job.layout.splits[unit.split]
         first, end = split.group_edges[unit.group : unit.group + 2].tolist()
         num_rows = int(split.shard_edges[end] - split.shard_edges[first])
-        source = _BucketSource(self._job, unit, self._columns)
+        source = _BucketSource(self._job, unit, self._columns, self._buffer)
         infos = []
         for shard in range(first, end):
             name = f"{unit.split}/{shard:05d}.arrow"
@@ -139,30 +153,44 @@ class _Shuffler:
         return Done(unit=unit.number, shards=tuple(infos))
 
 
+def _sections(rows: Rows, places: np.ndarray, edges: np.ndarray) -> Iterator[Placed]:
+    """The rows of each bucket; as many buckets are gathered at once as a slice holds."""
+    order = np.argsort(places)
+    places = places[order]
+    cuts = np.searchsorted(places, edges)
+    picker = Picker(rows)
+    at_once = max(1, len(edges) * _SLICE_TOKENS // len(rows.ids))
+    for first in range(0, len(edges) - 1, at_once):
+        these = cuts[first : first + at_once + 1]
+        parts = picker.take(order[these[0] : these[-1]]).parts(these - these[0])
+        for part, start, edge in zip(parts, these.tolist(), edges[first:].tolist(), strict=False):
+            yield Placed(part, places[start : start + len(part)] - edge)
+
+
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """A bucket as it was read, and where each of its places is."""
 
     number: int
-    rows: Rows
+    rows: Picker
     order: np.ndarray
     """The row that belongs in each place, shape (R,)."""
+    slice_rows: int
+    """How many are copied at a time."""
 
     def slices(self, start: int, stop: int) -> Iterator[Rows]:
-        """The rows of places `start` up to `stop`, copied so many tokens at a time."""
-        ends = np.cumsum(self.rows.lengths[self.order[start:stop]])
-        goals = np.arange(_SLICE_TOKENS, int(ends[-1]), _SLICE_TOKENS)
-        cuts = np.unique([start, *(start + 1 + np.searchsorted(ends, goals)), stop])
-        for first, end in pairwise(cuts.tolist()):
-            yield self.rows.take(self.order[first:end])
+        """The rows of places `start` up to `stop`."""
+        for first in range(start, stop, self.slice_rows):
+            yield self.rows.take(self.order[first : min(first + self.slice_rows, stop)])
 
 
 class _BucketSource:
     """Rows in their new order, from one bucket after the other."""
 
-    def __init__(self, recipe: Shuffle, unit: Gather, columns: Columns) -> None:
+    def __init__(self, recipe: Shuffle, unit: Gather, columns: Columns, buffer: RowBuffer) -> None:
         self._split = recipe.layout.splits[unit.split]
         self._columns = columns
+        self._buffer = buffer
         self._partitions = [
             recipe.folder / _partition_name(scatter.number)
             for scatter in recipe.layout.scatters
@@ -182,25 +210,34 @@ class _BucketSource:
 
     def _opened(self, number: int) -> _Bucket:
         if self._bucket is None or self._bucket.number != number:
-            self._bucket = None  # room for the next
             self._bucket = self._read(number)
         return self._bucket
 
     def _read(self, number: int) -> _Bucket:
-        num_buckets = len(self._split.bucket_edges) - 1
-        parts = [
-            read_section(path, number, num_buckets, self._columns) for path in self._partitions
-        ]
-        places = np.concatenate([part.places for part in parts])
-        size = int(np.diff(self._split.bucket_edges[number : number + 2])[0])
-        if len(places) != size:
+        split = self._split
+        size = int(np.diff(split.bucket_edges[number : number + 2])[0])
+        places: list[np.ndarray] = []
+        rows = self._buffer.join(
+            self._sections(number, places),
+            num_rows=size,
+            num_tokens=size / split.rows * split.tokens,
+        )
+        if len(rows) != size:
             raise ShardFormatError(
-                f"{self._partitions[0].parent}: holds {len(places):,} rows of bucket {number}, "
+                f"{self._partitions[0].parent}: holds {len(rows):,} rows of bucket {number}, "
                 f"expected {size:,}. Delete the folder and repeat the command."
             )
         order = np.empty(size, np.int64)
-        order[places] = np.arange(size)
-        return _Bucket(number, Rows.concatenate([part.rows for part in parts]), order)
+        order[np.concatenate(places)] = np.arange(size)
+        slice_rows = max(1, size * _SLICE_TOKENS // len(rows.ids))
+        return _Bucket(number, Picker(rows), order, slice_rows)
+
+    def _sections(self, number: int, places: list[np.ndarray]) -> Iterator[Rows]:
+        """The rows of a bucket, a partition after the other; adds where they belong to `places`."""
+        for path in self._partitions:
+            placed = read_section(path, number, self._split.num_buckets, self._columns)
+            places.append(placed.places)
+            yield placed.rows
 
 
 def _partition_name(number: int) -> str:
