@@ -8,7 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.tools.corpus.json_lines import JsonLines, is_json_lines, is_json_list
+from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
+from tokenfeed.tools.corpus.formats.json_list import is_json_list
 from tokenfeed.tools.corpus.records import Fields, Kind, Records
 
 FIELDS: list[Fields] = [

@@ -15,55 +15,28 @@ from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
-from tokenfeed.tools.corpus.blocks import Compression, has_checksum
-from tokenfeed.tools.corpus.formats import Format, format_by_content, format_by_name, is_archive
+from tokenfeed.tools.corpus.blocks import has_checksum
+from tokenfeed.tools.corpus.detect import (
+    compression_of,
+    format_in_folder,
+    format_of_given,
+    is_archive,
+    is_binary,
+)
+from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.registry import FALLBACK
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
+from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.patterns import is_split_name, matching
 from tokenfeed.tools.corpus.saved import saved_entries
-from tokenfeed.tools.corpus.sniff import is_binary, json_format
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
 
-__all__ = ["Corpus", "Format", "InputFile", "find_corpus"]
+__all__ = ["Corpus", "find_corpus"]
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputFile:
-    """One input file as it was when the run began."""
-
-    index: int
-    """Its line in sources.jsonl, counted from 0."""
-    name: str
-    """As given on the command line, and below that as found."""
-    path: str
-    """Where it is read: for standard input not its name."""
-    bytes: int
-    state: int
-    """Changes when the file does: its modification time; for standard input its checksum."""
-    format: Format
-    """What has no ending of a known format is text, one document, unless its content says more."""
-    compression: Compression | None
-    split: str | None = None
-    """The split that all its records belong to; None draws it for each."""
-
-    def check_unchanged(self) -> None:
-        """Compare the file with what it was when the run began.
-
-        Raises:
-            CorpusError: It is gone or has changed: half of it may already be in a shard.
-        """
-        if self.name == STANDARD_INPUT:
-            return
-        remedy = "Put it back, or start again with an empty output folder."
-        try:
-            now = os.stat(self.path)
-        except FileNotFoundError:
-            raise CorpusError(
-                f"{self.name}: vanished while the corpus was read. {remedy}"
-            ) from None
-        if (now.st_size, now.st_mtime_ns) != (self.bytes, self.state):
-            raise CorpusError(f"{self.name}: changed while the corpus was read. {remedy}")
+_COMPRESSION_RATIO = 4
+"""Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +115,8 @@ class _Search:
             for file, split in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
                 if not self._excluded(f"{path}/{split}", path) and not self._excluded(name, path):
-                    self._append(self._source(name, file), path, split)
+                    format_ = format_in_folder(name, file, self._field)
+                    self._append(self._source(name, file, format_), path, split)
             return
         real = os.path.realpath(path)
         if os.path.commonpath([real, self._out]) == self._out:
@@ -192,17 +166,14 @@ class _Search:
         if real in self._seen:
             return
         self._seen.add(real)
-        source = self._source(path, path)
-        if source.format == "text":
-            if explicit:
-                found = format_by_content(path, path, self._field)
-                if found != "text":
-                    logger.info("%s: read as .%s, for it holds such records", path, found)
-                source = replace(source, format=found)
-            elif is_binary(path, source.compression):
+        if explicit:
+            format_ = format_of_given(path, path, self._field)
+        else:
+            format_ = format_in_folder(path, path, self._field)
+            if format_ is FALLBACK and is_binary(path, compression_of(path)):
                 self.skipped_binary += 1
                 return
-        self._append(source, root, split)
+        self._append(self._source(path, path, format_), root, split)
 
     def _append(self, source: InputFile, root: str, split: str | None) -> None:
         """Add a source to the split that an option says it is of, or else to `split`."""
@@ -244,29 +215,27 @@ class _Search:
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
         path, checksum = spool_stdin(Path(self._out))
-        source = self._source(STANDARD_INPUT, path)
-        format_ = format_by_content(STANDARD_INPUT, path, self._field)
-        source = replace(source, format=format_, state=checksum)
-        self._append(source, STANDARD_INPUT, None)
+        format_ = format_of_given(STANDARD_INPUT, path, self._field)
+        source = self._source(STANDARD_INPUT, path, format_)
+        self._append(replace(source, state=checksum), STANDARD_INPUT, None)
 
-    def _source(self, name: str, path: str) -> InputFile:
+    def _source(self, name: str, path: str, format_: Format) -> InputFile:
         try:
             status = os.stat(path)
         except OSError as error:
             raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
-        format_, compression = format_by_name(name)
-        source = InputFile(
+        compression = compression_of(name)
+        ratio = format_.text_ratio * (_COMPRESSION_RATIO if compression else 1)
+        return InputFile(
             index=len(self.sources),
             name=name,
             path=path,
             bytes=status.st_size,
+            text_bytes=status.st_size * ratio,
             state=status.st_mtime_ns,
-            format=format_,
+            format=format_.name,
             compression=compression,
         )
-        if format_ == "json":
-            return replace(source, format=json_format(path, compression, self._field))
-        return source
 
 
 def _visible(folder: str, names: list[str], split: str | None) -> Iterator[_Found]:

@@ -20,10 +20,11 @@ from typing import Any
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Fields, Kind
-from tokenfeed.tools.corpus.sources import InputFile
-from tokenfeed.tools.corpus.units import Unit, table_schema
+from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["Labels", "find_labels"]
 
@@ -154,10 +155,11 @@ def _saved_names(sources: list[InputFile], field: str) -> tuple[str, ...]:
 
 
 def _names_in(source: InputFile, field: str) -> tuple[str, ...]:
-    if source.format not in ("parquet", "arrow"):
+    schema = FORMATS[source.format].schema
+    if schema is None:
         return ()
     try:
-        metadata = table_schema(source).metadata or {}
+        metadata = schema(source.path).metadata or {}
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][field]
         feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
         return tuple(map(str, feature["names"]))

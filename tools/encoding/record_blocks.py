@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Records, Reject
-from tokenfeed.tools.corpus.units import Part, Unit
+from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.counts import UnitCounts
 from tokenfeed.tools.encoding.tasks import Task
 

@@ -22,7 +22,8 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
-from tokenfeed.tools.corpus.sources import InputFile
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
@@ -142,7 +143,7 @@ def _tokenizer_info(
 
 def _place(source: InputFile, record: int) -> dict[str, int]:
     """A record's number, and the line it stands on where that is known, counted from 1."""
-    line = {"line": record + 1} if source.format == "jsonl" else {}
+    line = {"line": record + 1} if FORMATS[source.format].has_record_per_line else {}
     return line | {"record": record}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.tools.corpus.sources import InputFile
+from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
 from tokenfeed.tools.encoding.counts import UnitResult, too_many_rejects

@@ -12,16 +12,23 @@ Blank lines are no records, but keep their number, so that a record's number is 
 
 import codecs
 import contextlib
+import functools
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from tokenfeed.tools.corpus.blocks import whole_lines
+from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.lines import cut_lines
+from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, checked, records_of
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
-__all__ = ["JsonLines", "is_json_lines", "is_json_list", "json_list"]
+__all__ = ["JSON_LINES", "JsonLines", "has_field", "is_json_lines", "json_object"]
 
 _TYPES: dict[Kind, Any] = {
     Kind.TEXT: str,
@@ -100,33 +107,12 @@ def is_json_lines(start: bytes, field: str | None) -> bool:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return False
-    return _has(value, field)
+    return has_field(value, field)
 
 
-def is_json_list(start: bytes, field: str | None) -> bool:
-    """Whether a list begins whose first element is an object that has `field`, or any, for None."""
-    text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
-    try:
-        value, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
-    except (ValueError, RecursionError):
-        return False
-    return text.startswith("[") and _has(value, field)
-
-
-def _has(value: object, field: str | None) -> bool:
+def has_field(value: object, field: str | None) -> bool:
+    """Whether a value is an object that has `field`, or any, for None."""
     return isinstance(value, dict) and (field is None or field in value)
-
-
-def json_list(content: bytes, fields: Fields) -> Records:
-    """The records of a whole file that holds one list of objects.
-
-    Raises:
-        ValueError: It is no JSON list.
-    """
-    values = json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
-    if not isinstance(values, list):
-        raise ValueError(f"expected a list, got {type(values).__name__}")
-    return records_of(enumerate(map(_object, values)), fields)
 
 
 def _column(values: list[Any], kind: Kind) -> list[Any]:
@@ -144,10 +130,11 @@ def _parsed(line: bytes) -> dict[str, Any] | Unusable:
         return Unusable(f"invalid UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
         return Unusable(f"not JSON: {error}")
-    return _object(value)
+    return json_object(value)
 
 
-def _object(value: Any) -> dict[str, Any] | Unusable:
+def json_object(value: Any) -> dict[str, Any] | Unusable:
+    """A value as an object, or why it is none."""
     if isinstance(value, dict):
         return value
     return Unusable(f"expected a JSON object, got {type(value).__name__}")
@@ -173,3 +160,29 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
     firsts, lasts = np.append(0, newlines + 1), np.append(newlines - 1, len(characters) - 1)
     lasts = lasts - (characters[lasts] == ord("\r"))
     return bool((characters[firsts] == ord("{")).all() and (characters[lasts] == ord("}")).all())
+
+
+def _read(part: Part, fields: Fields) -> Iterator[Records]:
+    decoder = _json_lines(tuple(fields.items()))
+    blocks = part.blocks()
+    record, consumed = part.first_record, 0
+    for lines in whole_lines(iter(blocks)):
+        records, num_lines = decoder.decode(lines, record)
+        yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
+        record += num_lines
+        consumed = blocks.consumed_bytes
+
+
+@functools.cache
+def _json_lines(fields: tuple[tuple[str, Kind], ...]) -> JsonLines:
+    return JsonLines(dict(fields))
+
+
+JSON_LINES = Format(
+    name="jsonl",
+    endings=(".jsonl", ".ndjson", ".jsonlines", ".ldjson"),
+    read=_read,
+    cut=cut_lines,
+    begins=is_json_lines,
+    has_record_per_line=True,
+)

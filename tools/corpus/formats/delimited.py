@@ -5,6 +5,7 @@ Between commas a value may be quoted and hold newlines; a TSV knows no quoting.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -12,15 +13,24 @@ import pyarrow.csv as csv
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.ragged import binaries
-from tokenfeed.tools.corpus.quoting import Lines, QuotedRows, whole_rows
+from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.quoting import Lines, QuotedRows, whole_rows
+from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
+from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
-from tokenfeed.tools.corpus.tables import batch_records, column_problem
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
-__all__ = ["read_delimited"]
+__all__ = ["CSV", "TSV"]
 
 
-def read_delimited(
+def _read(part: Part, fields: Fields, delimiter: str) -> Iterator[Records]:
+    blocks, consumed = part.blocks(), 0
+    for records in _records(blocks, fields, name=part.source.name, delimiter=delimiter):
+        yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
+        consumed = blocks.consumed_bytes
+
+
+def _records(
     blocks: Iterable[bytes], fields: Fields, *, name: str, delimiter: str
 ) -> Iterator[Records]:
     """Read a file whose first line names its columns.
@@ -125,3 +135,7 @@ def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
         [value.decode().encode("latin-1") for value in column.to_pylist()] for column in batch
     )
     return pa.RecordBatch.from_arrays([*map(binaries, columns)], batch.schema.names)
+
+
+CSV = Format(name="csv", endings=(".csv",), read=partial(_read, delimiter=","))
+TSV = Format(name="tsv", endings=(".tsv",), read=partial(_read, delimiter="\t"))

@@ -1,0 +1,1 @@
+"""Formats of input files: one file each, and a line in `registry`."""

@@ -1,0 +1,86 @@
+"""Read Arrow files and streams by record batches, mapped into memory.
+
+A damaged batch costs its own records; in a stream, all that follows.
+"""
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+
+from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, cut_table, numbered, read_table
+from tokenfeed.tools.corpus.records import Fields, Records, rejected
+
+__all__ = ["ARROW"]
+
+_MAGIC = b"ARROW1"
+
+
+def _read(path: str, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
+    """Record batches `start` up to `stop`; see `read_table`."""
+    wanted = list(itertools.islice(_batches(path), start, stop))
+    total = sum(map(_num_rows, wanted))
+    for index, batch in enumerate(wanted, start):
+        for row in range(0, _num_rows(batch), BATCH_ROWS):
+            try:
+                if isinstance(batch, Exception):
+                    raise batch
+                slice_ = batch.slice(row, BATCH_ROWS).select(list(fields))
+                yield numbered(slice_, fields, first + row, total)
+            except DAMAGE as error:
+                reason = f"record batch {index} is damaged: {damage_reason(error)}"
+                yield rejected(first + row, fields, reason)
+        first += _num_rows(batch)
+
+
+def _batches(path: str) -> Iterator[pa.RecordBatch | Exception]:
+    """The record batches of an Arrow file or stream, mapped into memory and read when used.
+
+    In place of a damaged one stands the error; a stream ends with its first.
+    """
+    with pa.memory_map(path) as file:
+        reader = _reader(file)
+        if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+            yield from reader
+            return
+        for index in range(reader.num_record_batches):
+            try:
+                batch = reader.get_batch(index)
+            except DAMAGE as error:
+                batch = error
+            yield batch
+
+
+def _num_rows(batch: pa.RecordBatch | Exception) -> int:
+    """How many records a batch counts for: a damaged one, which may not say how many, for one."""
+    return 1 if isinstance(batch, Exception) else batch.num_rows
+
+
+def _reader(file: pa.NativeFile) -> Any:
+    is_file = file.read(len(_MAGIC)) == _MAGIC
+    file.seek(0)
+    return pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+
+
+def _schema(path: str) -> pa.Schema:
+    with pa.memory_map(path) as file:
+        return _reader(file).schema
+
+
+def _group_rows(path: str) -> list[int]:
+    """How many records each record batch counts for."""
+    return list(map(_num_rows, _batches(path)))
+
+
+ARROW = Format(
+    name="arrow",
+    endings=(".arrow", ".feather"),
+    read=partial(read_table, schema=_schema, read=_read),
+    cut=partial(cut_table, group_rows=_group_rows),
+    schema=_schema,
+    is_compressible=False,
+)

@@ -1,0 +1,37 @@
+"""What a format is: how its files are known, read and cut into parts."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.records import Fields, Records
+
+__all__ = ["Format"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Format:
+    """One format of input files. Workers are sent its name alone."""
+
+    name: str
+    endings: tuple[str, ...]
+    """What the names of its files end in, in lower case."""
+    read: Callable[[Part, Fields], Iterator[Records]]
+    """Reads a part; raises one of `DAMAGE` where the rest of it cannot be read."""
+    cut: Callable[[InputFile, int], Iterator[Part]] = whole
+    """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
+    begins: Callable[[bytes, str | None], bool] | None = None
+    """Whether a file that begins so is of this format and has records with a field, or with any
+    field for None; where this is not given, only the ending of a name says so."""
+    is_vague: bool = False
+    """Whether files with its endings may be of another format, so that their content decides."""
+    schema: Callable[[str], pa.Schema] | None = None
+    """The schema at a path, which may have names of classes; raises OSError or ArrowException."""
+    text_ratio: int = 1
+    """Bytes of text that a byte of the file holds, about: for weighing work, no more."""
+    is_compressible: bool = True
+    """Whether its files may be compressed once more."""
+    has_record_per_line: bool = False
+    """Whether records are lines, blank ones included, so that a record's number tells its line."""

@@ -1,0 +1,192 @@
+"""Tables, whatever file they are in: columns as Arrow arrays become records.
+
+A column whose values are all sound is turned into Python values at once; where one is null, invalid
+or of another kind, the batch is checked row by row. A table is read and cut by groups of rows: the
+row groups of Parquet, the record batches of Arrow.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, records_of, rejected
+
+__all__ = ["BATCH_ROWS", "batch_records", "column_problem", "cut_table", "numbered", "read_table"]
+
+BATCH_ROWS = 1 << 12
+"""Rows that are read at once."""
+
+
+def read_table(
+    part: Part,
+    fields: Fields,
+    *,
+    schema: Callable[[str], pa.Schema],
+    read: Callable[[str, Fields, int, int | None, int], Iterator[Records]],
+) -> Iterator[Records]:
+    """Read a part of a table; where a column is missing, the file is one reject.
+
+    Args:
+        part: Some of its groups of rows.
+        fields: The columns wanted.
+        schema: Gives the schema of the table at a path.
+        read: Given a path, the fields, two groups and the number of the first record, reads from
+            the one group up to the other. Each of the records it gives weighs its part of 1.
+    """
+    if problem := column_problem(schema(part.source.path), fields):
+        if not part.start:  # once for the file
+            yield rejected(part.first_record, fields, problem)
+        return
+    for records in read(part.source.path, fields, part.start, part.stop, part.first_record):
+        yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
+
+
+def cut_table(
+    source: InputFile, shard_bytes: int, *, group_rows: Callable[[str], list[int]]
+) -> Iterator[Part]:
+    """Groups of rows, neighbours together while they fit into a shard.
+
+    A file that cannot be read stays whole, to be rejected as such.
+
+    Args:
+        source: The table.
+        shard_bytes: Text wanted in a part.
+        group_rows: Gives the rows of each group of the table at a path.
+    """
+    try:
+        rows = group_rows(source.path)
+    except (OSError, pa.ArrowException, ValueError):
+        yield from whole(source, shard_bytes)
+        return
+    rows_wanted = sum(rows) * shard_bytes / max(source.text_bytes, 1)
+    start = first_record = num_rows = 0
+    for stop, of_group in enumerate(rows, 1):
+        num_rows += of_group
+        if stop < len(rows) and num_rows + rows[stop] <= rows_wanted:
+            continue
+        yield Part(
+            source=source,
+            start=start,
+            stop=stop,
+            first_record=first_record,
+            weight_bytes=source.text_bytes * num_rows // max(sum(rows), 1),
+        )
+        start, first_record, num_rows = stop, first_record + num_rows, 0
+
+
+def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
+    """Why a table of this schema cannot give `fields`, or None where it can."""
+    for name, kind in fields.items():
+        if name not in schema.names:
+            return f"no column `{name}`; it has: {', '.join(schema.names)}"
+        if schema.names.count(name) > 1:
+            return f"has {schema.names.count(name)} columns `{name}`"
+        if not _fits(schema.field(name).type, kind):
+            return f"column `{name}` is {schema.field(name).type}, expected {kind.value}"
+    return None
+
+
+def numbered(batch: pa.RecordBatch, fields: Fields, first: int, total: int) -> Records:
+    """A batch that begins with record `first` and weighs its part of `total` rows."""
+    numbers = np.arange(first, first + batch.num_rows, dtype=np.uint64)
+    records = batch_records(batch, fields, numbers)
+    return replace(records, weight_bytes=batch.num_rows / max(total, 1))
+
+
+def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) -> Records:
+    """The records of a batch, which has a column for each field.
+
+    Raises:
+        pyarrow.ArrowInvalid: It is damaged.
+    """
+    columns = {name: _plain(batch.column(name), kind) for name, kind in fields.items()}
+    if all(_is_sound(columns[name], kind) for name, kind in fields.items()):
+        return Records(numbers, {name: column.to_pylist() for name, column in columns.items()})
+    lists = [_listed(column) for column in columns.values()]
+    rows = (dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True))
+    return records_of(zip(numbers.tolist(), rows, strict=True), fields)
+
+
+def _fits(kind: pa.DataType, wanted: Kind) -> bool:
+    if pa.types.is_dictionary(kind):
+        return _fits(kind.value_type, wanted)
+    if wanted in (Kind.WORDS, Kind.LABELS):
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        return is_list and _fits(kind.value_type, Kind.TEXT if wanted is Kind.WORDS else Kind.LABEL)
+    if wanted is Kind.LABEL and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        return True
+    return _is_text(kind)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return bool(
+        types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_string_view(kind)
+        or types.is_binary_view(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+    )
+
+
+def _plain(column: pa.Array, kind: Kind) -> pa.Array:
+    """The column without dictionary encoding, texts as bytes: they may not be valid UTF-8."""
+    if pa.types.is_dictionary(column.type):
+        _check_dictionary(column)
+        column = column.dictionary_decode()
+    if kind in (Kind.WORDS, Kind.LABELS) and pa.types.is_dictionary(column.type.value_type):
+        _check_dictionary(column.values)
+        column = column.cast(pa.large_list(column.type.value_type.value_type))
+    if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
+        column = column.cast(pa.large_string())
+    if _is_text(column.type):
+        column = column.cast(pa.large_binary())
+        column.validate(full=True)  # damaged offsets would be followed anywhere
+    return column
+
+
+def _check_dictionary(column: pa.DictionaryArray) -> None:
+    """Damaged indices and offsets would be followed anywhere.
+
+    Arrow's own check of them also asks that every text is valid UTF-8.
+    """
+    column.indices.validate()
+    _plain(column.dictionary, Kind.TEXT)
+    ends = pc.min_max(column.indices).as_py()
+    if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
+        raise pa.ArrowInvalid(f"index {ends['max']} of a dictionary of {len(column.dictionary)}")
+
+
+def _is_sound(column: pa.Array, kind: Kind) -> bool:
+    """Whether all values are of a simple kind, none is null, and all text is valid UTF-8."""
+    if column.null_count or kind is not Kind.TEXT:
+        return False
+    try:
+        pa.LargeStringArray.from_buffers(
+            len(column), *column.buffers()[1:], offset=column.offset
+        ).validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _listed(column: pa.Array) -> list[Any]:
+    """Python values; a list of invalid UTF-8 shows as what it is, not as an error for all."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except UnicodeDecodeError:
+        return [_value(scalar) for scalar in column]
+    return values
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return Unusable("has invalid UTF-8")

@@ -1,0 +1,79 @@
+"""Input files as they were found, and the parts of them that are read at once."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.blocks import Blocks, Compression
+from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
+
+__all__ = ["InputFile", "Part", "whole"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InputFile:
+    """One input file as it was when the run began."""
+
+    index: int
+    """Its line in sources.jsonl, counted from 0."""
+    name: str
+    """As given on the command line, and below that as found."""
+    path: str
+    """Where it is read: for standard input not its name."""
+    bytes: int
+    text_bytes: int
+    """Bytes of text expected, which are more in a file that is compressed."""
+    state: int
+    """Changes when the file does: its modification time; for standard input its checksum."""
+    format: str
+    """The name of its format as the registry has it."""
+    compression: Compression | None
+    split: str | None = None
+    """The split that all its records belong to; None draws it for each."""
+
+    def check_unchanged(self) -> None:
+        """Compare the file with what it was when the run began.
+
+        Raises:
+            CorpusError: It is gone or has changed: half of it may already be in a shard.
+        """
+        if self.name == STANDARD_INPUT:
+            return
+        remedy = "Put it back, or start again with an empty output folder."
+        try:
+            now = os.stat(self.path)
+        except FileNotFoundError:
+            raise CorpusError(
+                f"{self.name}: vanished while the corpus was read. {remedy}"
+            ) from None
+        if (now.st_size, now.st_mtime_ns) != (self.bytes, self.state):
+            raise CorpusError(f"{self.name}: changed while the corpus was read. {remedy}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """Consecutive records of one input file."""
+
+    source: InputFile
+    start: int = 0
+    """Where it begins, in what its format counts: bytes, row groups, record batches."""
+    stop: int | None = None
+    """Where it ends; None for a whole file."""
+    first_record: int = 0
+    weight_bytes: int
+    """Bytes of text expected: for sharing out work and for progress, not for the result."""
+
+    def blocks(self) -> Blocks:
+        """Its bytes, decompressed, where `start` and `stop` are bytes."""
+        return Blocks(self.source.path, self.source.compression, self.start, self.stop)
+
+    def weight_of(self, consumed_bytes: int) -> float:
+        """The part of its weight that so many bytes of the file stand for."""
+        part_bytes = self.source.bytes if self.stop is None else self.stop - self.start
+        return self.weight_bytes * consumed_bytes / max(part_bytes, 1)
+
+
+def whole(source: InputFile, shard_bytes: int) -> Iterator[Part]:
+    """The file as one part, however big: for what cannot be entered in the middle."""
+    yield Part(source=source, weight_bytes=source.text_bytes)
