@@ -82,13 +82,13 @@ def encode_files(
         (folder / f"in/{index:03}.txt").write_text(text, encoding="utf-8", newline="")
     corpus = find_corpus((str(folder / "in"),), out=folder / "out", field="text")
     (unit,) = cut_units(corpus.sources, 10**9)
-    task = Lm(text_field="text")
+    task = Lm(text="text")
     job = EncodeSettings(
         folder=folder / "out",
         task=task,
         engine="tokenizers",
         vocabulary_size=tokenizer.vocabulary_size,
-        frame=task.frame(tokenizer),
+        template=task.template(tokenizer),
         validation=validation,
         splits=("train", "validation"),
         splits_special=False,

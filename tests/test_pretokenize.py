@@ -83,8 +83,8 @@ def test_bad_input_is_one_line_and_writes_nothing(
         ((tmp_path / "empty", out, *given), 1, "no input file found"),
         ((tmp_path / "blank", out, *given), 1, "every document is empty"),
         ((tmp_path / "blank", out), 1, "no text to train a tokenizer on"),
-        ((corpus / "lines.jsonl", out, *given, "--text-field", "x"), 1, "record 0: no field `x`"),
-        ((corpus / "lines.jsonl", out, "--text-field", "x"), 1, "record 0: no field `x`"),
+        ((corpus / "lines.jsonl", out, *given, "--field", "text=x"), 1, "record 0: no field `x`"),
+        ((corpus / "lines.jsonl", out, "--field", "text=x"), 1, "record 0: no field `x`"),
         ((corpus, out, "--tokenizer", tmp_path / "no.json"), 1, "is not a tokenizer.json"),
         ((corpus, out, "--tokenizer", tmp_path / "empty"), 1, "tokenizer.json: cannot be read"),
         (

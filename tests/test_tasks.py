@@ -25,7 +25,8 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engine import ReferenceEngine
 from tokenfeed.tools.encoding.labels import Labels, find_labels
-from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
+from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 Row = dict[str, Any]
@@ -107,7 +108,7 @@ def encoded(task: Task, kind: str, **values: Any) -> dict[str, list[Any]]:
     """What the task makes of records, by column: a list of rows each."""
     given = {name: [checked(v, of) for v in values[name]] for name, of in task.fields.items()}
     tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)
-    samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.frame(tokenizer))
+    samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.template(tokenizer))
     columns = {name: ragged.values for name, ragged in samples.per_token.items()} | samples.per_row
     dtypes = {"input_ids": "uint16"} | {column.name: column.dtype for column in task.columns}
     assert {name: str(column.dtype) for name, column in columns.items()} == dtypes
@@ -121,7 +122,7 @@ def encoded(task: Task, kind: str, **values: Any) -> dict[str, list[Any]]:
 def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: bool) -> None:
     special = special and kind in TEMPLATES
     rows = [oracle(kind).encode(text, add_special_tokens=special).ids for text in texts]
-    assert encoded(Lm(text_field="text", add_special_tokens=special), kind, text=texts) == {
+    assert encoded(Lm(text="text", add_special_tokens=special), kind, text=texts) == {
         "input_ids": [ended(kind, ids) for ids in rows],
         "has_text": [bool(ids_of(kind, text)) for text in texts],
     }
@@ -135,9 +136,9 @@ def test_a_classified_row_is_encode_of_its_texts_without_an_end(
 ) -> None:
     special = special and kind in TEMPLATES
     task = Classify(
-        text_field="text",
-        pair_field=pair,
-        label_field="label",
+        text="text",
+        pair=pair,
+        label="label",
         labels=Labels(TAGS),
         add_special_tokens=special,
     )
@@ -160,9 +161,7 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
     kind: str, records: list[list[tuple[str, str]]], special: bool
 ) -> None:
     special = special and kind in TEMPLATES
-    task = Tag(
-        tokens_field="words", label_field="tags", labels=Labels(TAGS), add_special_tokens=special
-    )
+    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=special)
     words, tags = ([[pair[place] for pair in record] for record in records] for place in range(2))
     rows = [word_encoding(kind, of_row, special) for of_row in words]
     numbers = [[TAGS.index(tag) for tag in of_row] for of_row in tags]
@@ -174,9 +173,7 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
 
 
 def test_a_word_without_a_token_takes_its_tag_along() -> None:
-    task = Tag(
-        tokens_field="words", label_field="tags", labels=Labels(TAGS), add_special_tokens=True
-    )
+    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
     words, tags = [["fox", "", "dog"], [GONE, "fox"], [GONE]], [["B", "I", "O"], ["B", "I"], ["B"]]
     found = encoded(task, "word-piece", words=words, tags=tags)
     assert found["labels"] == [[-100, 0, 2, -100], [-100, 1, -100], [-100, -100]]
@@ -185,7 +182,7 @@ def test_a_word_without_a_token_takes_its_tag_along() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
-    task = Tag(tokens_field="words", label_field="tags", labels=Labels(TAGS))
+    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS))
     found = encoded(task, kind, words=[["lazy", "dog"]], tags=[["B", "I"]])["input_ids"][0]
     assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
 
@@ -197,7 +194,7 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
 ) -> None:
     special = special and kind in TEMPLATES
     records = [record for record in records if ids_of(kind, record[1])]
-    task = Complete(prompt_field="p", completion_field="c", add_special_tokens=special)
+    task = Complete(prompt="p", completion="c", add_special_tokens=special)
     found = encoded(task, kind, p=[p for p, _ in records], c=[c for _, c in records])
     rows, lengths = [], []
     for record in records:
@@ -248,8 +245,8 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
     cases: list[tuple[list[Any], Kind, str]] = [
         ([1 << 15], Kind.LABEL, "has label 32768"),
         ([*map(str, range(-1, 1 << 15))], Kind.LABEL, "more than 32,768 different"),
-        ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--label-field`"),
-        ([[], []], Kind.LABELS, "`--tags-field`"),
+        ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--field label=NAME`"),
+        ([[], []], Kind.LABELS, "`--field tags=NAME`"),
         (["9" * 5000], Kind.LABEL, "field `label` has"),
     ]
     for number, (labels, kind, words) in enumerate(cases):

@@ -16,20 +16,14 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.patterns import is_split_name
-from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, Task
+from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.sizes import bytes_of
 
 __all__ = ["Options", "parse_options"]
 
 _LARGEST_VOCABULARY = 10_000_000
-_FIELDS: dict[TaskName, tuple[str, ...]] = {
-    "lm": ("text_field",),
-    "classify": ("text_field", "pair_field", "label_field"),
-    "tag": ("tokens_field", "tags_field"),
-    "complete": ("prompt_field", "completion_field"),
-}
-"""The options that name the fields of a task."""
 _TRAINING = ("vocab_size", "seed")
 """Options of a tokenizer that is trained."""
 
@@ -69,22 +63,14 @@ class Options:
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """Special-token text inside a document: plain text, or split into its id."""
-    text_field: str = "text"
-    """Field or column that holds the text."""
-    pair_field: Annotated[
-        str | None, tyro.conf.arg(metavar="FIELD", help_behavior_hint="(default: no pairs)")
-    ] = None
-    """classify: the second text."""
-    label_field: str = "label"
-    """classify: a name, or a whole number."""
-    tokens_field: str = "tokens"
-    """tag: the words."""
-    tags_field: str = "tags"
-    """tag: their tags, names or whole numbers."""
-    prompt_field: str = "prompt"
-    """complete: what is given; a separator is part of it."""
-    completion_field: str = "completion"
-    """complete: what is to be learnt."""
+    field: Annotated[
+        tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
+        tyro.conf.arg(metavar="NAME=FIELD ..."),
+    ] = ()
+    """The fields or columns that hold what a task reads, where they have other names than these.
+    lm: text; classify: text, label, and pair for a second text, by default none; tag: tokens, tags;
+    complete: prompt (a separator is part of it), completion. Labels and tags are names or whole
+    numbers."""
     split: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=GLOB")
     ] = ()
@@ -153,29 +139,16 @@ class Options:
         """Records that may be unusable; None for any number."""
         return 0 if self.strict else self.max_rejects
 
+    @property
+    def fields(self) -> dict[str, str]:
+        """The fields that were given, by the task's own names for them."""
+        parted = (given.partition("=") for given in self._given_fields())
+        return {own: name for own, _, name in parted}
+
     def make_task(self) -> Task:
         """The task, with its fields; labels have no numbers yet."""
-        special = self.add_special_tokens
-        if self.task == "classify":
-            return Classify(
-                text_field=self.text_field,
-                pair_field=self.pair_field,
-                label_field=self.label_field,
-                add_special_tokens=special,
-            )
-        if self.task == "tag":
-            return Tag(
-                tokens_field=self.tokens_field,
-                label_field=self.tags_field,
-                add_special_tokens=special,
-            )
-        if self.task == "complete":
-            return Complete(
-                prompt_field=self.prompt_field,
-                completion_field=self.completion_field,
-                add_special_tokens=special,
-            )
-        return Lm(text_field=self.text_field, add_special_tokens=special)
+        given: dict[str, Any] = {**self.fields}
+        return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
 
     def check(self) -> None:
         """Refuse what cannot work, before anything is read.
@@ -183,6 +156,7 @@ class Options:
         Raises:
             ConfigError: Names the option.
         """
+        self._check_fields()
         if len(self.paths) < 2:
             raise ConfigError(
                 "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
@@ -199,14 +173,9 @@ class Options:
             )
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
-        for name in ("tokenizer", "end_token", *_FIELDS[self.task]):
+        for name in ("tokenizer", "end_token"):
             if getattr(self, name) == "":
                 raise ConfigError(f"`{_flag(name)}` is empty: expected a name.")
-        fields = [field for name in _FIELDS[self.task] if (field := getattr(self, name))]
-        if len(set(fields)) < len(fields):
-            raise ConfigError(
-                f"`--task {self.task}` needs fields of different names, got {', '.join(fields)}."
-            )
         for given in self.split:
             name, _, glob = given.partition("=")
             if not is_split_name(name) or not glob:
@@ -225,17 +194,33 @@ class Options:
         _ = self.shard_bytes  # raises where it is no size
         self._check_tokenizer()
 
+    def _check_fields(self) -> None:
+        """Refuse fields that the task does not read, and those named twice or not at all."""
+        own_names = TASK_CLASSES[self.task].kinds
+        seen: set[str] = set()
+        for given in self._given_fields():
+            own, _, name = given.partition("=")
+            if not name or own not in own_names:
+                raise ConfigError(
+                    f"`--field` {given!r}: expected NAME=FIELD, where NAME is what `--task "
+                    f"{self.task}` reads: {', '.join(own_names)}. Put paths before options."
+                )
+            if own in seen:
+                raise ConfigError(f"`--field` {given!r}: {own} is named twice. Name one field.")
+            seen.add(own)
+        names = [*self.make_task().named.values()]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"`--task {self.task}` needs fields of different names, got {', '.join(names)}."
+            )
+
+    def _given_fields(self) -> list[str]:
+        """What stands behind each `--field`, one after the other."""
+        return [given for together in self.field for given in together or ("",)]
+
     def _check_meaning(self) -> None:
         """Refuse options that say something, but nothing about this command."""
-        of_tasks = dict.fromkeys(name for names in _FIELDS.values() for name in names)
         given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
-        for name in of_tasks:
-            if name in given and name not in _FIELDS[self.task]:
-                tasks = " and ".join(task for task, names in _FIELDS.items() if name in names)
-                raise ConfigError(
-                    f"`{_flag(name)}` {getattr(self, name)!r}: is for `--task` {tasks}, and "
-                    f"this is `--task {self.task}`."
-                )
         for name in _TRAINING:
             is_of_use = name == "seed" and self.shuffle
             if name in given and self.tokenizer and not is_of_use:

@@ -240,7 +240,7 @@ def test_one_stray_label_does_not_rename_whole_numbers(tmp_path: Path) -> None:
     for number, stray in enumerate(["", "n/a", "-1", "1.0"]):
         found = labels_of(tmp_path / f"{number}", labelled(*"012" * 40, stray))
         assert found == Labels(("0", "1", "2"), are_numbers=True)
-        task = Classify(text_field="text", label_field="label", labels=found)
+        task = Classify(text="text", label="label", labels=found)
         values = {"text": [b"a", b"b"], "label": ["1", stray]}
         assert list(task.unusable(values)) == [1]
 
@@ -268,7 +268,7 @@ def test_a_label_that_only_rejected_records_have_is_no_class(tmp_path: Path) -> 
 
 
 def test_a_tag_without_a_number_rejects_its_record() -> None:
-    task = Tag(tokens_field="text", label_field="tags", labels=Labels(("B", "O")))
+    task = Tag(tokens="text", tags="tags", labels=Labels(("B", "O")))
     values: dict[str, list[Any]] = {
         "text": [[b"a"], [b"a", b"b"], [b"a"]],
         "tags": [["B"], ["O", "X"], ["O", "O"]],

@@ -59,10 +59,10 @@ def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
     job = EncodeSettings(
         folder=out,
-        task=Lm(text_field="text"),
+        task=Lm(text="text"),
         engine="gigatoken",
         vocabulary_size=made.vocabulary_size,
-        frame=plan.task.frame(made),
+        template=plan.task.template(made),
         validation=0.0,
         splits=("train",),
         splits_special=False,
@@ -158,7 +158,7 @@ def test_the_locale_changes_no_byte(tmp_path: Path, tokenizer: Path) -> None:
         (corpus / name).write_text('{"tëxt": "the stall"}\n')
     plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     for out, environment in {"one": {"LC_ALL": "C.UTF-8"}, "two": plain}.items():
-        arguments = (corpus, tmp_path / out, "--tokenizer", tokenizer, "--text-field", "tëxt")
+        arguments = (corpus, tmp_path / out, "--tokenizer", tokenizer, "--field", "text=tëxt")
         assert run(*arguments, environment=environment).returncode == 0
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
     assert r"gr\u00f6\u00dfe/\u00e4.jsonl" in (tmp_path / "two/sources.jsonl").read_text()

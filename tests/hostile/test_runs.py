@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from tokenizers import Tokenizer, models
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.options import Options
+from tokenfeed.tools.options import Options, parse_options
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
@@ -216,9 +218,6 @@ def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"pair_field": "b"}, "`--pair-field` 'b': is for `--task` classify"),
-        ({"task": "classify", "tags_field": "b"}, "`--tags-field` 'b': is for `--task` tag"),
-        ({"task": "complete", "text_field": "b"}, "is for `--task` lm and classify"),
         ({"tokenizer": "t", "vocab_size": 400}, "`--vocab-size` 400: is for a tokenizer that is"),
         ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
     ],
@@ -227,6 +226,47 @@ def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: 
     with pytest.raises(ConfigError) as caught:
         check(**options)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "words"),
+    [
+        ("lm", ["pair=b"], "`--task lm` reads: text."),
+        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, where NAME is what"),
+        ("complete", ["text=b"], "`--task complete` reads: prompt, completion."),
+        ("lm", ["body"], "'body': expected NAME=FIELD"),
+        ("lm", ["text="], "'text=': expected NAME=FIELD"),
+        ("lm", ["=body"], "'=body': expected NAME=FIELD"),
+        ("lm", ["text=a", "text=b"], "'text=b': text is named twice"),
+        ("classify", ["pair=text"], "needs fields of different names, got text, text, label"),
+        ("tag", ["tokens=a", "tags=a"], "needs fields of different names, got a, a"),
+    ],
+)
+def test_a_field_that_the_task_does_not_read_is_refused(
+    task: str, field: list[str], words: str
+) -> None:
+    for given in [(tuple(field),), tuple((one,) for one in field)]:
+        with pytest.raises(ConfigError) as caught:
+            check(task=task, field=given)
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="'': expected NAME=FIELD"):
+        check(task=task, field=((),))
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
+    monkeypatch.setattr(sys, "argv", ["pretokenize", "corpus", "out", *arguments])
+    return parse_options()
+
+
+def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = ("--field", "text=body", "label=a=b")
+    apart = ("--field", "label=a=b", "--strict", "--field", "text=body")
+    for arguments in (together, apart):
+        options = options_of(monkeypatch, "--task", "classify", *arguments)
+        options.check()
+        assert options.make_task().fields == {"body": Kind.TEXT, "a=b": Kind.LABEL}
+    pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
+    assert list(pair.fields) == ["text", "other", "label"]
 
 
 def test_what_is_small_needs_no_second_engine(

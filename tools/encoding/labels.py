@@ -1,9 +1,9 @@
 """Number the labels of a corpus before any is written: units know nothing of each other.
 
-Whole numbers stay what they are; names are numbered in sorted order; what a saved data set calls
-its numbered classes is believed. Where both occur, what 99 in 100 labels are decides: with whole
-numbers, a record that has another label is rejected; with names, a number is a name like them; and
-where neither is so many, the run ends. Digits behind a zero, like 007, make names of all.
+Whole numbers stay what they are, with the class names stored in the files (ClassLabel) if there are
+any; names are numbered in sorted order. Where both occur, what 99 in 100 labels are decides: with
+whole numbers, a record that has another label is rejected; with names, a number is a name like
+them; and where neither is so many, the run ends. Digits behind a zero, like 007, make names of all.
 
 One pass over the label field alone, and one over all fields that ends as soon as each label was
 seen in a usable record: a label without one is no class.
@@ -73,7 +73,7 @@ def find_labels(
     if not counts:
         raise CorpusError(
             f"no record has a label in field `{field}`. Name the field that holds it with "
-            f"`--{'tags' if fields[field] is Kind.LABELS else 'label'}-field`."
+            f"`--field {'tags' if fields[field] is Kind.LABELS else 'label'}=NAME`."
         )
     unused = _unused(units, fields, field, unusable, set(counts))
     if len(unused) < len(counts):

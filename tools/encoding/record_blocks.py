@@ -16,7 +16,7 @@ from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.counts import UnitCounts
-from tokenfeed.tools.encoding.tasks import Task
+from tokenfeed.tools.encoding.task import Task
 
 __all__ = ["RecordBlock", "read_record_blocks"]
 

@@ -1,6 +1,6 @@
-"""The frame: what stands around the texts of a row, as the tokenizer's own template has it.
+"""The template: what stands around the texts of a row, as the tokenizer has it.
 
-A template such as `[CLS] A [SEP] B [SEP]` is read from the post-processor of its tokenizer.json.
+One such as `[CLS] A [SEP] B [SEP]` is read from the post-processor of its tokenizer.json.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Template:
     def from_tokenizer(
         cls, tokenizer: TextTokenizer, *, num_texts: int, special: bool, end_id: int | None
     ) -> "Template":
-        """The frame of rows of one or two texts.
+        """The template of rows of one or two texts.
 
         Args:
             tokenizer: What has the template.

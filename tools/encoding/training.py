@@ -62,7 +62,7 @@ def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
             for record, reason in records.rejects[:1]:
                 return CorpusError(
                     f"{part.source.name}, record {record}: {reason}; no other record has text "
-                    "either. Name the field that holds it with `--text-field`."
+                    "either. Name the field that holds it with `--field`."
                 )
     return CorpusError("no text to train a tokenizer on: every document is empty.")
 

@@ -34,7 +34,7 @@ from tokenfeed.tools.encoding.engine import (
 )
 from tokenfeed.tools.encoding.preloading import fast_engine
 from tokenfeed.tools.encoding.record_blocks import RecordBlock, read_record_blocks
-from tokenfeed.tools.encoding.tasks import Samples, Task
+from tokenfeed.tools.encoding.task import Samples, Task
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -55,7 +55,7 @@ class EncodeSettings:
     engine: EngineName
     """What makes the ids."""
     vocabulary_size: int
-    frame: Template
+    template: Template
     """What stands around the texts of a row."""
     validation: float
     splits: tuple[str, ...]
@@ -166,7 +166,7 @@ class UnitEncoder:
             return {}
         try:
             encode = partial(self._encode, ledger)
-            samples = self._job.task.encode(batch.values, encode, self._job.frame)
+            samples = self._job.task.encode(batch.values, encode, self._job.template)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
         texts = self._job.task.texts(batch.values)
@@ -199,7 +199,7 @@ class UnitEncoder:
         for index in range(len(batch)):
             one = batch.take(np.array([index]))
             try:
-                self._job.task.encode(one.values, self._engine.encode, self._job.frame)
+                self._job.task.encode(one.values, self._engine.encode, self._job.template)
                 kept.append(index)
             except Unencodable as error:
                 (reason, *_) = error.reasons.values()
@@ -215,7 +215,7 @@ class UnitEncoder:
             return self._engine.encode(given)
 
         if len(sample):
-            self._job.task.encode(sample.values, noting, self._job.frame)
+            self._job.task.encode(sample.values, noting, self._job.template)
         return answers
 
 

@@ -16,13 +16,13 @@ import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
 from tokenfeed.tools.encoding.preloading import preload
-from tokenfeed.tools.encoding.tasks import ENDING_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
@@ -66,7 +66,7 @@ def make_dataset(
     tokenizer = tokenizer or _trained_tokenizer(options, plan, folder)
     training_seconds = time.perf_counter() - training_started
     _advise(options, tokenizer)
-    plan.task.frame(tokenizer)  # an error here is one before anything is written
+    plan.task.template(tokenizer)  # an error here is one before anything is written
     job = _describe(options, plan, tokenizer)
     if state == "finished":
         manifest = recognise(folder, job)
@@ -151,7 +151,7 @@ def _plan_run(
         task=plan.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
-        frame=plan.task.frame(tokenizer),
+        template=plan.task.template(tokenizer),
         validation=plan.validation,
         splits=plan.splits,
         splits_special=tokenizer.splits_special,
@@ -210,7 +210,7 @@ def _preloading(options: Options, folder: Path, tokenizer: TextTokenizer) -> Cal
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     """Say what a user of this tokenizer may not have expected."""
-    ends = options.task in ENDING_TASKS
+    ends = options.task in ENDED_TASKS
     if ends and tokenizer.end_token is None:
         logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
     if not ends and tokenizer.has_template and not options.add_special_tokens:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.tasks import ENDING_TASKS
+from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
@@ -151,7 +151,7 @@ class Summary:
         }
         if not self.labels:
             del lines["labels"]
-        if self.task not in ENDING_TASKS:
+        if self.task not in ENDED_TASKS:
             del lines["end token"]
         return list(lines.items())
 
