@@ -39,7 +39,7 @@ def interrupt_before_the_manifest(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(make_module, "freeze", interrupt)
+        patched.setattr(make_module, "commit", interrupt)
         with pytest.raises(KeyboardInterrupt):
             make(*arguments, **options)
 

@@ -31,7 +31,7 @@ def test_a_corpus_whose_name_is_no_utf_8_continues(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(make_module, "freeze", interrupt)
+        patched.setattr(make_module, "commit", interrupt)
         with pytest.raises(KeyboardInterrupt):
             make(odd, out, tokenizer)
     summary = make(odd, out, tokenizer)

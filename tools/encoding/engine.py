@@ -29,6 +29,7 @@ __all__ = [
     "Engine",
     "EngineFailure",
     "EngineName",
+    "EngineRejected",
     "EngineUnavailable",
     "FastEngine",
     "ReferenceEngine",
@@ -54,11 +55,15 @@ class Unencodable(Exception):
         """Why, by the text's place in the batch."""
 
 
-class EngineFailure(Exception):
+class EngineRejected(Exception):
+    """Why a fast engine can make no id of a data set."""
+
+
+class EngineFailure(EngineRejected):
     """A fast engine broke down over a text."""
 
 
-class EngineUnavailable(Exception):
+class EngineUnavailable(EngineRejected):
     """There is no fast engine for a tokenizer."""
 
 

@@ -64,9 +64,9 @@ class EncodeSettings:
     """What special-token text inside a document becomes."""
     max_rejects: int | None
     audits: bool = False
-    """Whether the fast engine encodes a sample, where there is one, whichever makes the ids."""
+    """Whether the fast engine encodes a sample for comparison, also where another makes the ids."""
     verifies: bool = False
-    """Whether both engines encode everything, where there is a fast one; needs `audits`."""
+    """Whether both engines encode everything; needs `audits`, and a fast engine."""
 
     def begin(
         self, on_progress: Callable[[float, int], None], engine: Engine | None = None

@@ -30,14 +30,14 @@ from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 
-__all__ = ["REJECTS_FILE", "SOURCES_FILE", "freeze"]
+__all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
 
 SOURCES_FILE, REJECTS_FILE = "sources.jsonl", "rejects.jsonl"
 _COUNTS = ("bytes", "written", "empty", "rejected")
 
 
-def freeze(
-    job: EncodeSettings,
+def commit(
+    settings: EncodeSettings,
     sources: tuple[InputFile, ...],
     tokenizer: TextTokenizer,
     audit: Audit,
@@ -46,7 +46,7 @@ def freeze(
     """Write everything but the shards, the manifest last.
 
     Args:
-        job: What was done; all shards are in its folder.
+        settings: What was done; all shards are in its folder.
         sources: The input files.
         tokenizer: What made the ids.
         audit: What compared the engines, if anything did.
@@ -58,13 +58,13 @@ def freeze(
         for result in results
         for source, record, reason in result.rejects
     ]
-    folder = job.folder
+    folder = settings.folder
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        task=job.task.name,
-        columns=job.task.columns,
-        label_names=job.task.label_names,
-        tokenizer=_tokenizer_info(job, tokenizer, audit, results),
+        task=settings.task.name,
+        columns=settings.task.columns,
+        label_names=settings.task.label_names,
+        tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits=_splits(results),
         ledger=_ledger(ledgers),
         sources=_write_lines(folder, SOURCES_FILE, ledgers),
@@ -120,9 +120,9 @@ def _split(name: str, results: list[UnitResult]) -> SplitInfo:
 
 
 def _tokenizer_info(
-    job: EncodeSettings, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
+    settings: EncodeSettings, tokenizer: TextTokenizer, audit: Audit, results: list[UnitResult]
 ) -> TokenizerInfo:
-    is_fast = job.engine != ReferenceEngine.name
+    is_fast = settings.engine != ReferenceEngine.name
     return TokenizerInfo(
         file=TOKENIZER_FILE,
         bytes=len(tokenizer.json_bytes),
@@ -130,14 +130,14 @@ def _tokenizer_info(
         vocabulary_size=tokenizer.vocabulary_size,
         end_id=tokenizer.end_id,
         pad_id=tokenizer.pad_id,
-        engine=job.engine,
-        engine_version=engine_version(job.engine),
+        engine=settings.engine,
+        engine_version=engine_version(settings.engine),
         audited=audit.audited + sum(result.audited for result in results),
         differences=len(audit.differing) + sum(len(result.differing) for result in results),
-        special_tokens_in_text="split" if job.splits_special else "plain",
-        special_tokens_added=job.task.add_special_tokens,
+        special_tokens_in_text="split" if settings.splits_special else "plain",
+        special_tokens_added=settings.task.add_special_tokens,
         routed=sum(result.routed for result in results) if is_fast else None,
-        verified=True if is_fast and job.verifies else None,
+        verified=True if is_fast and settings.verifies else None,
     )
 
 

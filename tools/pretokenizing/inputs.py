@@ -1,4 +1,4 @@
-"""The plan of a run: what there is to read, cut into units, and what is to be made of it."""
+"""The inputs of a run: what there is to read, cut into units, and what is to be made of it."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Make a data set: a run as a whole.
 
-Find the input, cut it into units, settle the tokenizer, have the units encoded, freeze the result
-under a manifest. What is written depends on the input and the options alone. The journal goes first
-and the manifest last, so a folder is at any time new, unfinished or finished.
+Find the input, cut it into units, load or train the tokenizer, have the units encoded, and commit
+the result by a manifest. What is written depends on the input and the options alone. The journal
+goes first and the manifest last, so a folder is at any time new, unfinished or finished.
 """
 
 import logging
@@ -27,7 +27,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_js
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.options import Options
-from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, freeze
+from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, is_small, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
@@ -61,31 +61,28 @@ def make_dataset(
     tokenizer = _given_tokenizer(options, folder, state)
     if tokenizer and server:
         server.prepare(_preloading(options, folder, tokenizer))
-    plan = Inputs.from_options(options)
+    inputs = Inputs.from_options(options)
     training_started = time.perf_counter()
-    tokenizer = tokenizer or _trained_tokenizer(options, plan, folder)
+    tokenizer = tokenizer or _trained_tokenizer(options, inputs, folder)
     training_seconds = time.perf_counter() - training_started
     _advise(options, tokenizer)
-    plan.task.template(tokenizer)  # an error here is one before anything is written
-    job = _describe(options, plan, tokenizer)
+    run = _plan_run(options, inputs, tokenizer, folder, server)
+    recipe = _recipe(options, inputs, tokenizer)
     if state == "finished":
-        manifest = recognise(folder, job)
+        manifest = recognise(folder, recipe)
         _check_rejects(options, manifest)
         if folder == options.out:
             logger.info("already finished: the same command and input made this data set")
-        resumed_units, new_bytes = len(plan.units), 0
+        resumed_units, new_bytes = len(inputs.units), 0
     else:
-        with claim(folder, job, UnitResult) as journal:
+        with claim(folder, recipe, UnitResult) as journal:
             resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
-            manifest = _encode(options, plan, tokenizer, folder, journal, server)
+            manifest = _encode(run, journal)
         new_bytes = manifest.ledger.bytes - resumed_bytes
     return Summary.from_manifest(
         manifest,
-        folder=folder,
-        tokenizer=tokenizer,
+        run,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
-        skipped_binary=plan.corpus.skipped_binary,
-        units=len(plan.units),
         resumed_units=resumed_units,
         new_bytes=new_bytes,
         already_finished=state == "finished",
@@ -95,7 +92,7 @@ def make_dataset(
 
 
 def _check_rejects(options: Options, manifest: Manifest) -> None:
-    """Hold a finished data set to a limit that the run which made it may not have had."""
+    """Check a finished data set against the limit that this command sets on rejects."""
     allowed, rejected = options.allowed_rejects, manifest.ledger.rejected
     if allowed is not None and rejected > allowed:
         limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
@@ -112,60 +109,56 @@ def _text_bytes(journal: Journal[UnitResult]) -> int:
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(
-    options: Options,
-    plan: Inputs,
-    tokenizer: TextTokenizer,
-    folder: Path,
-    journal: Journal[UnitResult],
-    server: Server | None,
-) -> Manifest:
-    """Everything that writes."""
-    atomic_write(folder / TOKENIZER_FILE, tokenizer.json_bytes)
-    run = _plan_run(options, plan, tokenizer, folder, server)
+def _encode(run: Run, journal: Journal[UnitResult]) -> Manifest:
+    """Encode the units and commit the result: all that writes."""
+    folder, inputs = run.settings.folder, run.inputs
+    atomic_write(folder / TOKENIZER_FILE, run.tokenizer.json_bytes)
     try:
-        job = run_units(run, journal)
+        settings = run_units(run, journal)
     except TokenizerError as error:  # another command may do better, here too
         if isinstance(error, EngineRefused) or not journal.results:
-            withdraw(journal, plan.splits)
+            withdraw(journal, inputs.splits)
         raise
-    results = [journal.results[unit.number] for unit in plan.units]
+    results = [journal.results[unit.number] for unit in inputs.units]
     if not any(result.shards for result in results):
-        withdraw(journal, plan.splits)
-        raise _no_document(plan.corpus, results)
+        withdraw(journal, inputs.splits)
+        raise _no_document(inputs.corpus, results)
     remember(folder, journal.recipe)
-    manifest = freeze(job, plan.corpus.sources, tokenizer, run.audit, results)
+    manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
     journal.remove()
     return manifest
 
 
 def _plan_run(
-    options: Options, plan: Inputs, tokenizer: TextTokenizer, folder: Path, server: Server | None
+    options: Options, inputs: Inputs, tokenizer: TextTokenizer, folder: Path, server: Server | None
 ) -> Run:
-    """Who encodes: the reference where it was asked for, and where the input is small."""
+    """Who encodes: the reference where it was asked for, and where the input is small.
+
+    Raises:
+        TokenizerError: The tokenizer has no template for the task.
+    """
     falls_back = options.engine == "auto"
-    is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(plan.units))
+    is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(inputs.units))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
-    job = EncodeSettings(
+    settings = EncodeSettings(
         folder=folder,
-        task=plan.task,
+        task=inputs.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
-        template=plan.task.template(tokenizer),
-        validation=plan.validation,
-        splits=plan.splits,
+        template=inputs.task.template(tokenizer),
+        validation=inputs.validation,
+        splits=inputs.splits,
         splits_special=tokenizer.splits_special,
         max_rejects=options.allowed_rejects,
         audits=not is_reference,
         verifies=options.verify_ids and not is_reference,
     )
     return Run(
-        job=job,
+        settings=settings,
+        inputs=inputs,
         tokenizer=tokenizer,
-        units=plan.units,
-        sources=plan.corpus.sources,
         workers=options.num_workers,
-        audit=Audit(tokenizer, plan.units, plan.task.fields, sample_seed),
+        audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
         falls_back=falls_back,
         server=server,
     )
@@ -181,11 +174,11 @@ def _given_tokenizer(options: Options, folder: Path, state: State) -> TextTokeni
     return None
 
 
-def _trained_tokenizer(options: Options, plan: Inputs, folder: Path) -> TextTokenizer:
+def _trained_tokenizer(options: Options, inputs: Inputs, folder: Path) -> TextTokenizer:
     logger.info("training a tokenizer on a sample of the corpus")
     json_bytes = train_tokenizer_json(
-        plan.units,
-        fields=plan.task.fields,
+        inputs.units,
+        fields=inputs.task.fields,
         vocabulary_size=options.vocab_size,
         seed=options.seed,
     )
@@ -220,9 +213,9 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _describe(options: Options, plan: Inputs, tokenizer: TextTokenizer) -> dict[str, Any]:
+def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[str, Any]:
     """All that the output depends on, in words a user can compare."""
-    sources = plan.corpus.sources
+    sources = inputs.corpus.sources
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
@@ -231,11 +224,11 @@ def _describe(options: Options, plan: Inputs, tokenizer: TextTokenizer) -> dict[
         "CORPUS": list(options.corpus),
         "--exclude": list(options.exclude),
         "--split": list(options.split),
-        "--task": plan.task.name,
-        "the fields": list(plan.task.fields),
-        "the labels": list(plan.task.label_names),
-        "--validation": plan.validation,
-        "--shard-size": plan.shard_bytes,
+        "--task": inputs.task.name,
+        "the fields": list(inputs.task.fields),
+        "the labels": list(inputs.task.label_names),
+        "--validation": inputs.validation,
+        "--shard-size": inputs.shard_bytes,
         "--tokenizer": options.tokenizer,
         "--vocab-size and --seed": training,
         "--end-token": options.end_token,

@@ -2,14 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
+from tokenfeed.tools.pretokenizing.runner import Run
 
 __all__ = ["Summary"]
 
@@ -69,26 +68,23 @@ class Summary:
     def from_manifest(
         cls,
         manifest: Manifest,
+        run: Run,
         *,
-        folder: Path,
-        tokenizer: TextTokenizer,
         vocabulary_wanted: int | None,
-        skipped_binary: int,
-        units: int,
         resumed_units: int,
         new_bytes: int,
         already_finished: bool,
         seconds: float,
         tokenizer_seconds: float,
     ) -> "Summary":
-        """Draw it up from what the run has left."""
-        ledger, splits = manifest.ledger, manifest.splits
+        """The figures of what `run` has left."""
+        ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
         return cls(
-            out=str(folder),
+            out=str(run.settings.folder),
             files=ledger.files,
-            skipped_binary=skipped_binary,
+            skipped_binary=run.inputs.corpus.skipped_binary,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             empty=ledger.empty,
@@ -98,22 +94,22 @@ class Summary:
             shard_bytes=shard_bytes,
             text_bytes_per_token=round(ledger.bytes / tokens, 3),
             shard_bytes_per_token=round(shard_bytes / tokens, 3),
-            vocabulary_size=tokenizer.vocabulary_size,
+            vocabulary_size=run.tokenizer.vocabulary_size,
             vocabulary_wanted=vocabulary_wanted,
-            end_token=tokenizer.end_token,
+            end_token=run.tokenizer.end_token,
             task=manifest.task,
             labels=list(manifest.label_names),
-            engine=f"{manifest.tokenizer.engine} {manifest.tokenizer.engine_version}",
-            audited=manifest.tokenizer.audited,
-            differences=manifest.tokenizer.differences,
-            routed=manifest.tokenizer.routed or 0,
-            verified=bool(manifest.tokenizer.verified),
+            engine=f"{info.engine} {info.engine_version}",
+            audited=info.audited,
+            differences=info.differences,
+            routed=info.routed or 0,
+            verified=bool(info.verified),
             length_histogram=[
                 sum(counts)
                 for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
             ],
             already_finished=already_finished,
-            units=units,
+            units=len(run.inputs.units),
             resumed_units=resumed_units,
             seconds=round(seconds, 2),
             tokenizer_seconds=round(tokenizer_seconds, 2),

@@ -79,7 +79,7 @@ def state_of(folder: Path) -> State:
 
 
 def _check_can_be_made(folder: Path) -> None:
-    """Now, not after an hour of reading: the folder itself is made with the first file."""
+    """Refuse a folder that cannot be made now, not after an hour of reading."""
     nearest = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{folder}: cannot be made, for {nearest} is no folder to write into.")
@@ -165,7 +165,7 @@ def _check_files(folder: Path, manifest: Manifest) -> None:
 
 
 def withdraw(journal: Journal[Any], splits: Iterable[str]) -> None:
-    """Leave nothing of a run that came to nothing: no file, and no folder that is empty then."""
+    """Delete all files of a run that failed, and the folders that are empty then."""
     folder = journal.path.parent
     for split in splits:
         for shard in (folder / split).glob("*.arrow*"):
@@ -179,7 +179,7 @@ def withdraw(journal: Journal[Any], splits: Iterable[str]) -> None:
 
 
 def _differences(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """In words, what of two jobs differs; nothing where they are the same."""
+    """In words, what of two recipes differs; nothing where they are the same."""
     return "; ".join(
         f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
         for name in sorted(now.keys() | was.keys())

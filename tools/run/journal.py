@@ -28,7 +28,7 @@ __all__ = ["Journal", "Result", "is_as_written", "kept_from_others", "says_its_r
 
 logger = logging.getLogger(__name__)
 
-_DISTRUSTED = "distrusted"
+_REJECTED = "distrusted"
 
 
 class Result(Protocol):
@@ -55,7 +55,7 @@ class Journal(Generic[ResultT]):
         self.recipe: dict[str, Any] = {}
         self.results: dict[int, ResultT] = {}
         """Finished units by number."""
-        self.distrusted = False
+        self.engine_rejected = False
         """Whether the fast engine was found wrong, so that the reference makes all ids."""
         self.is_new = False
         self.made_folders: list[Path] = []
@@ -89,10 +89,10 @@ class Journal(Generic[ResultT]):
         self._write(dataclasses.asdict(result))  # type: ignore[call-overload]
         self.results[result.unit] = result
 
-    def reject(self, reason: str) -> None:
+    def reject_engine(self, reason: str) -> None:
         """Record that the fast engine is wrong: what it has made is to be made again."""
-        self._write({_DISTRUSTED: reason})
-        self.distrusted = True
+        self._write({_REJECTED: reason})
+        self.engine_rejected = True
         self.results = {}
 
     def _write(self, content: dict[str, Any]) -> None:
@@ -141,8 +141,8 @@ class Journal(Generic[ResultT]):
         self._drop_damaged()
 
     def _enter(self, line: dict[str, Any]) -> None:
-        if _DISTRUSTED in line:
-            self.distrusted = True
+        if _REJECTED in line:
+            self.engine_rejected = True
             self.results = {}
         else:
             result = msgspec.convert(line, self._kind)
@@ -210,8 +210,8 @@ def _hold(file: io.FileIO, path: Path) -> None:
 
 
 def says_its_recipe(folder: Path) -> bool:
-    """Whether the journal in `folder` is anyone's: a kill or a full disk can leave one without a
-    whole first line, and whoever comes next has it."""
+    """Whether the journal in `folder` has a whole first line. A kill or a full disk can leave one
+    without; the next command may then begin anew."""
     try:
         with open(folder / JOURNAL_FILE, "rb") as file:
             return file.readline().endswith(b"\n")
