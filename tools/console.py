@@ -111,7 +111,7 @@ def _set_up() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """End the body; the second time the process, whatever it is doing."""
+    """Interrupt the body; a second signal ends the process at once, whatever it is doing."""
     _received.append(number)
     if len(_received) == 1:
         raise KeyboardInterrupt

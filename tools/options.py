@@ -219,7 +219,7 @@ class Options:
         return [given for together in self.field for given in together or ("",)]
 
     def _check_meaning(self) -> None:
-        """Refuse options that say something, but nothing about this command."""
+        """Refuse options that have no effect on this command."""
         given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
         for name in _TRAINING:
             is_of_use = name == "seed" and self.shuffle
@@ -233,7 +233,7 @@ class Options:
         return bool(getattr(self, field.name) != field.default)
 
     def _check_tokenizer(self) -> None:
-        """Refuse a pipe, which could be waited for in vain, and anything else that is no file."""
+        """Refuse a tokenizer that is no regular file: reading a pipe might never end."""
         path = Path(self.tokenizer or "")
         path = path / TOKENIZER_FILE if path.is_dir() else path
         if self.tokenizer and path.exists() and not path.is_file():
@@ -248,7 +248,7 @@ def _flag(name: str) -> str:
 
 
 def parse_options() -> Options:
-    """Read the command line. tyro takes only paths that stand together; add those after options."""
+    """Read the command line. tyro takes only paths that stand together; the others are added."""
     parse = functools.partial(
         tyro.cli, Options, prog="pretokenize", config=(tyro.conf.FlagCreatePairsOff,)
     )

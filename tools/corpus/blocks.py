@@ -22,9 +22,9 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdErro
 """What reading a damaged file can raise."""
 
 _FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
-"""The first is smaller and each twice the one before, for those who only look at the beginning."""
+"""Blocks begin small and double in size, for callers who only look at the beginning of a file."""
 _PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
-"""What is unpacked at once: so much may be lost before a damage, however late it comes."""
+"""Bytes unpacked at once, before and after: at most so many are lost in front of a damage."""
 
 _ZSTD_HEADER_BYTES = 18
 _LARGEST_WINDOW_BYTES = 1 << 31
@@ -79,13 +79,13 @@ class Blocks:
                 yield block
 
     def _slices(self) -> Iterator[bytes]:
-        """Small ones, for nobody knows how much is packed in them."""
+        """Small slices of the file, since each may unpack to many times its size."""
         for block in self._plain():
             for start in range(0, len(block), _PACKED_BYTES):
                 yield block[start : start + _PACKED_BYTES]
 
     def _members(self, make: Callable[[], Any]) -> Iterator[bytes]:
-        """Stream after stream by hand: the libraries' own files take damage for the end."""
+        """Unpack one stream after the other; the libraries' own files take damage for the end."""
         member: Any = None
         for packed in self._slices():
             while packed := (packed if member else packed.lstrip(b"\0")):  # zeros may pad

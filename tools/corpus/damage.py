@@ -11,7 +11,7 @@ __all__ = ["DAMAGE", "damage_reason"]
 
 DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
 _ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
-"""What no machine has room for: a damaged length."""
+"""An allocation too large for any machine: its length was damaged."""
 _MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 

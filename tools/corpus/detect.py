@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".bz2": "bz2", ".xz": "xz"}
 _ARCHIVES = {".tar", ".tgz", ".zip", ".7z"}
 _SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES = 1 << 16, 1 << 25
-"""How much is read to know what a file is; the more where its first record may not have ended."""
+"""Bytes read to tell what a file is; the larger number where its first record may be longer."""
 _NUL_BYTES = 8192
 
 

@@ -60,7 +60,7 @@ def find_corpus(
     Args:
         paths: Files, folders, or `-` for standard input.
         out: The output folder, never read.
-        field: A field that is wanted: a .json file whose records have it is no mere text.
+        field: A field of records: a .json file without it is read as a text.
         exclude: Patterns of names or paths to leave out.
         splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
 
@@ -197,7 +197,7 @@ class _Search:
                 )
 
     def name_unchecked(self) -> None:
-        """Say once which files may be damaged and not show it."""
+        """Log once which files have no checksum, so that damage may go unseen."""
         unchecked = [
             source.name
             for source in self.sources

@@ -39,11 +39,11 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
     """Cut `sources` into units of at most about `shard_bytes` of text each.
 
     Files keep their order, except that those of one given split come together; files of different
-    given splits share no unit. With a shard size of 10, and a big file that can be cut:
+    given splits share no unit. For a shard size of 10:
 
-        file    a: 4   b: 25, big   c: 3, split test   d: 2   e: 5
-        parts   a 4    b 9 8 8      c 3                d 2    e 5
-        units   0: a   1: b         2: b   3: b, d   4: e   5: c
+        files   a: 4, b: 24 (can be cut), c: 3 (of a given split), d: 2, e: 5
+        parts   a 4 | b 8 | b 8 | b 8, d 2 | e 5 | c 3
+        units     0 |   1 |   2 |        3 |   4 |   5
     """
     units: list[Unit] = []
     parts: list[Part] = []

@@ -1,10 +1,10 @@
 """The audit: does a fast engine give the reference's ids?
 
-A second line: which tokenizers the engine is used for at all is a matter of their structure. At the
-beginning of a run, texts made for the tokenizer at hand and a sample of the corpus; during the run,
-one document in about a thousand, chosen by a hash of its text. One text whose ids differ is enough
-to trust the engine no longer. Workers, who have the fast engine loaded, give its ids; the process
-that runs them has the reference loaded, and compares.
+This is the second check: the first, of a tokenizer's structure, decides whether the engine is used
+at all. The beginning of a run compares texts made for the tokenizer at hand and a sample of the
+corpus; later, one document in about a thousand is compared, chosen by a hash of its text. One text
+whose ids differ is enough to reject the engine. Workers, who have the fast engine loaded, give its
+ids; the process that runs them has the reference loaded, and compares.
 """
 
 import itertools
@@ -34,10 +34,10 @@ __all__ = ["Answers", "Audit", "Questions", "adversarial_texts", "beginning", "s
 _TEXTS = 400
 _TEXTS_BYTES = 1 << 18
 _SAMPLED_PART = 256
-"""Of a corpus too small for that many bytes, one in so many: its run is to be short."""
+"""A small corpus gives one byte in so many, so that its run stays short."""
 _PARTS = 16
 _LONGEST_BYTES = 1 << 22
-"""Of a longer text the beginning is compared: the reference takes a second for it."""
+"""Longer texts are compared up to here, for which the reference takes a second."""
 
 _ADDED_TOKEN_CHARACTERS = 1 << 18
 """Room for about a thousand added tokens; those beyond stand in the first two texts only."""

@@ -38,9 +38,9 @@ class UnitResult:
     """Rows by length, of the same splits."""
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
-    """InputFile, record and reason, in the order of the input."""
+    """Index of the input file, record and reason, in the order of the input."""
     engine: EngineName = ReferenceEngine.name
-    """What made the ids: the unit counts for no other."""
+    """What made the ids; for a run with another engine the unit counts as not done."""
     audited: int = 0
     """Texts of a sample, or all, that both engines encoded."""
     differing: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class UnitResult:
 
 
 class UnitCounts:
-    """Counts by source; those of a unit are in order and near each other, so arrays will do."""
+    """Counts by input file: short arrays, since the files of a unit are neighbours."""
 
     def __init__(self, unit: Unit, max_rejects: int | None) -> None:
         self.sample: list[Answers] = []
@@ -134,7 +134,7 @@ class UnitCounts:
 
 
 def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
-    """The end of a run that was to bear no more than `allowed` rejects, and has this one too."""
+    """The error of a run with one reject more than the `allowed` number."""
     limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
     return CorpusError(
         f"{name}, record {record}: {reason}. {limit} ends the run here; allow more, "

@@ -109,7 +109,7 @@ def _unused(
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
     labels: set[str],
 ) -> set[str]:
-    """Those of `labels` that only records have which cannot be used."""
+    """Those of `labels` that stand in no usable record."""
     left = set(labels)
     for part in (part for unit in units for part in unit.parts):
         for records in read_records(part, fields):
@@ -125,7 +125,7 @@ def _unused(
 
 
 def _whole_numbers(counts: Counter[str], field: str) -> list[str]:
-    """The labels that are whole numbers, if these are numbers and no names; see above."""
+    """The labels that are whole numbers; none where numbers are names too (see the module)."""
     numbers = list(filter(_WHOLE_NUMBER.fullmatch, counts))
     others = counts.keys() - numbers
     total, num_others = counts.total(), sum(counts[label] for label in others)

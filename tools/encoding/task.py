@@ -58,7 +58,7 @@ class Task(ABC):
 
     @property
     def named(self) -> dict[str, str]:
-        """The names that records have for its own fields, as far as it reads them."""
+        """The name that records have for each of its own fields; those not read are left out."""
         names: dict[str, str | None] = {own: getattr(self, own) for own in self.kinds}
         return {own: name for own, name in names.items() if name is not None}
 

@@ -45,7 +45,7 @@ _PAD_TOKENS = (
     "<\uff5c\u2581pad\u2581\uff5c>",
 )
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
-"""None of a library's failures. All else is, also a panic in Rust, which is no `Exception`."""
+"""Exceptions that are no library's failure. All others are, a panic in Rust included."""
 _LONG_NUMBER = re.compile(rb":\s*[1-9]\d{7,}")
 """An id of as many digits as `ID_LIMIT`, or a text that looks like one."""
 

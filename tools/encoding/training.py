@@ -1,4 +1,4 @@
-"""Train a tokenizer on a sample of the corpus, for who has none.
+"""Train a tokenizer on a sample of the corpus, for users without one.
 
 Byte-level BPE: every text can be encoded and decoded back exactly. The sample (about 32 MB, drawn
 by part in seeded random order) bounds time and memory; what a larger one would add to a vocabulary
@@ -56,7 +56,7 @@ def train_tokenizer_json(
 
 
 def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
-    """Names the first record that could not be used, if there is one."""
+    """The error of a corpus without text; it names the first reject, if there is one."""
     for part in (part for unit in units for part in unit.parts):
         for records in read_records(part, fields):
             for record, reason in records.rejects[:1]:

@@ -19,7 +19,7 @@ def proved_shape(json_bytes: bytes) -> Shape:
     """The shape of a tokenizer.json, if the engines were compared for it.
 
     Raises:
-        Unproved: They were not: the message says for want of what.
+        Unproved: They were not; the message says what is unusual.
     """
     for package, versions in _COMPARED.items():
         version = importlib.metadata.version(package)
@@ -29,7 +29,7 @@ def proved_shape(json_bytes: bytes) -> Shape:
 
 
 def check_tokenizer(tokenizer: TextTokenizer) -> None:
-    """Look at what is too long to be looked at by every worker: vocabulary, merges, added tokens.
+    """Check what takes too long for every worker to check: vocabulary, merges, added tokens.
 
     Raises:
         Unproved: The message says what is unusual about them.

@@ -135,7 +135,7 @@ class Layout:
         memory_bytes: What the rows in memory may take.
 
         Raises:
-            ConfigError: They are too many for so little.
+            ConfigError: There are too many rows for so little memory.
         """
         num_bytes = {name: _bytes_in_memory(manifest, split) for name, split in _full(manifest)}
         bucket_bytes = _bucket_bytes(sum(num_bytes.values()), memory_bytes)

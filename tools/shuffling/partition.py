@@ -131,7 +131,7 @@ def read_section(path: Path, bucket: int, num_buckets: int, columns: Columns) ->
         if len(entry) < _ENTRY.size:
             raise _damaged(path)
         at, num_bytes, num_rows, num_tokens, checksum = _ENTRY.unpack(entry)
-        if at + num_bytes > end:  # no figure of a damaged table is to be believed
+        if at + num_bytes > end:  # the figures of a damaged table may be anything
             raise _damaged(path)
         section = os.pread(file.fileno(), num_bytes, at)
     if _checksum(bucket, num_rows, num_tokens, [memoryview(section)]) != checksum:

@@ -1,6 +1,6 @@
 """Shuffle a data set: a run as a whole.
 
-Two passes of units, then the manifest that freezes what the second has written. The journal goes
+Two passes of units, then the manifest that commits what the second has written. The journal goes
 first and the manifest last, so the output folder is at any time new, unfinished or finished;
 what a kill leaves of the temporary files, the same command uses or clears away.
 """
@@ -116,7 +116,7 @@ def shuffle_into(
             _copy(source, info, out)
         part_done = run.finish()
         remember(out, recipe)
-        shuffled = _frozen(manifest, settings.seed, layout, journal)
+        shuffled = _committed(manifest, settings.seed, layout, journal)
         shuffled.write(out)
         journal.remove()
     clear_away(out)
@@ -165,7 +165,7 @@ class _Run:
         return sum(unit.weight_bytes for unit in missing) / max(whole, 1)
 
     def _missing_scatters(self) -> list[Scatter]:
-        """Those whose partition is not there as it was left: once they are gathered, none is."""
+        """The scatters whose partition is missing or damaged: all, once they were gathered."""
         with ThreadPoolExecutor() as threads:
             are_done = list(threads.map(self._has_partition, self._work.layout.scatters))
         units = zip(self._work.layout.scatters, are_done, strict=True)
@@ -230,8 +230,8 @@ def _copy(source: Path, info: FileInfo, out: Path) -> None:
         raise ManifestError(f"{source / info.file}: is missing. Restore it.") from None
 
 
-def _frozen(manifest: Manifest, seed: int, layout: Layout, journal: Journal[Done]) -> Manifest:
-    """What was, in another order."""
+def _committed(manifest: Manifest, seed: int, layout: Layout, journal: Journal[Done]) -> Manifest:
+    """The manifest of the same rows in another order."""
     splits = dict(manifest.splits)
     for name in layout.splits:
         units = [unit for unit in layout.gathers if unit.split == name]
@@ -243,7 +243,7 @@ def _frozen(manifest: Manifest, seed: int, layout: Layout, journal: Journal[Done
 
 
 def _check_same(before: SplitInfo, after: SplitInfo) -> None:
-    """A shuffle that loses or repeats a row is a bug of ours."""
+    """Check that no row is lost or repeated: that would be a bug of ours."""
     assert (before.rows, before.tokens) == (after.rows, after.tokens)
     assert before.longest_row == after.longest_row
 

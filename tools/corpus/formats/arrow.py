@@ -40,7 +40,7 @@ def _read(path: str, fields: Fields, start: int, stop: int | None, first: int) -
 def _batches(path: str) -> Iterator[pa.RecordBatch | Exception]:
     """The record batches of an Arrow file or stream, mapped into memory and read when used.
 
-    In place of a damaged one stands the error; a stream ends with its first.
+    An error stands in place of a damaged batch; a stream ends with the first one.
     """
     with pa.memory_map(path) as file:
         reader = _reader(file)
@@ -56,7 +56,7 @@ def _batches(path: str) -> Iterator[pa.RecordBatch | Exception]:
 
 
 def _num_rows(batch: pa.RecordBatch | Exception) -> int:
-    """How many records a batch counts for: a damaged one, which may not say how many, for one."""
+    """The records that a batch counts for: 1 for a damaged batch, which may not say how many."""
     return 1 if isinstance(batch, Exception) else batch.num_rows
 
 
