@@ -29,6 +29,7 @@ __all__ = ["Journal", "Result", "is_as_written", "kept_from_others", "says_its_r
 logger = logging.getLogger(__name__)
 
 _REJECTED = "distrusted"
+"""The key as journals of unfinished runs have it."""
 
 
 class Result(Protocol):
