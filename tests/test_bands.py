@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder
-from tokenfeed.pipeline.planning.policy import Fixed, Padded
+from tokenfeed.pipeline.planning.policies import Fixed, Padded
 
 REVIEWS = np.random.default_rng(0).lognormal(np.log(650), 0.45, 1_983).astype(np.int64)
 """As many rows as a set of film reviews has, of such lengths."""

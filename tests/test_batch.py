@@ -17,7 +17,8 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching, round_up
 from tokenfeed.pipeline.planning.rounds import deal_rounds
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice

@@ -15,7 +15,8 @@ from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching, round_up
 
 SPREADS = st.sampled_from([0.0, 0.033, 0.3, 1.0])
 SORTED = st.one_of(

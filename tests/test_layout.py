@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.pieces import offsets_of
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded, round_up
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching, round_up
 from tokenfeed.pipeline.windows.layout import Sequences, lay_out
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice

@@ -18,7 +18,7 @@ from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policy import Padded
+from tokenfeed.pipeline.planning.policies import Padded
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 EXHAUSTED: tuple[Exhausted, ...] = ("repeat", "stop", "continue")

@@ -12,7 +12,7 @@ import pytest
 
 import tokenfeed
 from tokenfeed.pipeline.format.manifest import FileInfo
-from tokenfeed.pipeline.planning.policy import Padded
+from tokenfeed.pipeline.planning.policies import Padded
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.planning.plan import Position
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
 from tokenfeed.pipeline.windows.maker import WindowMaker
 

@@ -15,7 +15,8 @@ from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.planning.order import EpochOrder, Phase
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.state import Delivered, own_stream
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import Window

@@ -23,7 +23,8 @@ from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.page_lock import PageLock
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.planning.policy import Batching, Fixed, Packed
+from tokenfeed.pipeline.planning.policies import Fixed, Packed
+from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 DEVICE = torch.device("cuda:0")

@@ -22,7 +22,7 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.planning.policy import Packed
+from tokenfeed.pipeline.planning.policies import Packed
 from tokenfeed.trainer.checkpoint import CheckpointMeta, Checkpoints, random_state, set_random_state
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.model import SIZES, Transformer

@@ -36,7 +36,7 @@ class SizesByLength(Protocol):
 
     @property
     def spread(self) -> float:
-        """How wide bands are; see `policy.SPREAD`."""
+        """How wide bands are; see `policies.SPREAD`."""
 
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch whose longest row is `longest`."""

@@ -16,7 +16,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policy import settings_of
+from tokenfeed.pipeline.planning.policies import settings_of
 from tokenfeed.pipeline.planning.rounds import Round
 
 __all__ = [

@@ -10,7 +10,8 @@ from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.digest import Spans
 from tokenfeed.pipeline.planning.pieces import offsets_of, regroup
 from tokenfeed.pipeline.planning.rounds import Rounds
-from tokenfeed.pipeline.windows.rank_slice import TARGETS, PieceIndex
+from tokenfeed.pipeline.windows.index import PieceIndex
+from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.pipeline.windows.reader import Window
 
 __all__ = ["Gathered", "column_of", "gather"]

@@ -14,8 +14,9 @@ from tokenfeed.pipeline.planning.digest import Spans, digests, tokens_by_source
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
 from tokenfeed.pipeline.windows.gathering import Gathered, column_of, gather
+from tokenfeed.pipeline.windows.index import Index, RoundIndex
 from tokenfeed.pipeline.windows.layout import Layout, Sequences, lay_out
-from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, RankSlice, RoundIndex
+from tokenfeed.pipeline.windows.rank_slice import TARGETS, RankSlice
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = ["WindowMaker"]

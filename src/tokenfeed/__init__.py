@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.format.shard import ShardReader as ShardReader
     from tokenfeed.pipeline.format.shard import ShardWriter as ShardWriter
     from tokenfeed.pipeline.planning.mixture import Mixture as Mixture
-    from tokenfeed.pipeline.planning.policy import Fixed as Fixed
-    from tokenfeed.pipeline.planning.policy import Packed as Packed
-    from tokenfeed.pipeline.planning.policy import Padded as Padded
+    from tokenfeed.pipeline.planning.policies import Fixed as Fixed
+    from tokenfeed.pipeline.planning.policies import Packed as Packed
+    from tokenfeed.pipeline.planning.policies import Padded as Padded
     from tokenfeed.pipeline.planning.state import merge_states as merge_states
 
 _HOME = {
     "Batch": "feeding.batch",
-    "Fixed": "planning.policy",
+    "Fixed": "planning.policies",
     "Manifest": "format.manifest",
     "Mixture": "planning.mixture",
-    "Packed": "planning.policy",
-    "Padded": "planning.policy",
+    "Packed": "planning.policies",
+    "Padded": "planning.policies",
     "ShardDataset": "feeding.dataset",
     "ShardLoader": "feeding.loader",
     "ShardReader": "format.shard",

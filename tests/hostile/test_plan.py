@@ -25,7 +25,8 @@ from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key
-from tokenfeed.pipeline.planning.policy import Batching, settings_of
+from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policy import Batching
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
 DRAW = Draw(1, 2, 3, num_windows=1)

@@ -10,7 +10,8 @@ from delivery import MakeDataset, open_loader, realistic_lengths, small_batches,
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.planning.policy import Batching, settings_of
+from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policy import Batching
 
 
 @pytest.fixture
