@@ -1,7 +1,7 @@
 """`pretokenize CORPUS... OUT`: tokenize a corpus once, into shards.
 
 What this file imports is little, so that a Ctrl-C or a wrong locale is met at once; the rest comes
-when the command has begun. `job.make` is the run itself.
+when the command has begun. `pretokenizing.make` is the run itself.
 """
 
 import gc

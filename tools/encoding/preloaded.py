@@ -1,4 +1,4 @@
-"""What workers that encode start with: before a job is known there is time for it."""
+"""What workers that encode start with: before the settings are known there is time for it."""
 
 __all__ = ["ENVIRONMENT", "MODULES"]
 

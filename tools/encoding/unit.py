@@ -1,6 +1,6 @@
 """Encode one unit into shards: read, tokenize, deal to the splits, write, count.
 
-What comes out depends on the unit and the job alone, so it is the same whoever runs it, and a unit
+What comes out depends on the unit and the settings alone, so it is the same whoever runs it, and a unit
 that was interrupted is simply run again. Records are handled by the batch; nothing here touches a
 single token in Python.
 """
@@ -89,17 +89,17 @@ class UnitEncoder:
 
     def __init__(
         self,
-        job: EncodeSettings,
+        settings: EncodeSettings,
         on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
         engine: Engine | None = None,
     ) -> None:
         """Args: `on_progress` is told the weight and tokens of each batch that is done; `engine`
-        is the job's, if it is loaded already.
+        is the one of the settings, if it is loaded already.
         """
-        self._job = job
-        self._threshold = np.uint64(int(job.validation * 2**64))
+        self._settings = settings
+        self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
-        self._engine = engine or _load_engine(job)
+        self._engine = engine or _load_engine(settings)
         self._fast = self._audited_engine()
         self._verifier = self._verifying_engine()
 
@@ -118,45 +118,45 @@ class UnitEncoder:
 
         Raises:
             EngineFailure: The fast engine broke down.
-            CorpusError: There are more rejects than the job allows.
+            CorpusError: There are more rejects than the settings allow.
         """
-        ledger = UnitCounts(unit, self._job.max_rejects)
+        ledger = UnitCounts(unit, self._settings.max_rejects)
         writers: dict[str, ShardWriter] = {}
         with contextlib.ExitStack() as stack:
-            for batch in read_record_blocks(unit, self._job.task, ledger):
+            for batch in read_record_blocks(unit, self._settings.task, ledger):
                 for split, rows in self._encode_batch(batch, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(split, unit.number))
                     writers[split].append(rows)
                     ledger.count_lengths(split, rows.lengths)
-        for split in set(self._job.splits) - writers.keys():  # left by a run of another engine
-            stale = self._job.folder / _shard_name(split, unit.number)
+        for split in set(self._settings.splits) - writers.keys():  # left by a run of another engine
+            stale = self._settings.folder / _shard_name(split, unit.number)
             stale.unlink(missing_ok=True)
             stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
         infos = {split: writer.info for split, writer in writers.items()}
         return Encoded(ledger.result(infos, self._engine.name), Answers.joined(ledger.sample))
 
     def _audited_engine(self) -> FastEngine | None:
-        if not self._job.audits:
+        if not self._settings.audits:
             return None
         if isinstance(self._engine, FastEngine):
             return self._engine
         try:
-            return _load_fast(self._job)
+            return _load_fast(self._settings)
         except EngineUnavailable:
             return None
 
     def _verifying_engine(self) -> Engine | None:
-        if not self._job.verifies or self._fast is None:
+        if not self._settings.verifies or self._fast is None:
             return None
-        return _load_reference(self._job)
+        return _load_reference(self._settings)
 
     def _writer(self, split: str, number: int) -> ShardWriter:
         return ShardWriter(
-            self._job.folder,
+            self._settings.folder,
             _shard_name(split, number),
-            self._job.vocabulary_size,
-            self._job.task.columns,
+            self._settings.vocabulary_size,
+            self._settings.task.columns,
         )
 
     def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
@@ -166,10 +166,10 @@ class UnitEncoder:
             return {}
         try:
             encode = partial(self._encode, ledger)
-            samples = self._job.task.encode(batch.values, encode, self._job.template)
+            samples = self._settings.task.encode(batch.values, encode, self._settings.template)
         except Unencodable:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
-        texts = self._job.task.texts(batch.values)
+        texts = self._settings.task.texts(batch.values)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
         ledger.count(batch.sources, num_bytes, samples.has_text)
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
@@ -199,7 +199,7 @@ class UnitEncoder:
         for index in range(len(batch)):
             one = batch.take(np.array([index]))
             try:
-                self._job.task.encode(one.values, self._engine.encode, self._job.template)
+                self._settings.task.encode(one.values, self._engine.encode, self._settings.template)
                 kept.append(index)
             except Unencodable as error:
                 (reason, *_) = error.reasons.values()
@@ -215,23 +215,23 @@ class UnitEncoder:
             return self._engine.encode(given)
 
         if len(sample):
-            self._job.task.encode(sample.values, noting, self._job.template)
+            self._settings.task.encode(sample.values, noting, self._settings.template)
         return answers
 
 
-def _load_engine(job: EncodeSettings) -> Engine:
+def _load_engine(settings: EncodeSettings) -> Engine:
     """Of the two only the one that is needed: a large vocabulary takes a second to load."""
-    return (_load_fast if job.engine == FastEngine.name else _load_reference)(job)
+    return (_load_fast if settings.engine == FastEngine.name else _load_reference)(settings)
 
 
-def _load_fast(job: EncodeSettings) -> FastEngine:
-    json_bytes = (job.folder / TOKENIZER_FILE).read_bytes()
-    return fast_engine(json_bytes, job.vocabulary_size, splits_special=job.splits_special)
+def _load_fast(settings: EncodeSettings) -> FastEngine:
+    json_bytes = (settings.folder / TOKENIZER_FILE).read_bytes()
+    return fast_engine(json_bytes, settings.vocabulary_size, splits_special=settings.splits_special)
 
 
-def _load_reference(job: EncodeSettings) -> ReferenceEngine:
-    path = job.folder / TOKENIZER_FILE
-    special = job.splits_special
+def _load_reference(settings: EncodeSettings) -> ReferenceEngine:
+    path = settings.folder / TOKENIZER_FILE
+    special = settings.splits_special
     return ReferenceEngine(
         TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
     )

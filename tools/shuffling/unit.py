@@ -71,7 +71,7 @@ class Shuffle:
     def from_manifest(
         cls, folder: Path, manifest: Manifest, out: Path, layout: Layout, *, compresses: bool
     ) -> Self:
-        """The recipe of shuffling the data set in `folder` into `out`."""
+        """What shuffles the data set in `folder` into `out`."""
         sources = {
             name: OpenedSplit.from_manifest(folder, manifest, manifest.splits[name])
             for name in layout.splits
@@ -90,31 +90,31 @@ class Shuffle:
 class _Shuffler:
     """Does units, one after the other; has one bucket in memory at a time."""
 
-    def __init__(self, recipe: Shuffle, on_progress: Callable[[float, int], None]) -> None:
-        self._job = recipe
+    def __init__(self, shuffle: Shuffle, on_progress: Callable[[float, int], None]) -> None:
+        self._shuffle = shuffle
         self._on_progress = on_progress
-        manifest = recipe.manifest
+        manifest = shuffle.manifest
         self._vocabulary_size = manifest.tokenizer.vocabulary_size
         self._columns = Columns.from_schema(shard_schema(self._vocabulary_size, manifest.columns))
         self._buffer = RowBuffer()
         self._readers = {
             name: WindowReader((source,), whole_rows=True)
-            for name, source in recipe.sources.items()
+            for name, source in shuffle.sources.items()
         }
 
     def do(self, unit: Scatter | Gather) -> Done:
         return self._scatter(unit) if isinstance(unit, Scatter) else self._gather(unit)
 
     def _scatter(self, unit: Scatter) -> Done:
-        split = self._job.layout.splits[unit.split]
+        split = self._shuffle.layout.splits[unit.split]
         first, rows = self._read(unit, split)
         places = split.permutation.places(np.arange(first, first + len(rows)))
         info = write_partition(
-            self._job.folder,
+            self._shuffle.folder,
             _partition_name(unit.number),
             _sections(rows, places, split.bucket_edges),
             self._columns,
-            compressed=self._job.compresses,
+            compressed=self._shuffle.compresses,
         )
         return Done(unit=unit.number, partition=info)
 
@@ -136,15 +136,15 @@ class _Shuffler:
             yield window
 
     def _gather(self, unit: Gather) -> Done:
-        split = self._job.layout.splits[unit.split]
+        split = self._shuffle.layout.splits[unit.split]
         first, end = split.group_edges[unit.group : unit.group + 2].tolist()
         num_rows = int(split.shard_edges[end] - split.shard_edges[first])
-        source = _BucketSource(self._job, unit, self._columns, self._buffer)
+        source = _BucketSource(self._shuffle, unit, self._columns, self._buffer)
         infos = []
         for shard in range(first, end):
             name = f"{unit.split}/{shard:05d}.arrow"
-            columns = self._job.manifest.columns
-            with ShardWriter(self._job.folder, name, self._vocabulary_size, columns) as writer:
+            columns = self._shuffle.manifest.columns
+            with ShardWriter(self._shuffle.folder, name, self._vocabulary_size, columns) as writer:
                 for rows in source.rows(*split.shard_edges[shard : shard + 2].tolist()):
                     writer.append(rows)
                     self._on_progress(unit.weight_bytes * len(rows) / num_rows, len(rows.ids))
@@ -187,13 +187,13 @@ class _Bucket:
 class _BucketSource:
     """Rows in their new order, from one bucket after the other."""
 
-    def __init__(self, recipe: Shuffle, unit: Gather, columns: Columns, buffer: RowBuffer) -> None:
-        self._split = recipe.layout.splits[unit.split]
+    def __init__(self, shuffle: Shuffle, unit: Gather, columns: Columns, buffer: RowBuffer) -> None:
+        self._split = shuffle.layout.splits[unit.split]
         self._columns = columns
         self._buffer = buffer
         self._partitions = [
-            recipe.folder / _partition_name(scatter.number)
-            for scatter in recipe.layout.scatters
+            shuffle.folder / _partition_name(scatter.number)
+            for scatter in shuffle.layout.scatters
             if scatter.split == unit.split
         ]
         self._bucket: _Bucket | None = None
