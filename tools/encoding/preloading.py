@@ -1,4 +1,4 @@
-"""Load the fast engine before the settings are known: the tokenizer mostly is, and there is time for it."""
+"""Load the fast engine before the settings are known: mostly the tokenizer is, and there is time."""
 
 import contextlib
 

@@ -1,8 +1,8 @@
 """Encode one unit into shards: read, tokenize, deal to the splits, write, count.
 
-What comes out depends on the unit and the settings alone, so it is the same whoever runs it, and a unit
-that was interrupted is simply run again. Records are handled by the batch; nothing here touches a
-single token in Python.
+What comes out depends on the unit and the settings alone, so it is the same whoever runs it, and a
+unit that was interrupted is simply run again. Records are handled by the batch; nothing here
+touches a single token in Python.
 """
 
 import contextlib
