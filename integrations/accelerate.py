@@ -1,7 +1,8 @@
 """A ShardLoader under Accelerate.
 
 accelerator = Accelerator()
-loader = accelerated_loader(accelerator, "out/", batching=Packed(2048, 8), micro_batches_per_step=8)
+batches = {"batching": Packed(2048, 8), "micro_batches_per_step": 8}
+loader = accelerated_loader(accelerator, "out/", **batches)
 model, optimizer = accelerator.prepare(model, optimizer)  # the loader is ready as it is
 for step in steps(loader):
     for batch in step.accumulate(model):
