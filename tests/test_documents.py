@@ -12,12 +12,16 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
+import tokenfeed
 from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.shards import Inspect, Verify
@@ -48,6 +52,7 @@ NOT_RUN = {
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
+DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {
     *("--check", "--peer-python"),  # benchmarks
@@ -206,6 +211,33 @@ def test_pages_name_options_that_there_are() -> None:
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))
         assert named <= known | OF_OTHERS, page
+
+
+def test_the_menu_has_every_page_once() -> None:
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [name for name in leaves(menu) if (ROOT / "docs" / name).exists()]
+    assert sorted(listed) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in PAGES[1:]
+    )
+
+
+def leaves(menu: object) -> Iterator[str]:
+    """The pages of a menu, however deep."""
+    if isinstance(menu, str):
+        yield menu
+    elif isinstance(menu, list | dict):
+        for each in menu if isinstance(menu, list) else menu.values():
+            yield from leaves(each)
+
+
+def test_api_pages_describe_what_there_is() -> None:
+    described = [name for page in PAGES for name in DESCRIBED.findall(page.read_text())]
+    assert {f"tokenfeed.{name}" for name in tokenfeed.__all__} - set(described) == {
+        "tokenfeed.__version__"
+    }
+    for name in described:
+        home, _, last = name.rpartition(".")
+        assert hasattr(import_module(home), last) or find_spec(name), name
 
 
 def test_figures_are_those_of_the_results() -> None:
