@@ -4,7 +4,7 @@ BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 PARALLEL := -n auto --dist loadfile
 
-.PHONY: setup demo test test-fast gpu check fmt bench clean
+.PHONY: setup demo test test-fast gpu check fmt bench docs docs-serve clean
 
 setup: .venv/.ready
 
@@ -45,5 +45,18 @@ fmt: setup
 bench: setup
 	$(BIN)/python benchmarks/loader.py
 
+# The documentation, as a site that needs no network; its tools need no torch, so they have an environment of their own.
+docs: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
+
+docs-serve: .venv-docs/.ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs serve
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'    # knows groups
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --group docs -c constraints.txt
+	touch $@
+
 clean:
-	rm -rf .venv demo build
+	rm -rf .venv .venv-docs demo build site

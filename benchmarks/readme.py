@@ -20,7 +20,7 @@ import shuffle_tables
 from protocol import RESULTS
 
 ROOT = Path(__file__).parents[1]
-FILES = (ROOT / "README.md", ROOT / "docs" / "mixing.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "mixing.md")
 BLOCK = re.compile(r"(<!-- benchmark:([\w/]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NONE = "–"  # noqa: RUF001
@@ -52,6 +52,55 @@ def loader_row(entry: Entry) -> list[str]:
     ]
 
 
+ON_THE_FRONT = ("tokenfeed padded", "torchdata nodes", "grain", "datasets", "mosaicml-streaming")
+
+
+def front_table(results: list[Entry]) -> list[list[str]]:
+    """The few figures of the README: real documents, and short rows."""
+    found = {(entry["rows"], entry["case"]): entry for entry in results}
+    header = ["loader", "documents, M tokens/s", "lines, M tokens/s", "padding of lines"]
+    header += ["documents, time to resume"]
+    rows = [(name, found["documents", name], found["short", name]) for name in ON_THE_FRONT]
+    return [header, *(front_row(*row) for row in rows)]
+
+
+def front_row(name: str, documents: Entry, lines: Entry) -> list[str]:
+    if "failed" in documents or "failed" in lines:
+        return [name, *[NONE] * 4]
+    return [
+        f"**{name}**" if name.startswith("tokenfeed") else name,
+        significant(documents["mtok_s"]["median"]),
+        significant(lines["mtok_s"]["median"]),
+        f"{lines['padding']['median']:.1%}",
+        f"{documents['resume_s']['median']:.2f} s" if "resume_s" in documents else "none",
+    ]
+
+
+def pretokenize_table(results: list[Entry]) -> list[list[str]]:
+    """Every tokenizer on every corpus."""
+    header = ["tokenizer", "corpus", "tokenfeed", "map", "times", "engine, one call"]
+    header += ["engine, 2 processes", "GB of memory"]
+    header += ["bytes a token: tokenfeed / .npy / Parquet zstd / MDS zstd"]
+    return [header, *(pretokenize_row(entry) for entry in results)]
+
+
+def pretokenize_row(entry: Entry) -> list[str]:
+    speeds = entry["mb_per_s"]
+    others = ("datasets.map", "engine, one call", "engine, 2 processes")
+    by_map, one_call, processes = (significant(speeds[name]["median"]) for name in others)
+    return [
+        entry["tokenizer"],
+        f"{entry['corpus']}, {entry['text_mb']:.0f} MB",
+        spread(speeds["tokenfeed"]),
+        by_map,
+        f"{entry['times_datasets_map']:.1f}",
+        one_call,
+        processes,
+        f"{entry['peak_memory_mb'] / 1e3:.2f}",
+        " / ".join(f"{size:.2f}" for size in entry["bytes_a_token"].values()),
+    ]
+
+
 def row_counts(counts: Entry) -> str:
     """Of one epoch, unbroken; and where it is another number, of one resumed halfway."""
     if "failed" in counts or not counts:
@@ -77,6 +126,8 @@ def significant(number: float | None) -> str:
 
 TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "loader": loader_table,
+    "loader/front": front_table,
+    "pretokenize": pretokenize_table,
     **shuffle_tables.TABLES,
 }
 

@@ -18,7 +18,7 @@ def parse_args(doc: str) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100, help="end after this step")
     parser.add_argument("--save-every", type=int, default=10, help="steps")
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch")
-    parser.add_argument("--step-size", type=int, default=4, help="micro-batches of a step")
+    parser.add_argument("--micro-batches-per-step", type=int, default=4)
     parser.add_argument("--resume", action="store_true", help="from the latest checkpoint")
     return parser.parse_args()
 

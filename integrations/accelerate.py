@@ -1,13 +1,16 @@
 """A ShardLoader under Accelerate.
 
-accelerator = Accelerator()
-loader = accelerated_loader(accelerator, "out/", batching=Packed(2048, 8), micro_batches_per_step=8)
-model, optimizer = accelerator.prepare(model, optimizer)  # the loader is ready as it is
-for step in steps(loader):
-    for batch in step.accumulate(model):
-        accelerator.backward(model(**batch, num_items_in_batch=step.divisor).loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    accelerator = Accelerator()
+    batches = {"batching": Packed(2048, 8), "micro_batches_per_step": 8}
+    loader = accelerated_loader(accelerator, "out/", **batches)
+    model, optimizer = accelerator.prepare(model, optimizer)  # the loader is ready as it is
+    for step in steps(loader):
+        for batch in step.accumulate(model):
+            accelerator.backward(model(**batch, num_items_in_batch=step.divisor).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+`prepare` must not get the loader: it would deal its batches a second time.
 """
 
 from pathlib import Path
@@ -27,8 +30,7 @@ def accelerated_loader(
 ) -> ShardLoader:
     """A loader on the accelerator's device, dealt to its ranks.
 
-    `save_state` and `load_state` keep its position. Do not give it to `prepare`, which would deal
-    its batches a second time.
+    `save_state` and `load_state` keep its position.
 
     Args:
         accelerator: Made before, for it starts torch.distributed.

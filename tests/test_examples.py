@@ -134,7 +134,7 @@ def whole(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def settings(data: Path, run_dir: Path) -> list[object]:
-    batches = ["--max-tokens", MAX_TOKENS, "--step-size", STEP_SIZE]
+    batches = ["--max-tokens", MAX_TOKENS, "--micro-batches-per-step", STEP_SIZE]
     return [data, *batches, "--run-dir", run_dir]
 
 

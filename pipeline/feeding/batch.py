@@ -38,16 +38,18 @@ Recipe = Callable[[RaggedBatch, Tensors], torch.Tensor]
 class Batch(Mapping[str, torch.Tensor]):
     """One micro-batch; as a Mapping it goes straight into a transformers model.
 
-    Tensors, on the loader's device:
-        input_ids: [B, T] int64.
-        attention_mask: [B, T] bool, true on tokens. Not in packed batches.
-        position_ids: [B, T] int64, counted from the beginning of each document. Only in packed
-            batches: transformers (4.53 and later) keeps attention inside documents by them, if it
-            gets no mask and the model's config says `use_cache=False`.
-        token_type_ids: [B, T] int64, where rows are pairs of texts.
-        labels: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
-            model compares position t + 1 with t), without the first token of every piece, which has
-            no context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
+    Shapes are of B sequences, T padded length, P pieces, S segments. Tensors, on the loader's
+    device:
+
+    - `input_ids`: [B, T] int64.
+    - `attention_mask`: [B, T] bool, true on tokens. Not in packed batches.
+    - `position_ids`: [B, T] int64, counted from the beginning of each document. Only in packed
+      batches: transformers (4.53 and later) keeps attention inside documents by them, if it gets no
+      mask and the model's config says `use_cache=False`.
+    - `token_type_ids`: [B, T] int64, where rows are pairs of texts.
+    - `labels`: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
+      model compares position t + 1 with t), without the first token of every piece, which has no
+      context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class Stats:
     slots: int
     """Token slots delivered: tokens and padding."""
     padding: float
-    """RankSlice of the slots that hold no token."""
+    """Share of the slots that hold no token."""
     cut_pieces: int
     """Pieces that continue a row which was too long."""
     windows: int

@@ -80,7 +80,7 @@ class SplitInfo:
 
     shards: tuple[ShardInfo, ...]
     length_histogram: tuple[Count, ...]
-    """Rows by length: entry k counts those of 2**k up to 2**(k+1) - 1 tokens."""
+    """Rows by length: entry k counts those of `2**k` up to `2**(k+1) - 1` tokens."""
 
     @property
     def rows(self) -> int:

@@ -37,6 +37,7 @@ class Padded(ByLength):
     multiple_of: int = 1
     """Padded lengths are rounded up to this; 8 suits tensor cores, at some padding."""
     long_rows: LongRows = "cut"
+    """A row of more than `max_tokens` is cut into pieces, or ("refuse") no loader is made."""
     spread: float = SPREAD
     """How far rows may be from their place in order of length, to meet others in every epoch."""
 
@@ -118,6 +119,7 @@ class Packed(Batching):
     """False: best fit, and only documents longer than a sequence are cut. True: documents one after
     the other, split wherever a sequence is full, as most pre-training does."""
     long_rows: LongRows = "cut"
+    """A document longer than a sequence is cut into pieces, or ("refuse") no loader is made."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "sequence_length", "batch_size")

@@ -1,0 +1,51 @@
+"""Hooks of mkdocs: pages that stand outside docs/, and links to them.
+
+The README is the front page. It, the changelog and what pages link to (results of benchmarks,
+examples) stay where they are in the repository; the site has them at the same paths.
+"""
+
+import os
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+FRONT = "README.md"
+PAGES = (FRONT, "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
+SHOWN_AS_THEY_ARE = ("benchmarks/results/*", "examples/*.py", "LICENSE")
+LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what stands outside docs/."""
+    for name in PAGES:
+        content = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, _in_site(name), content=content))
+    for pattern in SHOWN_AS_THEY_ARE:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let links lead to where the site has things."""
+    here = page.file.src_uri
+    folder = os.path.dirname(here if here in PAGES else f"docs/{here}")
+    if here == "index.md":
+        folder = ""
+
+    def moved(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, link[0]))
+        return posixpath.relpath(_in_site(target), os.path.dirname(here) or ".")
+
+    return LINK.sub(moved, markdown)
+
+
+def _in_site(name: str) -> str:
+    """Where the site has a file of the repository."""
+    return "index.md" if name == FRONT else name.removeprefix("docs/")

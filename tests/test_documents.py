@@ -1,0 +1,253 @@
+"""Every command and code block of the README and of docs/ runs as it stands there.
+
+The blocks of a page become one script, in order, as a reader would paste them: Python as it is,
+shell commands by bash, and a block with a title is the file of that name. The script runs in a
+folder with a small corpus; where a page does not make `out/` itself, it is there too.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tokenfeed
+from tokenfeed.tools.cat import Cat
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.shards import Inspect, Verify
+from tokenfeed.tools.shuffling.command import ShuffleRows
+from tokenfeed.trainer.config import TrainConfig
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOMS = ("pipeline", "tools", "trainer")
+"""Whose source files are the corpus: enough for several windows."""
+BLOCK = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
+    r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"
+    r"(?P<code>.*?)^(?P=indent)```$",
+    re.MULTILINE | re.DOTALL,
+)
+LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)")
+NETWORK = "needs the network"
+NOT_RUN = {
+    ("README.md", "pip install .", NETWORK),
+    ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
+    ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
+    ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
+    ("docs/mixing.md", "python benchmarks/shuffle.py", "needs the peers and hours"),
+    ("docs/releasing.md", "rm -rf build dist", NETWORK),
+    ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
+    ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
+}
+SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
+"""Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
+DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
+OF_OTHERS = {
+    *("--check", "--peer-python"),  # benchmarks
+    *("--help", "--nproc-per-node", "--standalone", "--stat", "--strict"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A fenced block of a page."""
+
+    language: str
+    title: str | None
+    code: str
+    reason: str | None
+    """Why it is not run."""
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in BLOCK.finditer(text):
+        code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
+        reason = match["reason"]
+        found.append(Block(match["language"], match["title"], code, reason))
+    return found
+
+
+def runs(block: Block) -> bool:
+    return block.language != "text" and block.reason is None
+
+
+def script_of(blocks: list[Block]) -> str:
+    """What a reader does with the blocks of a page, one after the other."""
+    lines = ["import pathlib, subprocess"]
+    for block in filter(runs, blocks):
+        if block.title:
+            lines.append(f"pathlib.Path({block.title!r}).write_text({block.code!r})")
+        elif block.language == "sh":
+            lines.append(
+                f"subprocess.run(['bash', '-euo', 'pipefail', '-c', {block.code!r}], check=True)"
+            )
+        else:
+            lines.append(block.code)
+    return "\n".join(lines)
+
+
+def write_lines(path: Path, records: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Commands of this Python come first, and nothing asks the network."""
+    return os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("hub")),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
+    """What a reader has: source files, documents, labelled records; and `out/` made of these."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "corpus").mkdir()
+    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+        (folder / "corpus" / "_".join(path.relative_to(ROOT).parts)).write_bytes(path.read_bytes())
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    write_lines(folder / "documents.jsonl", [{"text": text} for text in texts])
+    sentences = [f"sentence {number} says a word or two" for number in range(60)]
+    records: list[dict[str, object]] = [
+        {"text": sentence, "label": ("joy", "anger")[number % 2]}
+        for number, sentence in enumerate(sentences)
+    ]
+    write_lines(folder / "emotion.train.jsonl", records[:40])
+    write_lines(folder / "emotion.test.jsonl", records[40:])
+    write_lines(
+        folder / "translate.jsonl",
+        [
+            {"prompt": f"Say it in capitals: {each}\n", "completion": each.upper()}
+            for each in sentences
+        ],
+    )
+    write_lines(
+        folder / "chunks.jsonl",
+        [{"tokens": each.split(), "tags": ["B", *"IIIIII"]} for each in sentences],
+    )
+    command = ["pretokenize", "corpus/", "out/"]
+    subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, id=name_of(page), marks=() if name_of(page) in SHORT else pytest.mark.slow
+        )
+        for page in PAGES
+        if any(map(runs, blocks_of(page)))
+    ],
+)
+def test_every_block_of_a_page_runs(
+    page: Path, prepared: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    script = script_of(blocks_of(page))
+    folder = tmp_path / "reader"
+    makes_out = re.search(r"pretokenize .* out/", script) is not None
+    ignored = shutil.ignore_patterns("out") if makes_out else None
+    shutil.copytree(prepared, folder, ignore=ignored)
+    (folder / "page.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "page.py"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_blocks_are_python_shell_or_output() -> None:
+    for page in PAGES:
+        found = blocks_of(page)
+        assert {block.language for block in found} <= {"python", "sh", "text"}, page
+        assert 2 * len(found) == len(re.findall(r"^ *```", page.read_text(), re.MULTILINE)), page
+
+
+def test_what_does_not_run_says_why() -> None:
+    found = [(name_of(page), block) for page in PAGES for block in blocks_of(page) if block.reason]
+    listed = {
+        next(known for known in NOT_RUN if known[0] == name and block.code.startswith(known[1]))
+        for name, block in found
+    }
+    assert listed == NOT_RUN
+    assert len(found) == len(NOT_RUN)
+    assert {(name, block.reason) for name, block in found} == {(n, r) for n, _, r in NOT_RUN}
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]:
+        for target in LINK.findall(page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{name_of(page)}: {target}"
+
+
+def test_pages_name_options_that_there_are() -> None:
+    commands = (Options, TrainConfig, Inspect, Verify, Cat, ShuffleRows)
+    known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
+    for page in PAGES:
+        named = set(OPTION.findall(page.read_text(encoding="utf-8")))
+        assert named <= known | OF_OTHERS, page
+
+
+def test_the_menu_has_every_page_once() -> None:
+    menu = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = [name for name in leaves(menu) if (ROOT / "docs" / name).exists()]
+    assert sorted(listed) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in PAGES[1:]
+    )
+
+
+def leaves(menu: object) -> Iterator[str]:
+    """The pages of a menu, however deep."""
+    if isinstance(menu, str):
+        yield menu
+    elif isinstance(menu, list | dict):
+        for each in menu if isinstance(menu, list) else menu.values():
+            yield from leaves(each)
+
+
+def test_api_pages_describe_what_there_is() -> None:
+    described = [name for page in PAGES for name in DESCRIBED.findall(page.read_text())]
+    assert {f"tokenfeed.{name}" for name in tokenfeed.__all__} - set(described) == {
+        "tokenfeed.__version__"
+    }
+    for name in described:
+        home, _, last = name.rpartition(".")
+        assert hasattr(import_module(home), last) or find_spec(name), name
+
+
+def test_figures_are_those_of_the_results() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_citation_is_of_this_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == project["version"]
+    assert citation["license"] == project["license"]
