@@ -1,4 +1,4 @@
-"""Load the fast engine before the settings are known: mostly the tokenizer is, and there is time."""
+"""Load the fast engine before the settings are known: mostly there is a tokenizer, and time."""
 
 import contextlib
 
