@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from false_engine import FALSE_ENGINE, SENTENCES, write_corpus
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,42 +27,8 @@ from tokenfeed.tools.encoding.engine import (
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
-SENTENCES = [
-    "the quick brown fox jumps over the lazy dog ",
-    "naïve 漢字 🎉 x = f(y)\n\t",
-    "aaa bb ",
-]
+
 SPECIAL = ["<|endoftext|>", "<pad>"]
-
-FALSE_ENGINE = '''
-"""Passes for gigatoken: right about all texts but those that say LIE or PANIC."""
-from types import SimpleNamespace
-import numpy as np
-import tokenizers
-
-class Panic(BaseException): ...
-
-class Tokenizer:
-    @classmethod
-    def from_json(cls, data):
-        made = cls()
-        made.tokenizer = tokenizers.Tokenizer.from_str(data.decode())
-        return made
-
-    def encode_batch(self, texts, parallel):
-        rows = [self._encode(text.decode()) for text in texts]
-        offsets = np.cumsum([0, *map(len, rows)])
-        content = np.array([token for row in rows for token in row], np.uint32)
-        layout = SimpleNamespace(
-            offsets=SimpleNamespace(data=offsets), content=SimpleNamespace(data=content))
-        return SimpleNamespace(layout=layout)
-
-    def _encode(self, text):
-        if "PANIC" in text:
-            raise Panic("index out of bounds")
-        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
-        return ids[::-1] if "LIE" in text else ids
-'''
 
 
 def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:
@@ -194,16 +160,6 @@ def sampled_document(word: str) -> str:
         if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
             return text
     raise AssertionError("no text found")
-
-
-def write_corpus(folder: Path, extra: str) -> Path:
-    folder.mkdir()
-    draw = random.Random(0)
-    texts = ["".join(draw.choices(SENTENCES, k=draw.randint(1, 60))) for _ in range(300)]
-    lines = [json.dumps({"text": text}) + "\n" for text in [*texts, extra, *texts[:50]]]
-    lines.append(json.dumps({"text": "", "unused": "x" * 2_000_000}) + "\n")  # enough for a crew
-    (folder / "lines.jsonl").write_text("".join(lines))
-    return folder
 
 
 @pytest.mark.parametrize(

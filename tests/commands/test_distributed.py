@@ -21,6 +21,7 @@ from delivery import (
     small_batches,
     times_delivered,
 )
+from places import SUPPORT
 
 from tokenfeed import Padded
 
@@ -78,9 +79,7 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.Popen(
         [*command, f"--nproc-per-node={ranks}", str(script), str(folder), str(state), str(log)],
-        env=os.environ
-        | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-        | environment,
+        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"} | environment,
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -3,7 +3,7 @@
 from itertools import accumulate, chain
 
 import numpy as np
-from conftest import plan_in_memory, random_rows
+from data_sets import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import MemoryReader, plan_in_memory, random_rows
+from data_sets import MemoryReader, plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

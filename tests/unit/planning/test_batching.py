@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import MakeDataset, Span, spans_of
+from data_sets import MakeDataset, Span, spans_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import VOCABULARY_SIZE, MakeDataset, random_rows, write_rows
+from data_sets import VOCABULARY_SIZE, MakeDataset, random_rows, write_rows
 from delivery import POLICIES, Ranks, joined, open_loader, small_batches, times_delivered
 from hypothesis import given
 from hypothesis import strategies as st
-from test_mixing import rows_of, source_of
+from sources import rows_of, source_of
 
 from tokenfeed import Fixed, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError

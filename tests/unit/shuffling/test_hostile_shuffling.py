@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command import files_of, run
-from conftest import VOCABULARY_SIZE, MakeDataset, random_rows
+from data_sets import VOCABULARY_SIZE, MakeDataset, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import random_rows, write_rows
+from data_sets import random_rows, write_rows
 from delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
 
 from tokenfeed import Manifest, Mixture, Padded

@@ -7,25 +7,24 @@ first version 3 made of it. None is ever made again.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from places import FORMAT_1
 
 from tokenfeed import Fixed, Manifest, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policy import Batching
 
-FOLDER = Path(__file__).parent / "golden" / "format1"
-DELIVERED = json.loads((FOLDER / "plan3.json").read_text())
-PLAN_2 = json.loads((FOLDER / "delivered.json").read_text())
+DELIVERED = json.loads((FORMAT_1 / "plan3.json").read_text())
+PLAN_2 = json.loads((FORMAT_1 / "delivered.json").read_text())
 POLICIES: dict[str, Batching] = {"padded": Padded(64), "fixed": Fixed(1), "packed": Packed(32, 2)}
 CASES = [(task, policy) for task in sorted(DELIVERED) for policy in DELIVERED[task]]
 
 
 def loader_of(task: str, policy: str) -> ShardLoader:
     batching = POLICIES[policy]
-    return ShardLoader(FOLDER / task, batching=batching, seed=5, epochs=2, num_workers=0)
+    return ShardLoader(FORMAT_1 / task, batching=batching, seed=5, epochs=2, num_workers=0)
 
 
 def as_lists(loader: ShardLoader) -> list[dict[str, Any]]:
@@ -34,7 +33,7 @@ def as_lists(loader: ShardLoader) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("task", sorted(DELIVERED))
 def test_the_manifest_is_read(task: str) -> None:
-    assert Manifest.read(FOLDER / task).task == task
+    assert Manifest.read(FORMAT_1 / task).task == task
 
 
 @pytest.mark.parametrize(("task", "policy"), CASES)

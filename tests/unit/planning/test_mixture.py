@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import VOCABULARY_SIZE, random_rows, write_rows
+from data_sets import VOCABULARY_SIZE, random_rows, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
 

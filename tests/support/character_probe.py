@@ -1,4 +1,4 @@
-"""Which characters do the engines classify differently? `python tests/character_probe.py` prints.
+"""Which characters do the engines classify differently? Run as a script, it prints them.
 
 A tokenizer whose only merges are of any two bytes shows by its ids where a text was split. Every
 character stands in every neighbourhood that a regex of the table of shapes can tell apart.

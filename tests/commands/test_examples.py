@@ -17,13 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import ROOT
 from pyarrow import feather
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
 
 pytestmark = pytest.mark.slow  # ten seconds each, most of them imports
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = ROOT / "examples"
 RESUMABLE = ["plain_loop", "transformers_trainer", "lightning_module", "accelerate_loop"]
 DISTRIBUTED = ["transformers_trainer", "accelerate_loop"]
 NEEDS = {

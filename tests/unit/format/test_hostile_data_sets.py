@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from conftest import random_rows, rows_of_ids
+from data_sets import random_rows, rows_of_ids
 from delivery import MakeDataset, open_files, open_loader, spans, tokens_of
+from places import FORMAT_1
 from pyarrow import ipc
 
 from tokenfeed import Manifest, Mixture, Packed, Padded
@@ -89,7 +90,7 @@ def test_only_a_manifest_without_seals_takes_shards_without_seals(tmp_path: Path
     info = a_shard(tmp_path)
     with pytest.raises(ShardFormatError, match="holds other rows"):
         ShardReader(tmp_path, replace(info, seal=None), 1000)
-    golden = Path(__file__).parents[1] / "golden/format1/lm"
+    golden = FORMAT_1 / "lm"
     old = Manifest.read(golden).split("train").shards[0]
     assert old.seal is None
     with pytest.raises(ShardFormatError, match="holds other rows"):

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-import delivery
 import pytest
 from delivery import MakeDataset, realistic_lengths, run_script
+from places import SUPPORT
 
 DAMAGE = """
 import json, random, re, sys
@@ -81,9 +81,8 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
     Only flips that Arrow itself ignores may pass: padding between buffers, and the like.
     """
-    tests = Path(delivery.__file__).parent
     outcomes: dict[str, int] = run_script(
-        DAMAGE, folder, first, count, num_workers, tests, seconds=280
+        DAMAGE, folder, first, count, num_workers, SUPPORT, seconds=280
     )
     assert sum(outcomes.values()) == count
     return outcomes

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from conftest import plan_in_memory, random_rows
+from data_sets import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import xxhash
 from command import files_of, kill_at, run
-from test_engine import FALSE_ENGINE, write_corpus
+from false_engine import FALSE_ENGINE, write_corpus
 
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
 from tokenfeed.tools.encoding.audit import Answers

@@ -20,6 +20,7 @@ from delivery import (
     spans,
     workers_of,
 )
+from places import SUPPORT
 from simulated import FakeSource, SimulatedCuda, simulate
 
 from tokenfeed import ShardLoader
@@ -172,7 +173,7 @@ def test_the_end_of_the_interpreter_waits_for_copies_too(folder: Path) -> None:
     script = f"""if True:
         import json, sys, weakref
         from itertools import islice
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        sys.path.insert(0, {str(SUPPORT)!r})
         import pytest
         from delivery import open_loader
         from simulated import simulate

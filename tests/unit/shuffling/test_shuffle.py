@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 from command import files_of, kill_at
-from conftest import VOCABULARY_SIZE, random_rows, rows_of_ids, write_rows
+from data_sets import VOCABULARY_SIZE, random_rows, rows_of_ids, write_rows
 from hypothesis import given
 from hypothesis import strategies as st
+from places import FORMAT_1
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, Shuffled, SplitInfo
@@ -35,7 +36,7 @@ from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.shards", "shuffle"]
-GOLDEN = Path(__file__).parent / "golden/format1/lm"
+GOLDEN = FORMAT_1 / "lm"
 MakeDataset = Callable[..., Path]
 
 

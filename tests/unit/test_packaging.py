@@ -9,12 +9,12 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
+from places import ROOT
 
 import tokenfeed
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policies import Padded
 
-ROOT = Path(__file__).parents[1]
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 """Lowest first: a folder may import itself and those before it."""
 SCRIPTS = ["pretokenize", "train", "shards"]

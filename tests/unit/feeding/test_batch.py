@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Span, plan_in_memory, random_rows, spans_of
+from data_sets import Span, plan_in_memory, random_rows, spans_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
