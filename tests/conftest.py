@@ -1,6 +1,7 @@
 """Fixtures of all tests: small data sets, a small tokenizer, a small corpus."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
