@@ -5,12 +5,8 @@ import gzip
 import io
 import json
 import os
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -18,12 +14,11 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from command import COMMAND, error_of, files_of, run, run_json, texts
+from command import texts
 from corpora import read, read_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Kind
@@ -31,6 +26,8 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 Write = Callable[[Path, list[str]], Path]
+
+
 TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
 
 
@@ -106,42 +103,6 @@ WRITERS: dict[str, Write] = {
 }
 
 
-@pytest.fixture
-def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever commands ask of `datasets` is kept here."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hub/datasets"))
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def check_ledger(out: Path, rows: int) -> None:
-    """Each source's records are written, empty or rejected, and there are `rows` in all."""
-    sources = lines_of(out / "sources.jsonl")
-    for source in sources:
-        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
-    ledger = Manifest.read(out).ledger
-    assert ledger.read == sum(source["read"] for source in sources) == rows
-    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
-
-
-@pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
-@pytest.mark.usefixtures("hub_cache")
-def test_the_same_texts_give_the_same_shards_in_every_format(
-    tmp_path: Path, tokenizer: Path, name: str
-) -> None:
-    splits = []
-    for each in ("a.jsonl", name):
-        path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
-        corpus = f"hub:{path}" if each == "loadable" else path
-        run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
-        check_ledger(out, len(TEXTS))
-        splits.append(Manifest.read(out).splits)
-    assert splits[0] == splits[1]
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     rows = [" ".join(text.split()) for text in TEXTS] if ".tsv" in name else TEXTS
@@ -150,6 +111,8 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
 
 
 VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
+
+
 ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
 
 
@@ -245,90 +208,10 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
         assert "cannot be read from here on" in bad[0]
 
 
-def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
-    counts = {"train": 30, "test": 7, "validation": 5}
-    made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
-    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
-    run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
-    splits = Manifest.read(tmp_path / "out").splits
-    assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts
-    check_ledger(tmp_path / "out", sum(counts.values()))
-
-
 def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/state.json").write_text('{"step": 5}')
     assert read(tmp_path / "corpus") == ({0: b'{"step": 5}'}, {})
-
-
-def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:
-    command = [*COMMAND, "-", str(out), *map(str, options)]
-    return subprocess.run(command, input=data, capture_output=True, timeout=100)
-
-
-def test_standard_input_is_one_text_or_json_lines(tmp_path: Path, tokenizer: Path) -> None:
-    lines = write_lines(tmp_path / "a.jsonl", TEXTS).read_bytes()
-    for name, data, records in (
-        ("text", b"plain\nwords", 1),
-        ("lines", lines + b"{", len(TEXTS) + 1),
-    ):
-        done = feed(data, tmp_path / name, "--tokenizer", tokenizer)
-        assert done.returncode == 0, done.stderr
-        check_ledger(tmp_path / name, records)
-        assert [source["path"] for source in lines_of(tmp_path / name / "sources.jsonl")] == ["-"]
-    (reject,) = lines_of(tmp_path / "lines/rejects.jsonl")
-    assert (reject["file"], reject["line"]) == ("-", len(TEXTS) + 1)
-
-
-def test_a_killed_run_continues_only_with_the_same_standard_input(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    data = write_lines(tmp_path / "a.jsonl", texts(4000)).read_bytes()
-    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
-    out, journal = tmp_path / "out", tmp_path / "out/.journal.jsonl"
-    with open(tmp_path / "a.jsonl", "rb") as file:
-        command = [*COMMAND, "-", str(out), *map(str, options)]
-        process = subprocess.Popen(command, stdin=file, stderr=subprocess.DEVNULL)
-        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
-            assert process.poll() is None, "it ended before it could be killed"
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    refused = feed(data[:-2] + b"!}", out, *options)
-    assert refused.returncode == 2
-    (line,) = refused.stderr.decode().splitlines()
-    assert line.startswith("error: ")
-    assert "of another command or input" in line
-    for folder in (out, tmp_path / "undisturbed"):
-        done = feed(data, folder, *options)
-        assert done.returncode == 0, done.stderr
-    assert files_of(out) == files_of(tmp_path / "undisturbed")
-
-
-BAD_ROWS = {
-    "a.jsonl": b'{"text": "a"}\n\n{"text": 1}\n{"text": "b"}\n{\n[]\n',
-    "a.csv": b'text,id\n"a\na",1\nb,\xff\n\xff,2\nc,3\n\xff,4\nd\n',
-    "list.json": b'[{"text": "a"}, {"text": "b"}, {"text": 1}, {"text": "c"}, {}, 5]',
-}
-RECORDS = {"a.jsonl": (2, 4, 5), "a.csv": (2, 4, 5), "list.json": (2, 4, 5)}
-
-
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_the_first_reject_too_many_ends_the_run_by_its_name(
-    tmp_path: Path, tokenizer: Path, name: str
-) -> None:
-    path = tmp_path / name
-    path.write_bytes(BAD_ROWS[name])
-    run(path, tmp_path / "out", "--tokenizer", tokenizer, "--max-rejects", 3)
-    check_ledger(tmp_path / "out", 5 if name == "a.jsonl" else 6)
-    rejects = lines_of(tmp_path / "out/rejects.jsonl")
-    assert [reject["record"] for reject in rejects] == [*RECORDS[name]]
-    lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
-    assert [reject.get("line") for reject in rejects] == lines
-    for allowed, option in ((0, ("--strict",)), *((n, ("--max-rejects", n)) for n in range(3))):
-        message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
-        reject = rejects[allowed]
-        assert f"{path}, record {reject['record']}: {reject['reason']}" in message
 
 
 def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
@@ -339,37 +222,6 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
         {0: [b"good"]},
         {1: "field `text` has invalid UTF-8"},
     )
-
-
-def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
-    write_feather(tmp_path / "a.feather", [])
-    assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
-
-
-def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer: Path) -> None:
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    (saved / "dataset_dict.json").write_text('{"splits": ["../up"]}')
-    (tmp_path / "up").mkdir()
-    (tmp_path / "up/a.txt").write_text("text")
-    message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
-    assert "'../up' cannot be the name of a split" in message
-
-
-def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "a.test.txt").write_text("text")
-    options = ("--tokenizer", tokenizer, "--split", "test=*.tset.txt")
-    message = error_of(tmp_path / "a.test.txt", tmp_path / "out", *options, expect=2)
-    assert "`--split test=*.tset.txt`: no input file matches it" in message
-
-
-def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:
-    for index in range(40):
-        (tmp_path / "in").mkdir(exist_ok=True)
-        (tmp_path / f"in/{index:02}.{'test' if index % 2 else 'train'}.txt").write_text("some text")
-    options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
-    summary = run_json(tmp_path / "in", tmp_path / "out", *options)
-    assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
 
 
 def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:

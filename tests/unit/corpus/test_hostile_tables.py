@@ -1,8 +1,6 @@
 """Parquet and Arrow files that are damaged, or cut short under the reader."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +17,8 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 ROWS, GROUP = 30_000, 10_000
+
+
 ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
 
 
@@ -90,36 +90,6 @@ def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> No
     good, bad = read(path)
     assert all(reason.startswith("record batch 1 is damaged: ") for reason in bad.values())
     assert len(good) + 4096 == ROWS
-
-
-CUT_SHORT = """
-import os, sys
-from pathlib import Path
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
-from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.pipeline.errors import CorpusError
-
-path = sys.argv[1]
-sources = find_corpus((path,), out=Path(path + ".out"), field="text").sources
-(unit,) = cut_units(sources, 10**9)
-records = read_records(unit.parts[0], {"text": Kind.TEXT})
-next(records)
-os.truncate(path, os.path.getsize(path) // 2)
-try:
-    list(records)
-except CorpusError as error:
-    print(error)
-"""
-
-
-def test_an_arrow_file_cut_short_under_the_reader_is_an_error_and_no_crash(tmp_path: Path) -> None:
-    write_batches(tmp_path / "a.arrow", texts(), None)
-    command = [sys.executable, "-c", CUT_SHORT, str(tmp_path / "a.arrow")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.returncode
-    assert "a.arrow: changed while the corpus was read" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl", "a.csv", "a.txt"])

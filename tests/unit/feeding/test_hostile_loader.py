@@ -1,8 +1,6 @@
 """Whatever breaks into a loader finds a whole state, and what breaks off loses no batch."""
 
-import copy
 import json
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +11,6 @@ from typing import Any
 
 import pytest
 from delivery import MakeDataset, Span, open_loader, realistic_lengths, small_batches, spans
-from torch.utils.data import DataLoader
 
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
@@ -23,6 +20,8 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": 2}
+
+
 TRACED = ("feeding/delivery.py", "feeding/loader.py", "planning/state.py")
 
 
@@ -228,44 +227,8 @@ def delivered(loader: Any) -> list[list[Span]]:
     return [spans(batch) for share in loader for batch in share]
 
 
-def test_an_epoch_that_is_raised_reaches_workers_that_persist(folder: Path) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
-    assert delivered(loader) == shuffled(folder, 0)
-    dataset.epoch += 1
-    assert delivered(loader) == shuffled(folder, 1)
-    dataset.epoch = 0
-    assert delivered(loader) == shuffled(folder, 0)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))])
-def test_a_copy_of_a_dataset_has_an_epoch_of_its_own(folder: Path, copied: Any) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
-    dataset.epoch = 1
-    other = copied(dataset)
-    loader = DataLoader(other, batch_size=None, num_workers=1, persistent_workers=True)
-    assert delivered(loader) == shuffled(folder, 1)
-    other.epoch = 0
-    assert (dataset.epoch, delivered(loader)) == (1, shuffled(folder, 0))
-
-
 def test_an_iteration_keeps_the_epoch_it_began_with(folder: Path) -> None:
     dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
     shares = iter(dataset)
     dataset.epoch = 1
     assert delivered(shares) == shuffled(folder, 0)
-
-
-@pytest.mark.slow
-def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(folder: Path) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
-    loader = DataLoader(
-        dataset,
-        batch_size=None,
-        num_workers=1,
-        persistent_workers=True,
-        multiprocessing_context="spawn",
-    )
-    assert delivered(loader) == shuffled(folder, 0)
-    dataset.epoch += 1
-    assert delivered(loader) == shuffled(folder, 1)

@@ -17,11 +17,12 @@ from delivery import MakeDataset, open_loader, realistic_lengths, small_batches,
 
 from tokenfeed import Padded, ShardDataset, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.shard import ShardReader
 
 OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
+
+
 ROUNDS = 12
 
 
@@ -100,17 +101,6 @@ def test_a_handler_inside_next_loses_and_repeats_nothing(folder: Path, handler: 
     assert event > 3 * ROUNDS
 
 
-def test_a_number_of_workers_that_was_set_stays(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Tuner, "suggest", lambda self, num_workers: 1)
-    with open_loader(folder, num_workers="auto", **OPTIONS) as loader:
-        next(iter(loader))
-        loader.num_workers = 2
-        for _ in islice(loader, ROUNDS):
-            assert loader.num_workers == 2
-
-
 def copied_by_pickle(anything: Any) -> Any:
     return pickle.loads(pickle.dumps(anything))
 
@@ -122,16 +112,6 @@ def test_a_dataset_that_was_iterated_goes_to_workers_that_are_spawned(
     dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
     whole = [spans(batch) for share in dataset for batch in share]
     assert [spans(batch) for share in copied(dataset) for batch in share] == whole
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_loader_is_copied_while_it_runs(folder: Path, num_workers: int, copied: Any) -> None:
-    with open_loader(folder, num_workers=num_workers, **OPTIONS) as loader:
-        next(iter(loader))
-        with copied(loader) as other:
-            rest = [spans(batch) for batch in islice(other, ROUNDS)]
-        assert rest == [spans(batch) for batch in islice(loader, ROUNDS)]
 
 
 class TooLate(Exception):

@@ -19,7 +19,7 @@ from delivery import (
     spans,
     times_delivered,
 )
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tokenfeed import Fixed, Packed, Padded, ShardLoader
@@ -27,7 +27,11 @@ from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
+
+
 MANY_POLICIES = [*POLICIES, Padded(100), Padded(700, multiple_of=8), Packed(50, 3), Fixed(2)]
+
+
 SAME_FOLDER = [HealthCheck.function_scoped_fixture]
 
 
@@ -111,22 +115,6 @@ def test_runs_of_any_stops_and_resizes_deliver_what_one_run_delivers(
     )
 
 
-@settings(
-    max_examples=2, suppress_health_check=SAME_FOLDER, phases=[Phase.explicit, Phase.generate]
-)
-@given(
-    legs=st.lists(
-        st.tuples(st.integers(1, 2), st.integers(0, 60), st.integers(1, 2)), min_size=2, max_size=2
-    ),
-    batching=st.sampled_from(POLICIES),
-)
-@example(legs=[(2, 13, 2), (1, 0, 0), (3, 11, 1), (1, 0, 4)], batching=POLICIES[0])
-def test_workers_that_prefetch_are_not_in_the_state(
-    folder: Path, legs: list[tuple[int, int, int]], batching: Batching
-) -> None:
-    check_elastic_run(folder, LENGTHS, legs, batching=batching, micro_batches_per_step=3, epochs=2)
-
-
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
 def test_a_state_of_every_round_continues_over_every_seam(
     make_dataset: MakeDataset, small: None, batching: Batching
@@ -190,16 +178,6 @@ def test_a_state_before_anything_was_delivered_is_the_beginning(folder: Path) ->
     assert len(list(loader)) == len(list(open_loader(folder)))
 
 
-def test_loading_a_state_in_the_middle_of_the_loop_goes_there(folder: Path) -> None:
-    with open_loader(folder, num_workers=2) as loader:
-        feed = iter(loader)
-        first = [spans(next(feed)) for _ in range(9)]
-        state = loader.state_dict()
-        second = [spans(next(feed)) for _ in range(9)]
-        loader.load_state_dict(state)
-        assert [spans(next(feed)) for _ in range(9)] == second != first
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -259,14 +237,6 @@ def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> N
     for name in changes:
         with pytest.raises(ResumeError, match="no loader state"):
             open_loader(folder).load_state_dict({k: v for k, v in state.items() if k != name})
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_micro_batch_that_a_window_lacks_is_refused(folder: Path, num_workers: int) -> None:
-    loader = open_loader(folder, num_workers=num_workers)
-    loader.load_state_dict(loader.state_dict() | {"micro_batch": 10**6})
-    with loader, pytest.raises(ResumeError, match="window 0 has no micro-batch 1000000"):
-        list(loader)
 
 
 def test_ranks_without_a_step_size_of_their_own_take_that_of_the_state(folder: Path) -> None:

@@ -16,7 +16,7 @@ from delivery import MakeDataset, open_files, open_loader, spans, tokens_of
 from places import FORMAT_1
 from pyarrow import ipc
 
-from tokenfeed import Manifest, Mixture, Packed, Padded
+from tokenfeed import Manifest, Packed, Padded
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import ShardInfo
@@ -27,6 +27,8 @@ from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.verify import find_problems
 
 NAME = "train/00000.arrow"
+
+
 CLASSIFY = task_columns("classify")
 
 
@@ -186,19 +188,6 @@ def test_a_folder_whose_name_is_no_text_is_written_and_read(
     assert not [p for p in find_problems(folder, Manifest.read(folder)) if NAME in p]
     with open_loader(folder, Padded(8000)) as loader:
         assert sum(batch.num_tokens for batch in loader) == 40 * length
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_relative_folder_is_found_after_the_working_directory_changed(
-    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, num_workers: int
-) -> None:
-    folders = [make_dataset([9] * 20), make_dataset([9] * 20)]
-    monkeypatch.chdir(folders[0].parent)
-    names = [folder.name for folder in folders]
-    with open_loader(Mixture(dict.fromkeys(names, 0.5)), num_workers=num_workers) as loader:  # type: ignore[arg-type]
-        monkeypatch.chdir("/")
-        assert sum(batch.num_tokens for batch in loader) == 360
-        assert list(loader.stats().epoch_tokens) == names
 
 
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:

@@ -1,7 +1,6 @@
 """Runs of `pretokenize` that are refused, damaged, repeated or given nonsense."""
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import files_of, write_ballast
+from command import files_of
 from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
@@ -17,8 +16,6 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
-from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
-from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.options import Options, parse_options
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -142,23 +139,6 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     make(corpus, out, tokenizer, shard_size="30KB")
 
 
-def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(
-    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_ballast(corpus)
-    out = tmp_path / "out"
-
-    def check(tokenizer: TextTokenizer) -> None:
-        while not list((out / "train").glob("*.arrow")):
-            pass
-        raise EngineUnavailable("there is none")
-
-    monkeypatch.setattr(FastEngine, "check", check)
-    with pytest.raises(TokenizerError, match="there is none"):
-        make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -267,19 +247,3 @@ def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch
         assert options.make_task().fields == {"body": Kind.TEXT, "a=b": Kind.LABEL}
     pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
     assert list(pair.fields) == ["text", "other", "label"]
-
-
-def test_what_is_small_needs_no_second_engine(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    small = make(corpus, tmp_path / "small", tokenizer)
-    write_ballast(corpus)
-    large = make(corpus, tmp_path / "large", tokenizer)
-    assert small.engine.startswith("tokenizers")
-    assert large.engine.startswith("gigatoken")
-    assert (small.tokens, small.documents) == (large.tokens, large.documents)
-    shards = [
-        json.loads((tmp_path / name / "manifest.json").read_text())["splits"]
-        for name in ("small", "large")
-    ]
-    assert shards[0] == shards[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import files_of, run
+from command import files_of
 from data_sets import VOCABULARY_SIZE, MakeDataset, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,20 +24,6 @@ from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.sizes import bytes_of
 
 EDGES = np.array([0, 10, 10, 30, 59])
-
-
-@pytest.mark.parametrize("torn", [b"", b'{"CORPUS": ["some'], ids=["empty", "torn"])
-def test_a_journal_that_a_kill_left_without_a_line_is_nobodys(
-    corpus: Path, tmp_path: Path, tokenizer: Path, torn: bytes
-) -> None:
-    options = ("--tokenizer", tokenizer, "--shuffle", "--workers", "1")
-    run(corpus, tmp_path / "expected", *options)
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / JOURNAL_FILE).write_bytes(torn)
-    run(corpus, out, *options)
-    assert Manifest.read(out).shuffled is not None
-    assert files_of(out) == files_of(tmp_path / "expected")
 
 
 def test_an_unfinished_shuffle_is_not_taken_over_while_its_journal_has_no_line(

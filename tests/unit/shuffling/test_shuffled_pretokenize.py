@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import error_of, files_of, kill_at, run, run_json
+from command import files_of
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -14,7 +14,6 @@ from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
-from tokenfeed.tools.run.journal import says_its_recipe
 from tokenfeed.tools.shuffling import pretokenized
 from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
@@ -63,40 +62,6 @@ def test_the_same_command_is_already_finished_and_any_other_is_refused(
         make_shuffled_dataset(options_of(corpus, out, shuffle=True, vocab_size=300, seed=1))
     with pytest.raises(ConfigError, match="--shuffle and --seed was 0, is not given"):
         make_dataset(options_of(corpus, out, vocab_size=300))
-
-
-def test_a_run_killed_in_either_part_is_continued_by_the_same_command_alone(
-    corpus: Path, tmp_path: Path, tokenizer: Path
-) -> None:
-    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--validation", "0")
-    expected = tmp_path / "expected"
-    run(corpus, expected, *options, "--shuffle", "--workers", "2")
-    out = tmp_path / "out"
-    kills, parts = 0, set()
-    while kill_at(4 + 5 * kills, "pretokenize", corpus, out, *options, "--shuffle"):
-        kills += 1
-        begun = {path.name for path in out.iterdir()}
-        part = ".journal.jsonl" in begun and says_its_recipe(out)
-        if (begun & {UNSHUFFLED_FOLDER, ".journal.jsonl"}) and part not in parts:
-            parts.add(part)
-            said = "another command" if part else "unfinished run of `pretokenize --shuffle`"
-            assert said in error_of(corpus, out, *options, expect=2)
-    assert parts == {False, True}
-    assert files_of(out) == files_of(expected)
-
-
-def test_a_corpus_may_lie_around_the_output(corpus: Path, tokenizer: Path) -> None:
-    out, options = corpus / "out", ("--tokenizer", tokenizer, "--shuffle")
-    assert kill_at(20, "pretokenize", corpus, out, *options)
-    assert run_json(corpus, out, *options)["documents"] == 260
-
-
-def test_a_corpus_without_a_document_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    out = tmp_path / "out"
-    said = error_of(tmp_path / "empty.txt", out, "--tokenizer", tokenizer, "--shuffle")
-    assert "every document is empty" in said
-    assert not out.exists()
 
 
 def test_a_seed_beside_a_given_tokenizer_needs_a_shuffle(

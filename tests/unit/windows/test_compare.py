@@ -42,11 +42,6 @@ def deviate(loader: ShardLoader, after: int) -> State:
     return loader.state_dict()
 
 
-def test_runs_that_delivered_the_same_have_no_difference(folder: Path) -> None:
-    state = state_after(folder, 30)
-    assert open_loader(folder).compare(state, state_after(folder, 30, num_workers=1)) is None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
