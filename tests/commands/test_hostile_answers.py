@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 import xxhash
-from command import files_of, kill_at, run
+from command import files_of, kill_at
+from command import start as run
 from false_engine import FALSE_ENGINE, write_corpus
 
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE

@@ -1,22 +1,35 @@
-"""What tests of the command `pretokenize` share: running it, and the folders it leaves."""
+"""What tests of commands share: running them, and the folders they leave.
 
+`run` runs a command within this process: its arguments, what it prints, its exit code. `start`
+starts it as a process, which costs half a second; for what only a process can show.
+"""
+
+import contextlib
+import gc
+import io
 import json
+import logging
 import os
 import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from tokenfeed.tools import console, pretokenize
 
 __all__ = [
     "COMMAND",
     "WORDS",
+    "call",
     "error_of",
     "files_of",
     "kill_at",
     "run",
     "run_json",
+    "start",
     "texts",
     "write_ballast",
     "write_long_corpus",
@@ -40,7 +53,8 @@ WORDS = [
 ]
 
 
-def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """What a process of `pretokenize` printed, and its exit code."""
     result = subprocess.run(
         [*COMMAND, *map(str, arguments)],
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
@@ -50,6 +64,49 @@ def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]
     )
     assert result.returncode == expect, result.stderr
     return result
+
+
+def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """The same of `pretokenize` within this process."""
+    return call(pretokenize.main, *arguments, expect=expect)
+
+
+def call(
+    main: Callable[[], None], *arguments: object, expect: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run the function of a command within this process, and leave the process as it was."""
+    words = [main.__module__.rpartition(".")[2], *map(str, arguments)]
+    output, errors = io.StringIO(), io.StringIO()
+    code: Any = None
+    with _undone(words), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    result = subprocess.CompletedProcess(words, code or 0, output.getvalue(), errors.getvalue())
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+@contextlib.contextmanager
+def _undone(words: list[str]) -> Iterator[None]:
+    """Take back what a command does to its process."""
+    log = logging.getLogger("tokenfeed")
+    before = sys.argv, os.environ.copy(), log.handlers, log.level
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv, log.handlers = words, []
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        yield
+    finally:
+        sys.argv, environment, log.handlers, level = before
+        log.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        console._said = False
+        gc.unfreeze()
 
 
 def run_json(*arguments: object) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -14,11 +15,12 @@ import pyarrow.feather as feather
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from command import texts
+from command import error_of, run, run_json, texts
 from corpora import read, read_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Kind
@@ -101,6 +103,41 @@ WRITERS: dict[str, Write] = {
     "saved": write_saved,
     "loadable": write_loadable,
 }
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever commands ask of `datasets` is kept here."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_ledger(out: Path, rows: int) -> None:
+    """Each source's records are written, empty or rejected, and there are `rows` in all."""
+    sources = lines_of(out / "sources.jsonl")
+    for source in sources:
+        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
+    ledger = Manifest.read(out).ledger
+    assert ledger.read == sum(source["read"] for source in sources) == rows
+    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
+@pytest.mark.usefixtures("hub_cache")
+def test_the_same_texts_give_the_same_shards_in_every_format(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    splits = []
+    for each in ("a.jsonl", name):
+        path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
+        corpus = f"hub:{path}" if each == "loadable" else path
+        run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
+        check_ledger(out, len(TEXTS))
+        splits.append(Manifest.read(out).splits)
+    assert splits[0] == splits[1]
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -208,10 +245,48 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
         assert "cannot be read from here on" in bad[0]
 
 
+def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
+    counts = {"train": 30, "test": 7, "validation": 5}
+    made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
+    splits = Manifest.read(tmp_path / "out").splits
+    assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts
+    check_ledger(tmp_path / "out", sum(counts.values()))
+
+
 def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/state.json").write_text('{"step": 5}')
     assert read(tmp_path / "corpus") == ({0: b'{"step": 5}'}, {})
+
+
+BAD_ROWS = {
+    "a.jsonl": b'{"text": "a"}\n\n{"text": 1}\n{"text": "b"}\n{\n[]\n',
+    "a.csv": b'text,id\n"a\na",1\nb,\xff\n\xff,2\nc,3\n\xff,4\nd\n',
+    "list.json": b'[{"text": "a"}, {"text": "b"}, {"text": 1}, {"text": "c"}, {}, 5]',
+}
+
+
+RECORDS = {"a.jsonl": (2, 4, 5), "a.csv": (2, 4, 5), "list.json": (2, 4, 5)}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_the_first_reject_too_many_ends_the_run_by_its_name(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(BAD_ROWS[name])
+    run(path, tmp_path / "out", "--tokenizer", tokenizer, "--max-rejects", 3)
+    check_ledger(tmp_path / "out", 5 if name == "a.jsonl" else 6)
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    assert [reject["record"] for reject in rejects] == [*RECORDS[name]]
+    lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
+    assert [reject.get("line") for reject in rejects] == lines
+    for allowed, option in ((0, ("--strict",)), *((n, ("--max-rejects", n)) for n in range(3))):
+        message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
+        reject = rejects[allowed]
+        assert f"{path}, record {reject['record']}: {reject['reason']}" in message
 
 
 def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
@@ -222,6 +297,37 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
         {0: [b"good"]},
         {1: "field `text` has invalid UTF-8"},
     )
+
+
+def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
+    write_feather(tmp_path / "a.feather", [])
+    assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
+
+
+def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_dict.json").write_text('{"splits": ["../up"]}')
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up/a.txt").write_text("text")
+    message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
+    assert "'../up' cannot be the name of a split" in message
+
+
+def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.test.txt").write_text("text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.tset.txt")
+    message = error_of(tmp_path / "a.test.txt", tmp_path / "out", *options, expect=2)
+    assert "`--split test=*.tset.txt`: no input file matches it" in message
+
+
+def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:
+    for index in range(40):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / f"in/{index:02}.{'test' if index % 2 else 'train'}.txt").write_text("some text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
+    summary = run_json(tmp_path / "in", tmp_path / "out", *options)
+    assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
 
 
 def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import functools
 import json
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+from command import run
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Encoding, Tokenizer, models, normalizers, processors
@@ -14,7 +16,9 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import Kind, checked
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -24,33 +28,20 @@ from tokenfeed.tools.encoding.task import Task
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
+Row = dict[str, Any]
 GONE = "\u200b\x00\x07"
 """A word that a BertNormalizer leaves nothing of."""
-
-
 ODD = ["", " ", " fox", GONE, "quick\u200bfox", "[SEP]</s><|endoftext|>", "e\u0301", "漢字 🎉"]
-
-
 TEXT = st.sampled_from(ODD) | st.text(max_size=12)
-
-
 TAGS = ("B", "I", "O")
-
-
 TAG = st.sampled_from(TAGS)
-
-
 ENDS = {"byte-level": "<|endoftext|>", "word-piece": None, "metaspace": "</s>", "llama": "</s>"}
-
-
 TEMPLATES = {
     "word-piece": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "metaspace": ("<s> $A </s>", "<s> $A </s> </s>:1 $B:1 </s>:1"),  # ends by itself
     "llama": ("<s> $A", "<s> $A <s>:1 $B:1"),
     "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B:0 </s>"),
 }
-
-
 for_every_tokenizer = pytest.mark.parametrize("kind", [*ENDS])
 
 
@@ -260,3 +251,129 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
     for number, (labels, kind, words) in enumerate(cases):
         with pytest.raises(CorpusError, match=words):
             label_names(labels_in_files(tmp_path / f"{number}", labels), kind=kind)
+
+
+def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict[str, list[Row]]]:
+    """What the command makes of a corpus: rows by split, without origin and labels by name."""
+    out = corpus.with_name("out")
+    oracle("word-piece").save(str(corpus.with_name("tokenizer.json")))
+    options = "--task", task, "--tokenizer", str(corpus.parent), "--add-special-tokens", *options
+    run(corpus, out, "--workers", 1, *options)
+    manifest = Manifest.read(out)
+    rows: dict[str, list[Row]] = {split: [] for split in manifest.splits}
+    for split, shard in (
+        (s, shard) for s, info in manifest.splits.items() for shard in info.shards
+    ):
+        part, _ = ShardReader.open(out, manifest, shard).read(0)
+        columns = {name: listed(Ragged(v, part.lengths)) for name, v in part.per_token.items()}
+        columns |= {name: v.tolist() for name, v in part.per_row.items() if "origin" not in name}
+        rows[split] += [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+    names = dict(enumerate(manifest.label_names)) | {-100: None}
+    for row in chain(*rows.values()):
+        row |= {"label": names[row["label"]]} if "label" in row else {}
+        row |= {"labels": [*map(names.__getitem__, row["labels"])]} if "labels" in row else {}
+    return manifest, rows
+
+
+FIELDS = {
+    "classify": ("text", "label"),
+    "tag": ("tokens", "tags"),
+    "complete": ("prompt", "completion"),
+}
+RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
+    "classify": [
+        ("quick fox", "joy", "good"),
+        ("a dog", "anger", "good"),
+        ("", "joy", "empty"),
+        (GONE, "joy", "empty"),
+        ("a", ..., "no field `label`"),
+        (["a"], "joy", "field `text` is list, expected text"),
+        ("a", None, "field `label` is null, expected a name or"),
+        ("a", -1, "field `label` is -1, expected a name or"),
+        ("lazy", "of validation", "good"),
+    ],
+    "tag": [
+        (["quick", GONE, "foxes"], ["B", "lost", "I"], "good"),
+        (["dog"], ["O"], "good"),
+        ([], [], "empty"),
+        (["", GONE], ["B", "I"], "empty"),
+        (["a", "b"], ["B"], "2 word(s), but 1 tag(s)"),
+        ([], ["B"], "0 word(s), but 1 tag(s)"),
+        (["a"], ..., "no field `tags`"),
+        ("a", ["B"], "field `tokens` is str, expected a list of texts"),
+        (["a", 1], ["B", "B"], "field `tokens` is 1, expected text"),
+        (["a"], "B", "field `tags` is str, expected a list of names"),
+        (["a"], [1.5], "field `tags` is 1.5, expected a name or"),
+        (["naïve"], ["of validation"], "good"),
+    ],
+    "complete": [
+        ("quick", "fox", "good"),
+        ("", "dog", "good"),
+        ("a", "", "empty"),
+        ("a", GONE, "empty"),
+        ("a", ..., "no field `completion`"),
+        (1, "a", "field `prompt` is 1, expected text"),
+        ("the lazy", "dog", "good"),
+    ],
+}
+
+
+def expected_row(task: str, first: Any, second: Any) -> Row:
+    if task == "classify":
+        return {"input_ids": oracle("word-piece").encode(first).ids, "label": second}
+    if task == "tag":
+        encoding = word_encoding("word-piece", first, True)
+        return {"input_ids": encoding.ids, "labels": tags_of(encoding, second, None)}
+    cls, sep = (oracle("word-piece").token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    prompt = [cls, *ids_of("word-piece", first)]
+    ids = [*prompt, *ids_of("word-piece", second), sep]
+    return {"input_ids": ids, "prompt_length": len(prompt)}
+
+
+@pytest.mark.parametrize("task", [*FIELDS])
+def test_the_command_writes_good_records_and_accounts_for_all(task: str, tmp_path: Path) -> None:
+    *train, validation = RECORDS[task]
+    for split, records in ("train", train), ("validation", [validation]):
+        pairs = [zip(FIELDS[task], record[:2], strict=True) for record in records]
+        lines = [{name: value for name, value in pair if value is not ...} for pair in pairs]
+        write_lines(tmp_path / f"in/a.{split}.jsonl", lines)
+    globbed = ("--split", "validation=*.validation.jsonl")
+    manifest, rows = pretokenized(task, tmp_path / "in", *globbed)
+    assert rows == {
+        "train": [expected_row(task, *record[:2]) for record in train if record[2] == "good"],
+        "validation": [expected_row(task, *validation[:2])],
+    }
+    assert manifest.label_names == tuple(sorted(manifest.label_names))
+    fates = [fate for *_, fate in train]
+    reasons = {n: fate for n, fate in enumerate(fates) if fate not in ("good", "empty")}
+    counted = (len(fates) + 1, fates.count("good") + 1, fates.count("empty"), len(reasons))
+    ledger = manifest.ledger
+    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == counted
+    rejects = [*map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())]
+    for reject, (number, words) in zip(rejects, reasons.items(), strict=True):
+        assert (Path(reject["file"]).name, reject["record"]) == ("a.train.jsonl", number)
+        assert reject["reason"].startswith(words)
+
+
+def test_digits_with_a_leading_zero_are_a_label_too(tmp_path: Path) -> None:
+    records = [{"text": "fox", "label": label} for label in ("01", "2", "1")]
+    _, rows = pretokenized("classify", write_lines(tmp_path / "a.jsonl", records))
+    assert [row["label"] for row in rows["train"]] == ["01", "2", "1"]
+
+
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_the_numbers_of_a_saved_data_set_mean_its_classes(task: str, tmp_path: Path) -> None:
+    words, field = FIELDS[task]
+    classes: Any = datasets.ClassLabel(names=["neutral", "good", "bad"])  # in no sorted order
+    content: Row = {words: ["fox", "dog"], field: [2, 0]}
+    if task == "tag":
+        classes, content = datasets.List(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
+    data = datasets.Dataset.from_dict(content).cast_column(field, classes)
+    datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(tmp_path / "in")
+    kind = Kind.LABEL if task == "classify" else Kind.LABELS
+    assert label_names(tmp_path / "in", field, kind) == ("neutral", "good", "bad")
+    _, rows = pretokenized(task, tmp_path / "in")
+    named = {"classify": ["bad", "neutral"], "tag": [[None, "bad", "neutral", None]]}[task]
+    assert [row[field.replace("tags", "labels")] for row in rows["train"]] == named
