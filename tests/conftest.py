@@ -15,8 +15,9 @@ from data_sets import (
     rows_of_ids,
     write_rows,
 )
+from false_engine import trained
 from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
 
@@ -83,6 +84,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """A tokenizer of bytes, with a token that was added."""
+    made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    made.add_tokens([AddedToken("snake_case", special=False)])
+    return made
 
 
 @pytest.fixture

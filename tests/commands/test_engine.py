@@ -5,41 +5,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import xxhash
-from false_engine import FALSE_ENGINE, SENTENCES, write_corpus
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from false_engine import FALSE_ENGINE, write_corpus
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
 
 COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
-
-
-SPECIAL = ["<|endoftext|>", "<pad>"]
-
-
-def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token=unknown, byte_fallback=unknown is not None))
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoder
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if unknown else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=[*([unknown] if unknown else []), *SPECIAL, *bytes_],
-        initial_alphabet=[] if unknown else sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES * 20, trainer)
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def byte_level() -> Tokenizer:
-    made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
-    made.add_tokens([AddedToken("snake_case", special=False)])
-    return made
 
 
 @pytest.fixture

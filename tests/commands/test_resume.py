@@ -1,20 +1,16 @@
 """A state continues with exactly the rest, on any number of ranks, and is refused elsewhere."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from delivery import (
     POLICIES,
     MakeDataset,
-    Ranks,
-    joined,
+    check_elastic_run,
     open_loader,
     realistic_lengths,
     small_batches,
     spans,
-    times_delivered,
 )
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
@@ -36,36 +32,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(make_dataset: MakeDataset, small: None) -> Path:
     return make_dataset(LENGTHS, num_shards=3)
-
-
-def check_elastic_run(
-    folder: Path,
-    lengths: np.ndarray,
-    legs: list[tuple[int, int, int]],
-    *,
-    micro_batches_per_step: int,
-    epochs: int,
-    **options: Any,
-) -> None:
-    """Run legs of (world size, rounds, workers) and a last one to the end; compare with one run."""
-    options |= {"micro_batches_per_step": micro_batches_per_step, "epochs": epochs}
-    alone = Ranks(folder, 1, **options)
-    final = alone.run()
-    runs: list[Ranks] = []
-    state = None
-    for number, (world_size, rounds, num_workers) in enumerate(legs):
-        last = number + 1 == len(legs)
-        runs.append(Ranks(folder, world_size, state, num_workers=num_workers, **options))
-        state = runs[-1].run(None if last else rounds)
-        if state["epoch"] == epochs:  # further legs would be the next pass
-            break
-    assert state == final, "digest or position differs"
-    steps, whole = joined(runs), joined([alone])
-    pieces = (span for step in steps for batch in step for span in batch)
-    assert times_delivered(pieces, lengths) == {epochs}
-    assert [batch for step in steps for batch in step] == [b for step in whole for b in step]
-    if all(world_size < 2 * micro_batches_per_step for world_size, _, _ in legs):
-        assert steps == whole
 
 
 @settings(

@@ -26,6 +26,7 @@ __all__ = [
     "Ranks",
     "Span",
     "Step",
+    "check_elastic_run",
     "children_of",
     "eventually",
     "flip_bit",
@@ -174,6 +175,36 @@ def joined(runs: list[Ranks]) -> list[Step]:
         steps += run.steps[1:]
     assert steps[-1] == []
     return steps[:-1]
+
+
+def check_elastic_run(
+    folder: Path,
+    lengths: np.ndarray,
+    legs: list[tuple[int, int, int]],
+    *,
+    micro_batches_per_step: int,
+    epochs: int,
+    **options: Any,
+) -> None:
+    """Run legs of (world size, rounds, workers) and a last one to the end; compare with one run."""
+    options |= {"micro_batches_per_step": micro_batches_per_step, "epochs": epochs}
+    alone = Ranks(folder, 1, **options)
+    final = alone.run()
+    runs: list[Ranks] = []
+    state = None
+    for number, (world_size, rounds, num_workers) in enumerate(legs):
+        last = number + 1 == len(legs)
+        runs.append(Ranks(folder, world_size, state, num_workers=num_workers, **options))
+        state = runs[-1].run(None if last else rounds)
+        if state["epoch"] == epochs:  # further legs would be the next pass
+            break
+    assert state == final, "digest or position differs"
+    steps, whole = joined(runs), joined([alone])
+    pieces = (span for step in steps for batch in step for span in batch)
+    assert times_delivered(pieces, lengths) == {epochs}
+    assert [batch for step in steps for batch in step] == [b for step in whole for b in step]
+    if all(world_size < 2 * micro_batches_per_step for world_size, _, _ in legs):
+        assert steps == whole
 
 
 def flip_bit(path: Path, at: int, bit: int = 0) -> None:

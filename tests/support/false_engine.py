@@ -1,16 +1,21 @@
-"""A fast engine that is wrong about some texts, and a corpus for it."""
+"""A fast engine that is wrong about some texts, and a corpus and tokenizers for it."""
 
 import json
 import random
 from pathlib import Path
+from typing import Any
 
-__all__ = ["FALSE_ENGINE", "SENTENCES", "write_corpus"]
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+__all__ = ["FALSE_ENGINE", "SENTENCES", "SPECIAL", "trained", "write_corpus"]
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog ",
     "naïve 漢字 🎉 x = f(y)\n\t",
     "aaa bb ",
 ]
+
+SPECIAL = ["<|endoftext|>", "<pad>"]
 
 FALSE_ENGINE = '''
 """Passes for gigatoken: right about all texts but those that say LIE or PANIC."""
@@ -41,6 +46,21 @@ class Tokenizer:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids[::-1] if "LIE" in text else ids
 '''
+
+
+def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(unk_token=unknown, byte_fallback=unknown is not None))
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.decoder = decoder
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if unknown else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=700,
+        special_tokens=[*([unknown] if unknown else []), *SPECIAL, *bytes_],
+        initial_alphabet=[] if unknown else sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 20, trainer)
+    return tokenizer
 
 
 def write_corpus(folder: Path, extra: str) -> Path:

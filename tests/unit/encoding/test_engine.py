@@ -1,13 +1,11 @@
 """Engines: the fast one gives the reference's ids, and where it would not, that is found out."""
 
-from typing import Any
-
 import numpy as np
 import pytest
-from false_engine import SENTENCES
+from false_engine import SENTENCES, SPECIAL
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tokenfeed.tools.encoding import engine as engine_module
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts, beginning
@@ -18,30 +16,6 @@ from tokenfeed.tools.encoding.engine import (
     Unencodable,
 )
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-
-SPECIAL = ["<|endoftext|>", "<pad>"]
-
-
-def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE(unk_token=unknown, byte_fallback=unknown is not None))
-    tokenizer.pre_tokenizer = pre_tokenizer
-    tokenizer.decoder = decoder
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)] if unknown else []
-    trainer = trainers.BpeTrainer(
-        vocab_size=700,
-        special_tokens=[*([unknown] if unknown else []), *SPECIAL, *bytes_],
-        initial_alphabet=[] if unknown else sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(SENTENCES * 20, trainer)
-    return tokenizer
-
-
-@pytest.fixture(scope="module")
-def byte_level() -> Tokenizer:
-    made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
-    made.add_tokens([AddedToken("snake_case", special=False)])
-    return made
 
 
 def loaded(tokenizer: Tokenizer, *, splits_special: bool = False) -> TextTokenizer:
