@@ -27,6 +27,15 @@ settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; 
 settings.load_profile("tokenfeed")
 
 
+UNIT = Path(__file__).parent / "unit"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder."""
+    for item in items:
+        item.add_marker("unit" if UNIT in item.path.parents else "commands")
+
+
 @pytest.fixture(scope="session")
 def write_dataset() -> WriteDataset:
     """Writes given ids: (folder, {split: (ids, lengths)}, vocabulary_size) -> folder."""

@@ -198,7 +198,7 @@ def test_a_second_interruption_adds_no_line(corpus: Path, tmp_path: Path, tokeni
     for _ in range(3):
         process.send_signal(signal.SIGINT)
         time.sleep(0.001)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     (line,) = stderr.splitlines()
     assert line.startswith("interrupted")

@@ -1,7 +1,6 @@
 """One epoch is every token once, in one order, whatever the workers; errors are one line."""
 
 import json
-import time
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ from delivery import (
     POLICIES,
     MakeDataset,
     Span,
+    eventually,
     flip_bit,
     open_loader,
     realistic_lengths,
@@ -22,7 +22,7 @@ from delivery import (
     tokens_of,
 )
 
-from tokenfeed import Padded
+from tokenfeed import Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ShardFormatError
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -142,10 +142,16 @@ def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int
     assert json.loads(json.dumps(stats.as_dict())) == stats.as_dict()
 
 
+def windows_ready(loader: ShardLoader) -> int:
+    pool = loader._delivery._feed._pool  # type: ignore[union-attr]
+    pool._drain(0)  # type: ignore[union-attr]
+    return sum(pending.is_answered() for pending in pool._pending)  # type: ignore[union-attr]
+
+
 def test_a_slow_loop_finds_windows_ready_and_does_not_wait(folder: Path) -> None:
     with open_loader(folder, num_workers=2, epochs=None) as loader:
         for _ in islice(loader, 60):
-            time.sleep(0.02)
+            assert eventually(lambda: windows_ready(loader) >= 2)
         stats = loader.stats()
     assert stats.queue_depth.max >= 2
     assert stats.wait_s.p50 < 0.01

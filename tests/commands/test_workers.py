@@ -44,7 +44,7 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_killed_worker_is_named_at_once(folder: Path, victim: int) -> None:
-    with open_loader(folder, num_workers=3, epochs=None) as loader:
+    with open_loader(folder, num_workers=3, epochs=None, timeout=600) as loader:
         feed = iter(loader)
         next(feed)
         pid = sorted(workers_of())[victim]
@@ -53,7 +53,7 @@ def test_a_killed_worker_is_named_at_once(folder: Path, victim: int) -> None:
         message = rf"loader worker \d \(process {pid}\), at window \d+ of epoch \d+, died \(killed"
         with pytest.raises(LoaderError, match=message) as caught:
             list(feed)
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 60, "it waited for the timeout"
         assert "\n" not in str(caught.value)
 
 
@@ -64,7 +64,7 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path, num_workers:
         assert len(list(islice(feed, 40))) == 40  # all have started by now
         pid = workers_of()[-1]
         os.kill(pid, signal.SIGSTOP)
-        loader._delivery._feed._pool._timeout = 1.0  # type: ignore[union-attr]
+        loader._delivery._feed._pool._timeout = 5.0  # type: ignore[union-attr]
         message = rf"loader worker \d \(process {pid}\), at window \d+ of epoch \d+, did not answer"
         with pytest.raises(LoaderError, match=message):
             list(feed)
@@ -94,7 +94,7 @@ def test_workers_that_cannot_start_are_an_error_with_their_exit_status(
         process, "command", lambda *fds: [sys.executable, "-c", "raise SystemExit(3)"]
     )
     with (
-        open_loader(folder, num_workers=2, timeout=10) as loader,
+        open_loader(folder, num_workers=2, timeout=60) as loader,
         pytest.raises(LoaderError, match=r"worker \d .* died \(exit status 3\)"),
     ):
         list(loader)
@@ -151,7 +151,7 @@ def test_nothing_outlives_a_killed_training_process(folder: Path) -> None:
         assert memfds() >= ours
         process.kill()
         process.wait()  # not for the ends of its pipes, which workers hold as well
-        assert eventually(lambda: not any(is_alive(pid) for pid in workers), 5)
+        assert eventually(lambda: not any(is_alive(pid) for pid in workers))
     assert not memfds() & ours
     assert set(os.listdir("/dev/shm")) <= shared
 

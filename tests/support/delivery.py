@@ -244,7 +244,7 @@ def run_script(
     return json.loads((ended.stdout.splitlines() or ["null"])[-1])
 
 
-def eventually(what: Callable[[], bool], seconds: float = 10.0) -> bool:
+def eventually(what: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Whether something callable becomes true."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

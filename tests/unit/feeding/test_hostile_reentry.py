@@ -77,6 +77,7 @@ HANDLERS: dict[str, Callable[[ShardLoader, list[Any]], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
 def test_a_handler_inside_next_loses_and_repeats_nothing(folder: Path, handler: Any) -> None:
     reference = open_loader(folder, **OPTIONS)

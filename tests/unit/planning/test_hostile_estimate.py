@@ -38,8 +38,8 @@ PADDED: list[Batching] = [Padded(700), Padded(2048, 64), Padded(4096)]
 
 def exact(loader: ShardLoader) -> int:
     """Batches of an epoch, by planning every window of it."""
-    job, windows = loader._job(), loader.state_dict()["plan"]["windows"]
-    return sum(job.read(Position(0, window, 0)).num_batches for window in range(windows))
+    maker, windows = loader._maker(loader._plan), loader.state_dict()["plan"]["windows"]
+    return sum(maker.make(Position(0, window, 0)).num_batches for window in range(windows))
 
 
 def check(loader: ShardLoader) -> None:

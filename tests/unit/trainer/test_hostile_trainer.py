@@ -203,6 +203,7 @@ def few_rows(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
     return write_counting(write_dataset, tmp_path / "shards", rows=21, validation_rows=10)
 
 
+@pytest.mark.slow
 def test_the_tail_of_a_window_compiles_nothing_anew(
     few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_the_tail_of_a_window_compiles_nothing_anew(
     assert report.padding > plain.padding  # empty rows are padding, too
 
 
+@pytest.mark.slow
 def test_a_resumed_compiled_run_compiles_before_its_first_step(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 def test_the_loss_falls(shards: Path, tmp_path: Path) -> None:
     config = make_config(
         shards, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
