@@ -61,6 +61,8 @@ for number, batch in enumerate(loader):
 dist.destroy_process_group()
 """
 
+PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+
 Step = tuple[list[int], int, list[Span]]
 
 
@@ -79,7 +81,7 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.Popen(
         [*command, f"--nproc-per-node={ranks}", str(script), str(folder), str(state), str(log)],
-        env=os.environ | {"PYTHONPATH": str(SUPPORT), "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"} | environment,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -125,8 +127,8 @@ def test_a_killed_run_goes_on_with_other_ranks_from_the_same_rows(
     alone = Ranks(folder, 1, **OPTIONS)
     alone.run()
     whole = {
-        step: sorted(span for batch in step for span in batch)
-        for step, step in enumerate(joined([alone]))
+        number: sorted(span for batch in step for span in batch)
+        for number, step in enumerate(joined([alone]))
     }
     assert max(rows_by_step(kept)) < len(whole) // 2, "too little is left to go on with"
     for ranks in (1, 3, 4):

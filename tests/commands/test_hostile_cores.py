@@ -18,9 +18,9 @@ def spin() -> None:
 
 
 class _Busy:
-    """A job that works a while, and says how long the processor took for it."""
+    """A maker that works a while, and says how long the processor took for it."""
 
-    def read(self, position: object) -> SimpleNamespace:
+    def make(self, position: object) -> SimpleNamespace:
         started, clock = time.process_time(), time.perf_counter()
         while time.process_time() - started < 0.2:
             pass
@@ -30,17 +30,17 @@ class _Busy:
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
 def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, slot = _Busy(), SimpleNamespace(at_least=lambda size: None, size=0)
+    maker, slot = _Busy(), SimpleNamespace(at_least=lambda size: None, size=0)
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, {min(before)})
         other = multiprocessing.get_context("fork").Process(target=spin)
         other.start()
-        made = worker._serve(job, worker.Task(None, 0), slot)  # type: ignore[arg-type]
+        made = worker._serve(maker, worker.Request(None, 0), slot)  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, before)
         os.kill(other.pid or 0, signal.SIGKILL)
         other.join()
-    assert isinstance(made, worker.Made)
-    assert job.wall_s > 1.3 * job.cpu_s, "the other process took no time of this core"
-    assert made.seconds < 1.2 * job.cpu_s
+    assert isinstance(made, worker.Reply)
+    assert maker.wall_s > 1.3 * maker.cpu_s, "the other process took no time of this core"
+    assert made.seconds < 1.2 * maker.cpu_s
