@@ -4,9 +4,10 @@ BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 PARALLEL := -n auto --dist loadfile
 
-.PHONY: setup demo test test-fast gpu check fmt bench docs docs-serve clean
+.PHONY: dev demo test test-fast test-slow gpu check fmt bench docs docs-serve clean
 
-setup: .venv/.ready
+# Sets up .venv with everything that development needs.
+dev: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenfeed needs Python 3.11 or later: make PYTHON=python3.11")'
@@ -16,33 +17,39 @@ setup: .venv/.ready
 	touch $@
 
 # The main job on real input: the standard library's own source becomes a trained model.
-demo: setup
+demo: dev
 	rm -rf demo
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
 	$(BIN)/train --shards demo/shards --run-dir demo/run
 
-test: setup
+# Everything: what test-fast and test-slow run.
+test: dev
 	$(RUN_CHECKS) pytest -q $(PARALLEL)
 
-test-fast: setup
-	$(RUN_CHECKS) pytest -q -m 'not slow' $(PARALLEL)
+# What runs in process and is not slow: under 90 s on two cores.
+test-fast: dev
+	$(RUN_CHECKS) pytest -q tests/unit -m 'not slow' $(PARALLEL)
+
+# The rest: what starts processes, and what is slow.
+test-slow: dev
+	$(RUN_CHECKS) pytest -q -m 'slow or commands' $(PARALLEL)
 
 # What needs a CUDA device, for who has one; elsewhere all of it is skipped.
-gpu: setup
+gpu: dev
 	$(RUN_CHECKS) pytest -q -m cuda -rs
 
-check: setup
+check: dev
 	$(RUN_CHECKS) ruff check .
 	$(RUN_CHECKS) ruff format --check .
 	$(RUN_CHECKS) mypy
 
-fmt: setup
+fmt: dev
 	$(RUN_CHECKS) ruff check --fix .
 	$(RUN_CHECKS) ruff format .
 
-bench: setup
+bench: dev
 	$(BIN)/python benchmarks/loader.py
 
 # The documentation, as a site that needs no network; its tools need no torch, so they have an environment of their own.

@@ -1,221 +1,39 @@
-"""What several test files share: small data sets made by the real writer."""
+"""Fixtures of all tests: small data sets, a small tokenizer, a small corpus."""
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from command import WORDS, texts
-from hypothesis import settings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from tokenfeed.pipeline.format.manifest import (
-    FileInfo,
-    Ledger,
-    Manifest,
-    SplitInfo,
-    TokenizerInfo,
-    length_histogram,
+from data_sets import (
+    VOCABULARY_SIZE,
+    MakeDataset,
+    WriteDataset,
+    random_rows,
+    rows_of_ids,
+    write_rows,
 )
-from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
-from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.pipeline.planning.batching import WindowPlan
-from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.windows.reader import Window, WindowReader
+from false_engine import trained
+from hypothesis import settings
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed.pipeline.format.schema import Task, task_columns
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
 
-VOCABULARY_SIZE = 1000
 
-WriteDataset = Callable[..., Path]
-MakeDataset = Callable[..., Path]
+UNIT = Path(__file__).parent / "unit"
 
 
-Span = tuple[int, int, int]
-"""A piece: its row, its first token within the row, and the token after its last."""
-
-
-def random_rows(
-    lengths: np.ndarray,
-    task: Task = "lm",
-    *,
-    pairs: bool = False,
-    vocabulary_size: int = VOCABULARY_SIZE,
-) -> Rows:
-    """Random rows of given lengths, labelled as the task has it; row k says so in its
-    origin_record."""
-    rng = np.random.default_rng(0)
-    rows = rows_of_ids(
-        rng.integers(1, vocabulary_size, int(lengths.sum())), lengths, vocabulary_size
-    )
-    for column in task_columns(task, pairs=pairs):
-        columns = rows.per_token if column.per == "token" else rows.per_row
-        size = len(rows.ids) if column.per == "token" else len(rows)
-        least, most = {
-            "labels": (-2, 5),
-            "prompt_length": (0, int(lengths.max()) + 2),
-        }.get(column.name, (0, 2))
-        values = rng.integers(least, most, size)
-        columns[column.name] = np.where(values < 0, -100, values).astype(column.dtype)
-    return rows
-
-
-def rows_of_ids(ids: np.ndarray, lengths: np.ndarray, vocabulary_size: int) -> Rows:
-    """Rows of one source file, in its order."""
-    count = len(lengths)
-    return Rows(
-        lengths.astype(np.int64),
-        {"input_ids": ids.astype(token_dtype(vocabulary_size))},
-        {
-            "origin_file": np.zeros(count, np.uint32),
-            "origin_record": np.arange(count, dtype=np.uint64),
-        },
-    )
-
-
-def write_split(
-    folder: Path,
-    split: str,
-    rows: Rows,
-    vocabulary_size: int,
-    num_shards: int,
-    columns: tuple[Column, ...] = (),
-) -> SplitInfo:
-    """Write rows as shards of about equal numbers of rows."""
-    shards = []
-    for number, part in enumerate(np.array_split(np.arange(len(rows)), num_shards)):
-        if len(part):
-            name = f"{split}/{number:05d}.arrow"
-            with ShardWriter(folder, name, vocabulary_size, columns) as writer:
-                writer.append(rows.slice(int(part[0]), int(part[-1]) + 1))
-            assert writer.info is not None
-            shards.append(writer.info)
-    histogram = tuple(length_histogram(rows.lengths).tolist())
-    return SplitInfo(shards=tuple(shards), length_histogram=histogram)
-
-
-def write_rows(
-    folder: Path,
-    splits: dict[str, Rows],
-    vocabulary_size: int,
-    num_shards: int = 1,
-    *,
-    task: Task = "lm",
-    columns: tuple[Column, ...] | None = None,
-    label_names: tuple[str, ...] = (),
-    tokenizer: bytes = b"",
-) -> Path:
-    """Write a whole data set: shards, side files, manifest; `columns` are the task's by default."""
-    columns = task_columns(task) if columns is None else columns
-    infos = {
-        split: write_split(folder, split, rows, vocabulary_size, num_shards, columns)
-        for split, rows in splits.items()
-    }
-    folder.mkdir(exist_ok=True)
-    for name, content in (("empty", b""), ("tokenizer", tokenizer)):
-        (folder / name).write_bytes(content)
-    empty, made_by = (
-        FileInfo(file=name, bytes=(folder / name).stat().st_size, xxh3=file_xxh3(folder / name))
-        for name in ("empty", "tokenizer")
-    )
-    count = sum(len(rows) for rows in splits.values())
-    Manifest(
-        format_version=1,
-        task=task,
-        columns=columns,
-        label_names=label_names,
-        tokenizer=TokenizerInfo(
-            file=made_by.file,
-            bytes=made_by.bytes,
-            xxh3=made_by.xxh3,
-            vocabulary_size=vocabulary_size,
-            end_id=None,
-            pad_id=0,
-            engine="test",
-            engine_version="0",
-            audited=0,
-            differences=0,
-            special_tokens_in_text="plain",
-            special_tokens_added=False,
-        ),
-        splits=infos,
-        ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),
-        sources=empty,
-        rejects=empty,
-    ).write(folder)
-    return folder
-
-
-class MemoryReader(WindowReader):
-    """Stands in for a WindowReader: record batches from memory."""
-
-    def __init__(self, batches: Sequence[Rows]) -> None:
-        self._batches = batches
-        self._ends = np.cumsum([len(rows) for rows in batches])
-
-    def read(self, batches: np.ndarray) -> Window:
-        """The rows of some record batches, counted over all sources."""
-        chosen = batches.tolist()
-        numbers = [
-            np.arange(end - len(self._batches[n]), end)
-            for n, end in zip(chosen, self._ends[chosen], strict=True)
-        ]
-        return Window(Rows.concatenate([self._batches[n] for n in chosen]), np.concatenate(numbers))
-
-
-def plan_in_memory(
-    batches: Sequence[Rows],
-    batching: Batching,
-    *,
-    micro_batches_per_step: int = 1,
-    num_windows: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
-) -> tuple[Plan, MemoryReader]:
-    """The plan over record batches in memory, all of one source, and what reads them."""
-    rows, tokens = (sum(map(len, part)) for part in (batches, [b.ids for b in batches]))
-    order = EpochOrder.of_one(len(batches), num_windows, seed=seed, shuffle=shuffle)
-    plan = Plan(
-        data=("memory",),
-        weights=(1.0,),
-        row_ends=(rows,),
-        epoch_tokens=(tokens,),
-        split="train",
-        batching=batching,
-        micro_batches_per_step=micro_batches_per_step,
-        order=order,
-        stream=0,
-        num_streams=1,
-    )
-    return plan, MemoryReader(batches)
-
-
-def spans_of(plan: WindowPlan) -> list[list[list[list[Span]]]]:
-    """What a plan delivers, by step, micro-batch, sequence and piece."""
-    ends = np.flatnonzero(np.diff(plan.cut.rows, append=-1)) + 1
-    row_starts = plan.cut.offsets[np.append(0, ends)]
-    rows, offsets = plan.cut.rows.tolist(), plan.cut.offsets
-    pieces = [
-        (row, *(offsets[piece : piece + 2] - row_starts[row]).tolist())
-        for piece, row in enumerate(rows)
-    ]
-    spans: list[Any] = [pieces[piece] for piece in plan.pieces.tolist()]
-    sequences = plan.sequence_offsets
-    for level in (
-        np.arange(len(spans) + 1) if sequences is None else sequences,
-        plan.batch_offsets,
-        plan.step_offsets,
-    ):
-        spans = [spans[start:stop] for start, stop in pairwise(level.tolist())]
-    return spans
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder."""
+    for item in items:
+        item.add_marker("unit" if UNIT in item.path.parents else "commands")
 
 
 @pytest.fixture(scope="session")
@@ -275,6 +93,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     made.save(str(path))
     return path
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    """A tokenizer of bytes, with a token that was added."""
+    made = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel())
+    made.add_tokens([AddedToken("snake_case", special=False)])
+    return made
 
 
 @pytest.fixture

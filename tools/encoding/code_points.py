@@ -1,9 +1,9 @@
 """Characters that the fast engine and the reference classify differently: ranges, first and last.
 
 The fast engine knows Unicode 17, the reference Unicode 16: to it, characters that are newer are
-nothing at all. Found by `python tests/character_probe.py`, which encodes every character in every
-neighbourhood that a regex of the table of shapes tells apart, by gigatoken 0.10 and by `tokenizers`
-0.21 to 0.23; tests do so again with what is installed.
+nothing at all. Found by `python tests/support/character_probe.py`, which encodes every character in
+every neighbourhood that a regex of the table of shapes tells apart, by gigatoken 0.10 and by
+`tokenizers` 0.21 to 0.23; tests do so again with what is installed.
 """
 
 __all__ = ["LETTERS", "NFC_LEADS", "SIGNS"]

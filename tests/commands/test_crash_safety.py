@@ -1,0 +1,271 @@
+"""Whatever ends a run, the same command continues it, to the bytes of an undisturbed one."""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import (
+    COMMAND,
+    error_of,
+    files_of,
+    run,
+    run_json,
+    texts,
+    write_ballast,
+    write_long_corpus,
+)
+
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.run.journal import Journal
+
+
+def test_a_killed_run_continues_to_the_same_bytes(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    for index, text in enumerate(texts(120, seed=2)):
+        (corpus / f"more{index:03}.txt").write_text(text * 20)
+    options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--validation", "0.1")
+    run(corpus, tmp_path / "undisturbed", *options)
+    out = tmp_path / "out"
+    done = []
+    for target in (2, 6, 12):
+        _kill_when_journalled(out, target, corpus, *options, "--workers", "2")
+        done.append(len((out / ".journal.jsonl").read_bytes().splitlines()) - 1)
+        assert not (out / "manifest.json").exists()
+    next((out / "train").glob("*.arrow")).unlink()  # a finished shard that somebody lost
+    with open(out / ".journal.jsonl", "ab") as journal:
+        journal.write(b'{"unit": 99, "sha')  # what a kill inside an append leaves
+    summary = run_json(corpus, out, *options, "--workers", "2")
+    assert summary["units"] > summary["resumed_units"] >= done[-1] - 1 >= 11
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+def _kill_when_journalled(out: Path, units: int, *arguments: object) -> None:
+    """Kill the parent process alone; its workers must notice by themselves."""
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, (*arguments, out))], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    journal = out / ".journal.jsonl"
+    deadline = time.monotonic() + 60
+    while not journal.exists() or len(journal.read_bytes().splitlines()) <= units:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    _wait_until_gone(process.pid)
+
+
+def _wait_until_gone(group: int) -> None:
+    deadline = time.monotonic() + 60
+    while running := _running_in_group(group):
+        assert time.monotonic() < deadline, f"outlived their parent: {running}"
+        time.sleep(0.01)
+
+
+def _running_in_group(group: int) -> list[str]:
+    """Processes of a group that are not mere zombies, which nobody may reap in a container."""
+    running = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = stat.read_text().rpartition(")")
+            state, _, process_group = fields.split()[:3]
+            if int(process_group) == group and state not in "ZX":
+                running.append(name)
+    return running
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_in_one_line_and_leaves_no_process(
+    corpus: Path, tmp_path: Path, tokenizer: Path, number: signal.Signals
+) -> None:
+    write_long_corpus(corpus)
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--shard-size", "200KB"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    while not (out / "train").exists() or not list((out / "train").iterdir()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    (line,) = stderr.splitlines()
+    assert line.startswith("interrupted: ")
+    assert "the same command continues" in line
+    _wait_until_gone(process.pid)
+    assert "manifest.json" not in files_of(out)
+
+
+def test_a_killed_worker_is_an_error_and_no_hang(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    write_long_corpus(corpus)
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--workers", "1"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "train").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    for worker in (pid for server in _children(process.pid) for pid in _children(server)):
+        os.kill(worker, signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: a worker process was killed")
+
+
+def _children(pid: int) -> list[int]:
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_only_the_parent_hears_ctrl_c(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
+    write_long_corpus(corpus)
+    out = tmp_path / "out"
+    process = subprocess.Popen([*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer)])
+    while not (out / "train").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    servers = [pid for pid in _children(process.pid) if _children(pid)]
+    below = [*servers, *(pid for server in servers for pid in _children(server))]
+    blocked = [
+        int(line.split()[1], 16)
+        for pid in below
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        if line.startswith("SigBlk")
+    ]
+    process.kill()
+    process.wait()
+    assert len(blocked) >= 2
+    assert all(mask >> (signal.SIGINT - 1) & 1 for mask in blocked)
+
+
+def test_another_command_or_input_on_an_unfinished_folder_is_refused(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ("--tokenizer", tokenizer, "--shard-size", "20KB", "--workers", "1")
+    _kill_when_journalled(out, 2, corpus, *options)
+    before = files_of(out)
+    message = error_of(corpus, out, *options, "--validation", "0.5", expect=2)
+    assert "--validation was 0.01, is 0.5" in message
+    (corpus / "one more.txt").write_text("new")
+    message = error_of(corpus, out, *options, expect=2)
+    assert "the number of input files was 61, is 62" in message
+    assert files_of(out) == before
+
+
+def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_long_corpus(corpus, num_lines=400)
+    (corpus / "z.txt").write_text("in the last and smallest unit, which comes last")
+    out = tmp_path / "out"
+    options = ("--tokenizer", tokenizer, "--shard-size", "200KB", "--workers", "1")
+    append = Journal.append
+
+    def take_away(journal: Journal[Any], result: Any) -> None:
+        append(journal, result)
+        if (corpus / "z.txt").exists():
+            (corpus / "z.txt").rename(tmp_path / "away.txt")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", take_away)
+        message = error_of(corpus, out, *options)
+    assert message.startswith(f"error: {corpus / 'z.txt'}: vanished while the corpus was read.")
+    (tmp_path / "away.txt").rename(corpus / "z.txt")
+    run(corpus, out, *options)
+    assert Manifest.read(out).ledger.files == 63
+
+
+def test_a_kill_between_manifest_and_end_is_finished_by_the_same_command(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    options = ("--tokenizer", tokenizer, "--shard-size", "20KB", "--workers", "1")
+    _kill_when_journalled(out, 2, corpus, *options)
+    run(corpus, tmp_path / "whole", *options)
+    (out / "manifest.json").write_bytes((tmp_path / "whole/manifest.json").read_bytes())
+    run(corpus, out, *options)
+    assert files_of(out) == files_of(tmp_path / "whole")
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    """A limit on the size of files refuses writes in the middle of a shard, as a full disk does."""
+    write_ballast(corpus)
+    options = ("--tokenizer", tokenizer, "--shard-size", "2MB", "--workers", "1")
+    run(corpus, tmp_path / "undisturbed", *options)
+    out = tmp_path / "out"
+    result = subprocess.run(
+        [*COMMAND, *map(str, (corpus, out, *options))],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "File too large" in line
+    run(corpus, out, *options)
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
+def test_fifty_kills_at_random_moments_change_no_byte(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    for index, text in enumerate(texts(150, seed=3)):
+        (corpus / f"more{index:03}.txt").write_text(text * 40)
+    lines = [json.dumps({"text": text * 3}) + "\n" for text in texts(4000, seed=4)]
+    (corpus / "many.jsonl").write_text("".join(lines))
+    options = ("--shard-size", "200KB", "--validation", "0.1", "--workers", "2")
+    options = (*options, "--vocab-size", "400")  # training is part of what may be killed
+    started = time.monotonic()
+    run(corpus, tmp_path / "undisturbed", *options)
+    seconds = time.monotonic() - started
+    expected = files_of(tmp_path / "undisturbed")
+    draw = random.Random(0)
+    kills = finished = 0
+    while kills < 50 or not finished:
+        out = tmp_path / f"out{finished}"
+        kills += _run_for(draw.uniform(0, seconds), corpus, out, *options)
+        if (out / "manifest.json").exists() and not (out / ".journal.jsonl").exists():
+            assert files_of(out) == expected
+            finished += 1
+    if (tmp_path / f"out{finished}").exists():
+        run(corpus, tmp_path / f"out{finished}", *options)
+        assert files_of(tmp_path / f"out{finished}") == expected
+
+
+def _run_for(seconds: float, *arguments: object) -> bool:
+    """Run the command and kill it, alone or with its workers; False if it was done before."""
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)], stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        if int(seconds * 1e6) % 2:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
+        _wait_until_gone(process.pid)
+        return True
+    assert code == 0
+    return False

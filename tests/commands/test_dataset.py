@@ -1,0 +1,118 @@
+"""Under a plain DataLoader the batches are those of the loader."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from delivery import (
+    POLICIES,
+    WINDOW_TOKENS,
+    MakeDataset,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+)
+from pyarrow import ipc
+from torch.utils.data import DataLoader
+
+from tokenfeed import Batch, Padded, ShardDataset
+from tokenfeed.pipeline.planning.policy import Batching
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(), num_shards=3)
+
+
+def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = None) -> list[Batch]:
+    """The batches of a plain DataLoader."""
+    shares = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    return [batch for share in islice(shares, windows) for batch in share]
+
+
+def shards_of(folder: Path) -> list[Path]:
+    return sorted((folder / "train").glob("*.arrow"))
+
+
+def columns_of(path: Path) -> dict[str, list[Any]]:
+    """The columns of a shard, read with Arrow alone."""
+    with ipc.open_file(path) as reader:
+        columns: dict[str, list[Any]] = reader.read_all().to_pydict()
+    return columns
+
+
+def open_dataset(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardDataset:
+    return ShardDataset(folder, batching, **{"window_tokens": WINDOW_TOKENS} | options)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_a_plain_dataloader_gives_the_same_batches(
+    folder: Path, batching: Batching, num_workers: int
+) -> None:
+    options = {"rank": 1, "world_size": 2, "micro_batches_per_step": 3, "seed": 5, "epochs": 2}
+    ours = list(open_loader(folder, batching, **options))
+    theirs = plain(open_dataset(folder, batching, **options), num_workers)
+    assert [spans(batch) for batch in theirs] == [spans(batch) for batch in ours]
+    for our, their in zip(ours, theirs, strict=True):
+        assert all(torch.equal(our[name], their[name]) for name in our)
+        assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
+
+
+@pytest.mark.parametrize("task", ["classify", "tag", "complete"])
+def test_labels_come_with_their_rows_from_any_process(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    small_batches(monkeypatch)
+    folder = make_dataset(realistic_lengths(), task=task, pairs=True)
+    columns = {
+        name: [value for path in shards_of(folder) for value in columns_of(path)[name]]
+        for name in ("label", "labels", "prompt_length", "token_type_ids")
+        if name in columns_of(shards_of(folder)[0])
+    }
+    batching = Padded(max_tokens=4096)
+    with open_loader(folder, batching, num_workers=2) as loader:
+        ours = list(loader)
+    for our, their in zip(ours, plain(open_dataset(folder, batching), 2), strict=True):
+        assert all(torch.equal(our[name], their[name]) for name in our)
+        for place, (row, start, length) in enumerate(spans(our)):
+            span = slice(start, start + length)
+            ids, labels = our["input_ids"][place, :length], our["labels"][place]
+            types = our["token_type_ids"][place, :length]
+            assert types.tolist() == columns["token_type_ids"][row][span]
+            if task == "classify":
+                assert int(labels) == columns["label"][row]
+            elif task == "tag":
+                assert labels[:length].tolist() == columns["labels"][row][span]
+                assert (labels[length:] == -100).all()
+            else:
+                first = max(1, columns["prompt_length"][row] - start)
+                assert torch.equal(labels[first:length], ids[first:])
+                assert (labels[: min(first, length)] == -100).all()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_raising_the_epoch_gives_the_next_pass(folder: Path, num_workers: int) -> None:
+    dataset = open_dataset(folder)
+    loader = open_loader(folder)
+    for dataset.epoch in range(2):
+        passed = [spans(batch) for batch in plain(dataset, num_workers)]
+        assert passed == [spans(batch) for batch in loader]
+
+
+def test_an_epoch_can_be_chosen(folder: Path) -> None:
+    dataset = open_dataset(folder)
+    dataset.epoch = 3
+    loader = open_loader(folder, epochs=4)
+    whole = [spans(batch) for batch in loader]
+    last = [spans(batch) for batch in plain(dataset, 2)]
+    assert whole[len(whole) - len(last) :] == last
+
+
+def test_a_batch_may_be_kept_after_its_share_is_gone(folder: Path) -> None:
+    for theirs, ours in zip(plain(open_dataset(folder), 2), open_loader(folder), strict=True):
+        assert torch.equal(theirs["labels"], ours["labels"])

@@ -1,0 +1,171 @@
+"""Engines: the fast one gives the reference's ids, and where it would not, that is found out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import xxhash
+from false_engine import FALSE_ENGINE, write_corpus
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from tokenfeed.pipeline.format.manifest import Manifest
+
+COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `import gigatoken` finds the false engine."""
+    (tmp_path / "fake").mkdir()
+    (tmp_path / "fake/gigatoken.py").write_text(FALSE_ENGINE)
+    paths = [str(tmp_path / "fake"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def run(
+    environment: dict[str, str], *arguments: object, expect: int = 0
+) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def shards_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.arrow")
+    }
+
+
+def sampled_document(word: str) -> str:
+    """A long text that the run's own sample will contain, with `word` beyond the first audit."""
+    for number in range(100_000):
+        text = f"{'the lazy dog ' * 50_000}{word} {number}"
+        if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
+            return text
+    raise AssertionError("no text found")
+
+
+@pytest.mark.parametrize(
+    "extra",
+    ["LIE at once", sampled_document("LIE"), f"{'the lazy dog ' * 50_000}PANIC"],
+    ids=["at the start", "in the sample", "a panic"],
+)
+def test_an_engine_that_is_wrong_once_makes_no_id_of_the_data_set(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer, extra: str
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", extra)
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--validation", "0.1")
+    run(environment, corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    manifests = []
+    for workers in (1, 2):
+        out = tmp_path / f"out{workers}"
+        result = run(environment, corpus, out, *options, "--workers", workers)
+        assert "`tokenizers` encodes everything" in result.stderr
+        assert shards_of(out) == shards_of(tmp_path / "right")
+        manifests.append((out / "manifest.json").read_bytes())
+    assert manifests[0] == manifests[1]
+    made = Manifest.read(tmp_path / "out1").tokenizer
+    assert made.engine == "tokenizers"
+    assert made.audited > 300
+    assert made.differences == (0 if "PANIC" in extra else 1)
+    message = run(
+        environment, corpus, tmp_path / "forced", *options, "--engine", "gigatoken", expect=1
+    ).stderr
+    assert "Leave out `--engine`" in message.splitlines()[-1]
+
+
+def test_an_engine_that_is_right_is_used_and_its_audit_kept(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", sampled_document("nothing"))
+    for name, env in {"false": environment, "real": dict(os.environ)}.items():
+        run(env, corpus, tmp_path / name, "--tokenizer", tmp_path)
+    run(environment, corpus, tmp_path / "right", "--tokenizer", tmp_path, "--engine", "tokenizers")
+    assert shards_of(tmp_path / "false") == shards_of(tmp_path / "real")
+    assert shards_of(tmp_path / "real") == shards_of(tmp_path / "right")
+    made = Manifest.read(tmp_path / "real").tokenizer
+    assert (made.engine, made.differences) == ("gigatoken", 0)
+    assert made.audited > 300
+    assert Manifest.read(tmp_path / "right").tokenizer.audited == 0
+
+
+@pytest.mark.parametrize("policy", ["plain", "split"])
+def test_special_tokens_in_text_become_what_was_asked_for(
+    tmp_path: Path, byte_level: Tokenizer, policy: str
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", "forged <|endoftext|> end")
+    for engine in ("tokenizers", "gigatoken"):
+        options = ("--tokenizer", tmp_path, "--engine", engine, "--special-tokens-in-text", policy)
+        run(dict(os.environ), corpus, tmp_path / engine, *options)
+    made = shards_of(tmp_path / "tokenizers")
+    assert made == shards_of(tmp_path / "gigatoken")
+    manifest = Manifest.read(tmp_path / "tokenizers")
+    assert manifest.tokenizer.special_tokens_in_text == policy
+
+
+def test_what_the_tokenizer_cannot_encode_is_a_reject(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="missing"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "in.jsonl").write_text('{"text": "a b"}\n{"text": "c"}\n{"text": "b"}\n')
+    result = run(
+        dict(os.environ), tmp_path / "in.jsonl", tmp_path / "out", "--tokenizer", tmp_path, "--json"
+    )
+    summary = json.loads(result.stdout)
+    assert (summary["documents"], summary["rejected"]) == (2, 1)
+    (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
+    assert (reject["line"], reject["record"]) == (2, 1)
+    assert "cannot encode it" in reject["reason"]
+
+
+def test_verified_ids_are_those_of_every_text(
+    tmp_path: Path, environment: dict[str, str], byte_level: Tokenizer
+) -> None:
+    byte_level.save(str(tmp_path / "tokenizer.json"))
+    hidden = f"{'the lazy dog ' * 50_000}LIE"
+    assert xxhash.xxh3_64_intdigest(hidden.encode()) % 1000
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB", "--verify-ids")
+    for name, extra in {"right": "nothing", "wrong": hidden}.items():
+        corpus = write_corpus(tmp_path / f"in {name}", extra)
+        result = run(environment, corpus, tmp_path / name, *options)
+        assert ("every text compared, 0 different" in result.stdout) == (name == "right")
+    right, wrong = (Manifest.read(tmp_path / name).tokenizer for name in ("right", "wrong"))
+    assert (right.engine, right.verified, right.differences) == ("gigatoken", True, 0)
+    assert (wrong.engine, wrong.verified, wrong.differences) == ("tokenizers", None, 1)
+    assert min(right.audited, wrong.audited) >= 351 + 300
+
+
+def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
+    options = ("--engine", "tokenizers", "--verify-ids")
+    message = run(dict(os.environ), tmp_path, tmp_path / "out", *options, expect=2).stderr
+    assert "`--verify-ids` compares with what `--engine tokenizers` makes" in message
+
+
+def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
+    tmp_path: Path, byte_level: Tokenizer
+) -> None:
+    made = Tokenizer.from_str(byte_level.to_str())
+    made.add_tokens([AddedToken("lazy", single_word=True), AddedToken("zy dog", rstrip=True)])
+    made.save(str(tmp_path / "tokenizer.json"))
+    corpus = write_corpus(tmp_path / "corpus", "nothing")
+    options = ("--tokenizer", tmp_path, "--shard-size", "60KB")
+    for workers in (1, 2):
+        run(dict(os.environ), corpus, tmp_path / f"{workers}", *options, "--workers", workers)
+    run(dict(os.environ), corpus, tmp_path / "right", *options, "--engine", "tokenizers")
+    assert shards_of(tmp_path / "1") == shards_of(tmp_path / "2") == shards_of(tmp_path / "right")
+    tokenizer = Manifest.read(tmp_path / "1").tokenizer
+    assert tokenizer.engine == "gigatoken"
+    assert 100 < (tokenizer.routed or 0) < 351
+    assert Manifest.read(tmp_path / "2") == Manifest.read(tmp_path / "1")

@@ -1,0 +1,77 @@
+"""Every format that a corpus may have: the same rows, the same care for what cannot be used."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from command import COMMAND, files_of, texts
+
+from tokenfeed.pipeline.format.manifest import Manifest
+
+TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
+
+
+def write_lines(path: Path, rows: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_ledger(out: Path, rows: int) -> None:
+    """Each source's records are written, empty or rejected, and there are `rows` in all."""
+    sources = lines_of(out / "sources.jsonl")
+    for source in sources:
+        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
+    ledger = Manifest.read(out).ledger
+    assert ledger.read == sum(source["read"] for source in sources) == rows
+    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
+
+
+def feed(data: bytes, out: Path, *options: object) -> subprocess.CompletedProcess[bytes]:
+    command = [*COMMAND, "-", str(out), *map(str, options)]
+    return subprocess.run(command, input=data, capture_output=True, timeout=100)
+
+
+def test_standard_input_is_one_text_or_json_lines(tmp_path: Path, tokenizer: Path) -> None:
+    lines = write_lines(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    for name, data, records in (
+        ("text", b"plain\nwords", 1),
+        ("lines", lines + b"{", len(TEXTS) + 1),
+    ):
+        done = feed(data, tmp_path / name, "--tokenizer", tokenizer)
+        assert done.returncode == 0, done.stderr
+        check_ledger(tmp_path / name, records)
+        assert [source["path"] for source in lines_of(tmp_path / name / "sources.jsonl")] == ["-"]
+    (reject,) = lines_of(tmp_path / "lines/rejects.jsonl")
+    assert (reject["file"], reject["line"]) == ("-", len(TEXTS) + 1)
+
+
+def test_a_killed_run_continues_only_with_the_same_standard_input(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    data = write_lines(tmp_path / "a.jsonl", texts(4000)).read_bytes()
+    options = ("--tokenizer", tokenizer, "--shard-size", "100KB", "--workers", 1)
+    out, journal = tmp_path / "out", tmp_path / "out/.journal.jsonl"
+    with open(tmp_path / "a.jsonl", "rb") as file:
+        command = [*COMMAND, "-", str(out), *map(str, options)]
+        process = subprocess.Popen(command, stdin=file, stderr=subprocess.DEVNULL)
+        while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, "it ended before it could be killed"
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    refused = feed(data[:-2] + b"!}", out, *options)
+    assert refused.returncode == 2
+    (line,) = refused.stderr.decode().splitlines()
+    assert line.startswith("error: ")
+    assert "of another command or input" in line
+    for folder in (out, tmp_path / "undisturbed"):
+        done = feed(data, folder, *options)
+        assert done.returncode == 0, done.stderr
+    assert files_of(out) == files_of(tmp_path / "undisturbed")

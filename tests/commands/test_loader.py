@@ -1,0 +1,203 @@
+"""One epoch is every token once, in one order, whatever the workers; errors are one line."""
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from delivery import (
+    POLICIES,
+    MakeDataset,
+    Span,
+    eventually,
+    flip_bit,
+    open_loader,
+    realistic_lengths,
+    row_tokens,
+    small_batches,
+    spans,
+    times_delivered,
+    tokens_of,
+)
+
+from tokenfeed import Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, ShardFormatError
+from tokenfeed.pipeline.planning.policy import Batching
+
+LENGTHS = realistic_lengths()
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_an_epoch_is_every_token_exactly_once_with_any_workers(
+    folder: Path, batching: Batching
+) -> None:
+    alone = [spans(batch) for batch in open_loader(folder, batching)]
+    assert times_delivered((span for batch in alone for span in batch), LENGTHS) == {1}
+    for num_workers in (1, 4):  # the others: see resizing
+        with open_loader(folder, batching, num_workers=num_workers) as loader:
+            assert [spans(batch) for batch in loader] == alone, "order depends on workers"
+
+
+@pytest.mark.parametrize("num_workers", [0, 3])
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_tokens_are_those_of_the_shards(folder: Path, batching: Batching, num_workers: int) -> None:
+    rows = row_tokens(folder)
+    assert [len(row) for row in rows] == LENGTHS.tolist()
+    with open_loader(folder, batching, num_workers=num_workers) as loader:
+        kept = [(spans(batch), tokens_of(batch)) for batch in loader]
+    for pieces, tokens in kept:  # after the loop: a buffer that is filled again would show
+        expected = [rows[row][start : start + length] for row, start, length in pieces]
+        assert np.array_equal(tokens, np.concatenate(expected))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_passes_follow_each_other_in_the_order_of_the_epochs(
+    folder: Path, num_workers: int
+) -> None:
+    with open_loader(folder, num_workers=num_workers) as loader:
+        first, second = ([spans(batch) for batch in loader] for _ in range(2))
+    assert first != second
+    assert times_delivered((span for batch in second for span in batch), LENGTHS) == {1}
+    with open_loader(folder, num_workers=num_workers, epochs=2) as loader:
+        assert [spans(batch) for batch in loader] == first + second
+    with open_loader(folder, num_workers=num_workers, epochs=None) as loader:
+        endless = [spans(batch) for batch in islice(loader, len(first) + 3)]
+        assert endless == first + second[:3]
+        assert loader.position.epoch == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_leaving_the_loop_and_entering_again_loses_nothing(folder: Path, num_workers: int) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, POLICIES[1])]
+    with open_loader(folder, POLICIES[1], num_workers=num_workers) as loader:
+        parts = []
+        for taken in (7, 1, 0, 20):
+            parts += [spans(batch) for batch in islice(loader, taken)]
+        assert loader.position.micro_batch > 0, "the test should leave within a window"
+        loader.close()
+        assert parts + [spans(batch) for batch in loader] == whole
+
+
+def test_resizing_while_running_changes_nothing_in_the_order(folder: Path) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, epochs=3)]
+    with open_loader(folder, num_workers=1, epochs=3) as loader:
+        delivered = []
+        for number in (3, 1, 1, 0, 2, 2, 4, 1):
+            delivered += [spans(batch) for batch in islice(loader, 17)]
+            loader.num_workers = number
+            assert loader.num_workers == number
+        delivered += [spans(batch) for batch in loader]
+    assert delivered == whole
+    assert len(whole) > 8 * 17
+
+
+def test_auto_settles_on_some_workers_and_keeps_the_order(folder: Path) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, epochs=4)]
+    with open_loader(folder, num_workers="auto", epochs=4) as loader:
+        assert [spans(batch) for batch in loader] == whole
+        assert loader.num_workers >= 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int) -> None:
+    sums: Counter[str] = Counter()
+    with open_loader(
+        folder,
+        Padded(700),
+        num_workers=num_workers,
+        rank=1,
+        world_size=3,
+        micro_batches_per_step=4,
+        epochs=None,
+    ) as loader:
+        for batch in loader:
+            sums["batches"] += 1
+            sums["fillers"] += batch.is_filler
+            sums["tokens"] += 0 if batch.is_filler else int(batch.piece_lengths.sum())
+            sums["slots"] += batch["input_ids"].numel()
+            sums["cut_pieces"] += int((batch.starts > 0).sum())
+            if loader.position.epoch == 1 and loader.position.window == 1:
+                break
+        stats = loader.stats()
+        windows = loader._plan.order.num_windows
+    assert sums == {name: getattr(stats, name) for name in sums}
+    assert stats.fillers > 0
+    assert stats.cut_pieces > 0
+    assert stats.padding == pytest.approx(1 - sums["tokens"] / sums["slots"])
+    assert stats.windows == windows + 1
+    assert stats.num_workers == num_workers
+    assert sum(stats.epoch_tokens.values()) < LENGTHS.sum() / 2, "only the second epoch counts"
+    assert stats.wait_total_s > 0
+    assert 0 < stats.wait_s.p50 <= stats.wait_s.p95 <= stats.wait_s.p99 <= stats.wait_s.max
+    assert stats.decode_s.p50 > 0
+    assert (stats.queue_depth.max > 0) == (num_workers > 0)
+    assert json.loads(json.dumps(stats.as_dict())) == stats.as_dict()
+
+
+def windows_ready(loader: ShardLoader) -> int:
+    pool = loader._delivery._feed._pool  # type: ignore[union-attr]
+    pool._drain(0)  # type: ignore[union-attr]
+    return sum(pending.is_answered() for pending in pool._pending)  # type: ignore[union-attr]
+
+
+def test_a_slow_loop_finds_windows_ready_and_does_not_wait(folder: Path) -> None:
+    with open_loader(folder, num_workers=2, epochs=None) as loader:
+        for _ in islice(loader, 60):
+            assert eventually(lambda: windows_ready(loader) >= 2)
+        stats = loader.stats()
+    assert stats.queue_depth.max >= 2
+    assert stats.wait_s.p50 < 0.01
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_damage_is_named_in_one_line_from_any_process(folder: Path, num_workers: int) -> None:
+    path = folder / "train/00001.arrow"
+    flip_bit(path, path.stat().st_size // 2)
+    with (
+        open_loader(folder, num_workers=num_workers) as loader,
+        pytest.raises(ShardFormatError, match=r"00001\.arrow: record batch \d+") as caught,
+    ):
+        list(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_shard_that_was_put_back_is_read_from_where_the_error_came(
+    folder: Path, num_workers: int
+) -> None:
+    whole = [spans(batch) for batch in open_loader(folder)]
+    path = folder / "train/00001.arrow"
+    good = path.read_bytes()
+    path.unlink()
+    delivered: list[list[Span]] = []
+    with open_loader(folder, num_workers=num_workers) as loader:
+        with pytest.raises(ShardFormatError, match=r"00001\.arrow"):
+            delivered.extend(spans(batch) for batch in loader)
+        path.write_bytes(good)
+        delivered += [spans(batch) for batch in loader]
+    assert delivered == whole
+
+
+def test_workers_out_of_range_are_refused_while_running(folder: Path) -> None:
+    with open_loader(folder, num_workers=1) as loader:
+        before = [spans(batch) for batch in islice(loader, 3)]
+        with pytest.raises(ConfigError, match="`num_workers`=-3"):
+            loader.num_workers = -3
+        after = [spans(batch) for batch in loader]
+    assert before + after == [spans(batch) for batch in open_loader(folder)]
+
+
+def test_a_window_that_takes_too_long_is_named(folder: Path) -> None:
+    with (
+        open_loader(folder, num_workers=1, timeout=0.001) as loader,
+        pytest.raises(LoaderError, match=r"worker 0 .* window 0 of epoch 0, did not answer"),
+    ):
+        list(loader)

@@ -1,0 +1,77 @@
+"""The folders map to one import name, layers point one way, and light things stay light."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+from places import ROOT
+
+from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.planning.policies import Padded
+
+LAYERS = ["pipeline", "trainer", "integrations", "tools"]
+"""Lowest first: a folder may import itself and those before it."""
+
+
+SCRIPTS = ["pretokenize", "train", "shards"]
+
+
+def run_python(code: str, cwd: Path) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, check=True, capture_output=True, text=True
+    ).stdout
+
+
+def test_no_generic_name_is_importable_from_elsewhere(tmp_path: Path) -> None:
+    code = f"import importlib.util as u; print([n for n in {LAYERS} if u.find_spec(n)])"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
+@pytest.mark.parametrize("room", ["format", "planning", "windows"])
+def test_what_plans_and_reads_is_free_of_torch(room: str, tmp_path: Path) -> None:
+    modules = [path.stem for path in (ROOT / "pipeline" / room).glob("[a-z]*.py")]
+    imports = ", ".join(f"tokenfeed.pipeline.{room}.{module}" for module in modules)
+    code = f"import sys, {imports}; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_a_worker_is_free_of_torch(tmp_path: Path) -> None:
+    code = "import sys, tokenfeed.pipeline.feeding.worker; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_pretokenize_starts_without_torch(tmp_path: Path) -> None:
+    code = "import sys, tokenfeed.tools.pretokenize; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:
+    blocked = "import sys; sys.modules['tokenizers'] = sys.modules['datasets'] = None;"
+    run_python(f"{blocked} from tokenfeed import *", tmp_path)
+
+
+def test_the_front_door_is_free_of_torch(tmp_path: Path) -> None:
+    code = "import sys, tokenfeed; tokenfeed.Padded; print('torch' in sys.modules)"
+    assert run_python(code, tmp_path).strip() == "False"
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_explains_itself_on_one_screen(script: str, tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name(script)
+    width = {**os.environ, "COLUMNS": "120"}
+    shown = subprocess.run(
+        [command, "--help"], cwd=tmp_path, env=width, check=True, capture_output=True, text=True
+    ).stdout
+    assert "usage" in shown.lower()
+    assert len(shown.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_other_processes_unpickle_our_classes(method: str) -> None:
+    values = [Padded(max_tokens=5), FileInfo(file="a", bytes=1, xxh3="0")]
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as pool:
+        assert list(pool.map(repr, values)) == [repr(value) for value in values]

@@ -1,0 +1,138 @@
+"""Training end to end, on a corpus small enough to be learnt in seconds."""
+
+import dataclasses
+import functools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from training import (
+    assert_same_run,
+    load_weights,
+    make_config,
+    run,
+    write_counting,
+)
+
+from tokenfeed.trainer.config import TrainConfig
+
+TRAIN = Path(sys.executable).with_name("train")
+
+
+MakeShards = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
+    return functools.partial(write_counting, write_dataset)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run(make_config(shards, run_dir))
+    return run_dir
+
+
+def test_a_stop_at_any_step_saves_and_loses_nothing(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    report = run(make_config(shards, run_dir), stop_after=3)
+    assert (report.finished, report.steps) == (False, 3)
+    assert "go on with --resume" in report.summary()
+    run(make_config(shards, run_dir, resume=True, num_workers=1), stop_after=2)
+    run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
+
+
+def command(config: TrainConfig) -> list[str]:
+    """The command line that means `config`."""
+    words = [str(TRAIN)]
+    for field in dataclasses.fields(config):
+        value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not False:
+            words += [flag, str(value)]
+    return words
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
+    number: signal.Signals, exit_code: int, shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, steps=100_000, save_every=100_000, json=True)
+    process = subprocess.Popen(
+        command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    metrics = run_dir / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
+        time.sleep(0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == exit_code, errors
+    report = json.loads(output)
+    assert report == json.loads((run_dir / "report.json").read_text())
+    assert report["finished"] is False
+    assert load_weights(run_dir, report["steps"])
+
+
+def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", steps=2)
+    result = subprocess.run(command(config), capture_output=True, text=True, check=True)
+    assert "step 2/2 | loss " in result.stderr
+    assert "real tok/s | stall " in result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        "model",
+        "trained",
+        "loss",
+        "speed",
+        "stall",
+        "report",
+    ]
+
+
+def test_a_user_error_of_the_command_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "nowhere", tmp_path / "run")
+    result = subprocess.run(command(config), capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_help_of_the_command_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['train', '--help']\n"
+        "from tokenfeed.tools.train import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--micro-batch-tokens" in result.stdout
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", device="cuda", steps=20, num_workers=1)
+    report = run(config)
+    assert report.loss_last < report.loss_first
+    assert report.stall["window_steps"] == 15
+    assert 0 <= report.stall["fraction"] < 1
+    assert "CUDA events" in report.stall["method"]

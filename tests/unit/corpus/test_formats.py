@@ -1,0 +1,343 @@
+"""Every format that a corpus may have: the same rows, the same care for what cannot be used."""
+
+import csv
+import gzip
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.feather as feather
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from command import error_of, run, run_json, texts
+from corpora import read, read_bytes
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.corpus import blocks
+from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+
+Write = Callable[[Path, list[str]], Path]
+
+
+TEXTS = ["first", 'zwei\n"Zeilen"', "", "a,b\tc\r\n", "trois 🎉", *texts(40)]
+
+
+def write_lines(path: Path, rows: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def write_list(path: Path, rows: list[str]) -> Path:
+    path.write_text(json.dumps([{"text": row} for row in rows], indent=1))
+    return path
+
+
+def write_csv(path: Path, rows: list[str]) -> Path:
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([("id", "text"), *enumerate(rows)])
+    return write_packed(path, file.getvalue())
+
+
+def write_tsv(path: Path, rows: list[str]) -> Path:
+    return write_packed(
+        path, "".join(f"{number}\t{row}\n" for number, row in [("id", "text"), *enumerate(rows)])
+    )
+
+
+def write_packed(path: Path, text: str) -> Path:
+    data = text.encode("utf-8-sig")
+    packed = {".gz": gzip.compress(data), ".zst": zstandard.compress(data)}
+    path.write_bytes(packed.get(path.suffix, data))
+    return path
+
+
+def write_arrow(path: Path, rows: list[str]) -> Path:
+    column = pa.array(rows, pa.large_string()).dictionary_encode()
+    table = pa.table({"text": column, "id": range(len(rows))})
+    make = pa.ipc.new_stream if path.name.startswith("stream") else pa.ipc.new_file
+    with make(str(path), table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return path
+
+
+def write_feather(path: Path, rows: list[str]) -> Path:
+    feather.write_feather(pa.table({"text": rows}), str(path), chunksize=7)
+    return path
+
+
+def write_parquet(path: Path, rows: list[str]) -> Path:
+    pq.write_table(pa.table({"text": rows}), path, row_group_size=7)
+    return path
+
+
+def write_saved(path: Path, rows: list[str]) -> Path:
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(path)
+    return path
+
+
+def write_loadable(path: Path, rows: list[str]) -> Path:
+    path.mkdir()
+    write_parquet(path / "train.parquet", rows)
+    return path
+
+
+WRITERS: dict[str, Write] = {
+    **dict.fromkeys(("a.jsonl", "a.ndjson", "lines.json"), write_lines),
+    "list.json": write_list,
+    **dict.fromkeys(("a.csv", "a.csv.gz"), write_csv),
+    **dict.fromkeys(("a.tsv", "a.tsv.zst"), write_tsv),
+    **dict.fromkeys(("file.arrow", "stream.arrow"), write_arrow),
+    "a.feather": write_feather,
+    "a.parquet": write_parquet,
+    "saved": write_saved,
+    "loadable": write_loadable,
+}
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever commands ask of `datasets` is kept here."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hub/datasets")
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check_ledger(out: Path, rows: int) -> None:
+    """Each source's records are written, empty or rejected, and there are `rows` in all."""
+    sources = lines_of(out / "sources.jsonl")
+    for source in sources:
+        assert source["read"] == source["written"] + source["empty"] + source["rejected"]
+    ledger = Manifest.read(out).ledger
+    assert ledger.read == sum(source["read"] for source in sources) == rows
+    assert ledger.rejected == len(lines_of(out / "rejects.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.csv", "list.json", "file.arrow", "saved", "loadable"])
+@pytest.mark.usefixtures("hub_cache")
+def test_the_same_texts_give_the_same_shards_in_every_format(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    splits = []
+    for each in ("a.jsonl", name):
+        path, out = WRITERS[each](tmp_path / each, TEXTS), tmp_path / f"out-{each}"
+        corpus = f"hub:{path}" if each == "loadable" else path
+        run(corpus, out, "--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
+        check_ledger(out, len(TEXTS))
+        splits.append(Manifest.read(out).splits)
+    assert splits[0] == splits[1]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
+    rows = [" ".join(text.split()) for text in TEXTS] if ".tsv" in name else TEXTS
+    good, bad = read(WRITERS[name](tmp_path / name, rows))
+    assert (list(good.values()), bad) == ([row.encode() for row in rows], {})
+
+
+VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
+
+
+ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
+
+
+@settings(max_examples=300)
+@given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
+@example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)
+@pytest.mark.parametrize("block_bytes", [7, 130, 1 << 24])
+def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory,
+    block_bytes: int,
+    rows: list[str | bytes],
+    eol: bytes,
+    last: bool,
+) -> None:
+    def line(row: str | bytes) -> bytes:
+        return row if isinstance(row, bytes) else b'1,"%s"' % row.replace('"', '""').encode()
+
+    data = eol.join([b"id,text", *map(line, rows)]) + (eol if last or not rows else b"")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        good, bad = read_bytes(tmp_path_factory.mktemp("csv") / "a.csv", data)
+    expected = {i: row.encode() for i, row in enumerate(rows) if isinstance(row, str)}
+    assert good == expected
+    assert sorted(bad) == [i for i in range(len(rows)) if i not in expected]
+
+
+def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    assert read_bytes(path, b"id,text\n") == ({}, {})
+    for data, words in {b"": "Empty CSV", b"id,body\n1,a\n": "no column `text`"}.items():
+        good, bad = read_bytes(path, data)
+        assert (good, list(bad)) == ({}, [0])
+        assert words in bad[0]
+
+
+def test_a_truncated_csv_gives_what_is_before_the_damage(tmp_path: Path) -> None:
+    rows = [os.urandom(300).hex() for _ in range(5000)]
+    data = gzip.compress("\n".join(["text", *rows]).encode())
+    good, bad = read_bytes(tmp_path / "a.csv.gz", data[: len(data) // 2])
+    assert list(good.values()) == [row.encode() for row in rows[: len(good)]]
+    assert list(bad) == [len(good)]
+    assert len(good) > 1000
+
+
+NULL, INVALID = "field `text` is null, expected text", "field `text` has invalid UTF-8 at byte 0"
+
+
+@pytest.mark.parametrize("name", ["file.arrow", "stream.arrow", "a.feather", "a.parquet"])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_bad_values_of_a_table_cost_their_row(tmp_path: Path, name: str, encoded: bool) -> None:
+    column = pa.array([b"a", None, b"\xff", b"b", "é".encode()]).view(pa.string())
+    table = pa.table({"text": column.dictionary_encode() if encoded else column})
+    path = str(tmp_path / name)
+    if name == "a.parquet":
+        pq.write_table(table, path, row_group_size=2)
+    elif name == "a.feather":
+        feather.write_feather(table, path, chunksize=2)
+    else:
+        make = pa.ipc.new_file if name == "file.arrow" else pa.ipc.new_stream
+        with make(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=2)
+    assert read(Path(path)) == ({0: b"a", 3: b"b", 4: "é".encode()}, {1: NULL, 2: INVALID})
+
+
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.binary(), pa.string_view()])
+def test_arrow_text_of_every_string_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
+    table = pa.table({"text": pa.array(["x", "yé"], kind)})
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    assert read(tmp_path / "a.feather") == ({0: b"x", 1: "yé".encode()}, {})
+
+
+def test_a_table_without_the_column_is_one_reject(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"body": ["x"] * 6}), tmp_path / "a.parquet", row_group_size=2)
+    assert read(tmp_path / "a.parquet") == ({}, {0: "no column `text`; it has: body"})
+
+
+def test_a_doubled_column_is_no_crash(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["text", "text"])
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    good, bad = read(tmp_path / "a.feather")
+    assert (good, list(bad)) == ({}, [0])
+
+
+def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for data in (b'{"body": "x"}', b'[{"body": "x"}]', b"[]", b"5", b"{"):
+        assert read_bytes(path, data) == ({0: data}, {})
+    good, bad = read_bytes(path, b'[{"text": "a"}, 5, {"text": null}, {}, {"text": "b"}]')
+    assert (good, list(bad)) == ({0: b"a", 4: b"b"}, [1, 2, 3])
+    for tail in (b"", b', {"text": "\xff"}]', b', {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}]"):
+        good, bad = read_bytes(path, b'[{"text": "a"}' + tail)
+        assert (good, list(bad)) == ({}, [0])
+        assert "cannot be read from here on" in bad[0]
+
+
+def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
+    counts = {"train": 30, "test": 7, "validation": 5}
+    made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
+    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
+    splits = Manifest.read(tmp_path / "out").splits
+    assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts
+    check_ledger(tmp_path / "out", sum(counts.values()))
+
+
+def test_a_folder_that_has_some_state_json_is_an_ordinary_folder(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus/state.json").write_text('{"step": 5}')
+    assert read(tmp_path / "corpus") == ({0: b'{"step": 5}'}, {})
+
+
+BAD_ROWS = {
+    "a.jsonl": b'{"text": "a"}\n\n{"text": 1}\n{"text": "b"}\n{\n[]\n',
+    "a.csv": b'text,id\n"a\na",1\nb,\xff\n\xff,2\nc,3\n\xff,4\nd\n',
+    "list.json": b'[{"text": "a"}, {"text": "b"}, {"text": 1}, {"text": "c"}, {}, 5]',
+}
+
+
+RECORDS = {"a.jsonl": (2, 4, 5), "a.csv": (2, 4, 5), "list.json": (2, 4, 5)}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_the_first_reject_too_many_ends_the_run_by_its_name(
+    tmp_path: Path, tokenizer: Path, name: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(BAD_ROWS[name])
+    run(path, tmp_path / "out", "--tokenizer", tokenizer, "--max-rejects", 3)
+    check_ledger(tmp_path / "out", 5 if name == "a.jsonl" else 6)
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    assert [reject["record"] for reject in rejects] == [*RECORDS[name]]
+    lines = [3, 5, 6] if name == "a.jsonl" else [None] * 3
+    assert [reject.get("line") for reject in rejects] == lines
+    for allowed, option in ((0, ("--strict",)), *((n, ("--max-rejects", n)) for n in range(3))):
+        message = error_of(path, tmp_path / "strict", "--tokenizer", tokenizer, *option)
+        reject = rejects[allowed]
+        assert f"{path}, record {reject['record']}: {reject['reason']}" in message
+
+
+def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
+    words = pa.array([b"good", b"\xff"]).view(pa.string())
+    table = pa.table({"text": pa.ListArray.from_arrays([0, 1, 2], words)})
+    feather.write_feather(table, str(tmp_path / "a.feather"))
+    assert read(tmp_path / "a.feather", Kind.WORDS) == (
+        {0: [b"good"]},
+        {1: "field `text` has invalid UTF-8"},
+    )
+
+
+def test_a_table_without_rows_has_no_text_to_train_on(tmp_path: Path) -> None:
+    write_feather(tmp_path / "a.feather", [])
+    assert "no text" in error_of(tmp_path / "a.feather", tmp_path / "out")
+
+
+def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_dict.json").write_text('{"splits": ["../up"]}')
+    (tmp_path / "up").mkdir()
+    (tmp_path / "up/a.txt").write_text("text")
+    message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
+    assert "'../up' cannot be the name of a split" in message
+
+
+def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.test.txt").write_text("text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.tset.txt")
+    message = error_of(tmp_path / "a.test.txt", tmp_path / "out", *options, expect=2)
+    assert "`--split test=*.tset.txt`: no input file matches it" in message
+
+
+def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer: Path) -> None:
+    for index in range(40):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / f"in/{index:02}.{'test' if index % 2 else 'train'}.txt").write_text("some text")
+    options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
+    summary = run_json(tmp_path / "in", tmp_path / "out", *options)
+    assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
+
+
+def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
+    table = pa.table({"text": ["some text"] * 4000})
+    with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
+        for start in range(0, 4000, 2):
+            writer.write_table(table.slice(start, 2))
+    source = find_corpus((str(tmp_path),), out=tmp_path / "out", field="text").sources
+    parts = [part for unit in cut_units(source, source[0].bytes // 10) for part in unit.parts]
+    assert 10 <= len(parts) <= 12
+    records = [r for part in parts for r in read_records(part, {"text": Kind.TEXT})]
+    numbers = [number for records_ in records for number in records_.numbers.tolist()]
+    assert numbers == list(range(4000))

@@ -1,0 +1,285 @@
+"""Both builders give the same batch, and it is the one a slow loop would build."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from data_sets import Span, plan_in_memory, random_rows, spans_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching, round_up
+from tokenfeed.pipeline.planning.rounds import deal_rounds
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
+
+PAD = 9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A window, and which rank delivers it from where."""
+
+    rows: Rows
+    batching: Batching
+    micro_batches_per_step: int = 1
+    first: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def buffered(self) -> tuple[RankSlice, bytearray]:
+        """The rank's slice, read from a buffer."""
+        plan, reader = plan_in_memory(
+            [self.rows], self.batching, micro_batches_per_step=self.micro_batches_per_step
+        )
+        maker = WindowMaker(plan, reader, self.rank, self.world_size)
+        made = maker.make(Position(0, 0, self.first))
+        buffer = bytearray(made.num_bytes)
+        return RankSlice.read(made.write(memoryview(buffer)), memoryview(buffer)), buffer
+
+    def ragged(self) -> list[RaggedBatch]:
+        return list(self.buffered()[0].batches())
+
+    def slow(self) -> Iterator[tuple[list[list[Span]], bool]]:
+        """The sequences of each round, and whether it is a filler."""
+        order = plan_in_memory([self.rows], self.batching)[0].order
+        planned = plan_window(
+            self.rows.lengths,
+            self.batching,
+            step_size=self.micro_batches_per_step,
+            draw=order.draw(0, 0),
+        )
+        batches = [batch for step in spans_of(planned) for batch in step]
+        rounds = deal_rounds(
+            planned.step_offsets,
+            self.micro_batches_per_step,
+            first=self.first,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        for mine, filler in zip(rounds.mine.tolist(), rounds.filler.tolist(), strict=True):
+            yield batches[mine][:1] if filler else batches[mine], filler
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    task: Task = draw(st.sampled_from(["lm", "classify", "tag", "complete"]))
+    lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
+    policies = [
+        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8])),
+        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8])),
+    ]
+    if task != "classify":
+        policies += [
+            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8])),
+            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans()),
+        ]
+    rows = random_rows(
+        lengths,
+        task,
+        pairs=draw(st.booleans()),
+        vocabulary_size=draw(st.sampled_from([1 << 16, 1 << 32])),
+    )
+    world_size = draw(st.integers(1, 5))
+    case = Case(rows, draw(st.one_of(policies)), draw(st.integers(1, 5)))
+    last = len(case.ragged()) - 1
+    rank = draw(st.integers(0, world_size - 1))
+    first = draw(st.integers(0, last))
+    return Case(rows, case.batching, case.micro_batches_per_step, first, rank, world_size)
+
+
+def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[str, Any]:
+    """Token by token: the definition."""
+    rows, begins = case.rows, np.cumsum(case.rows.lengths) - case.rows.lengths
+    sizes = [sum(stop - start for _, start, stop in sequence) for sequence in sequences]
+    length = round_up(max(sizes), case.batching.multiple_of)
+    tables: dict[str, list[list[int]]] = {
+        name: [[] for _ in sequences]
+        for name in ("input_ids", "labels", "token_type_ids", "position_ids", "document_ids")
+    }
+    documents = 0
+    for number, sequence in enumerate(sequences):
+        row_of = {name: table[number] for name, table in tables.items()}
+        for row, start, stop in sequence:
+            for at in range(start, stop):
+                token = begins[row] + at
+                row_of["input_ids"].append(int(rows.ids[token]))
+                row_of["position_ids"].append(at - start)
+                row_of["document_ids"].append(documents)
+                if "token_type_ids" in rows.per_token:
+                    row_of["token_type_ids"].append(int(rows.per_token["token_type_ids"][token]))
+                label = int(rows.ids[token])
+                if "labels" in rows.per_token:
+                    label = int(rows.per_token["labels"][token])
+                elif at == start or at < rows.per_row.get("prompt_length", begins * 0)[row]:
+                    label = IGNORED
+                row_of["labels"].append(IGNORED if filler else label)
+            documents += 1
+        padding = range(length - len(row_of["input_ids"]))
+        for name, fill in (("input_ids", PAD), ("labels", IGNORED), ("token_type_ids", 0)):
+            row_of[name] += [fill for _ in padding]
+        row_of["position_ids"] += padding
+        row_of["document_ids"] += [documents for _ in padding]
+        documents += bool(padding)
+    made: dict[str, Any] = tables
+    if "label" in rows.per_row:
+        classes = rows.per_row["label"].tolist()
+        made["labels"] = [IGNORED if filler else classes[row] for [(row, _, _)] in sequences]
+    if "token_type_ids" not in rows.per_token:
+        del made["token_type_ids"]
+    if not isinstance(case.batching, Packed):
+        del made["position_ids"], made["document_ids"]
+        made["attention_mask"] = [[at < size for at in range(length)] for size in sizes]
+    return made
+
+
+def listed(batch: Batch) -> dict[str, Any]:
+    made = {name: tensor.tolist() for name, tensor in batch.items()}
+    return made | ({"document_ids": batch.document_ids.tolist()} if "position_ids" in made else {})
+
+
+def build(ragged: RaggedBatch, device: str) -> Batch:
+    if device == "host":
+        return build_on_host(ragged, PAD)
+    inputs = {name: tensor.to(device) for name, tensor in device_inputs(ragged).items()}
+    return build_on_device(inputs, ragged, PAD)
+
+
+@pytest.mark.parametrize("device", ["host", "cpu"])
+@given(case=cases())
+def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> None:
+    batches = [build(ragged, device) for ragged in case.ragged()]
+    for batch, (sequences, filler) in zip(batches, case.slow(), strict=True):
+        assert listed(batch) == slow_batch(case, sequences, filler)
+        assert batch.is_filler == filler
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case: Case) -> None:
+    for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+        host, device = build(ragged, "host"), build(again, "cpu")
+        assert list(host) == list(device)
+        for name in host:
+            assert host[name].dtype == device[name].dtype
+            assert torch.equal(host[name], device[name]), name
+            assert host[name].dtype == (torch.bool if name == "attention_mask" else torch.int64)
+        if "position_ids" in host:
+            assert host.cu_seqlens.dtype == device.cu_seqlens.dtype == torch.int32
+            assert torch.equal(host.cu_seqlens, device.cu_seqlens)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("task", ["lm", "tag", "complete"])
+def test_batches_on_a_gpu_equal_host_batches(task: Task) -> None:
+    rows = random_rows(np.arange(1, 60), task, pairs=True)
+    for batching in (Padded(100, 8), Packed(40, 3)):
+        case = Case(rows, batching)
+        for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+            assert listed(build(ragged, "host")) == listed(build(again, "cuda"))
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
+    for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
+        batch = build_on_host(ragged, PAD)
+        pieces = [span for sequence in sequences for span in sequence]
+        sizes = [stop - start for _, start, stop in pieces]
+        assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
+        assert batch.num_slots == batch["input_ids"].numel()
+        assert batch.num_tokens == (0 if filler else sum(sizes))
+        assert batch.lengths.tolist() == [sum(b - a for _, a, b in s) for s in sequences]
+        assert batch.piece_lengths.tolist() == sizes
+        assert batch.rows.tolist() == [row for row, _, _ in pieces]
+        assert batch.starts.tolist() == [start for _, start, _ in pieces]
+        assert batch.num_cut_pieces == sum(start > 0 for _, start, _ in pieces)
+        assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_segments_are_the_runs_of_one_document(case: Case) -> None:
+    for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
+        batch = build_on_host(ragged, PAD)
+        if not isinstance(case.batching, Packed):
+            assert "position_ids" not in batch
+            continue
+        documents = np.ravel(slow_batch(case, sequences, filler)["document_ids"])
+        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1), len(documents)]
+        assert batch.cu_seqlens.tolist() == edges
+        assert batch.max_seqlen == np.diff(edges).max()
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
+    kept = case.ragged()
+    share, buffer = case.buffered()
+    ragged = list(share.batches())
+    batches = [build_on_host(one, PAD) for one in ragged]
+    buffer[:] = b"\xff" * len(buffer)
+    for batch, one in zip(batches, kept, strict=True):
+        expected = build_on_host(one, PAD)
+        assert listed(batch) == listed(expected)
+        assert batch.lengths.tolist() == expected.lengths.tolist()
+        assert batch.rows.tolist() == expected.rows.tolist()
+        assert batch.ends_step == expected.ends_step
+        with pytest.raises(AssertionError, match="dropped"):
+            ragged[0].of_tokens("input_ids")
+
+
+@pytest.mark.parametrize(
+    ("batching", "pairs", "keys"),
+    [
+        (Padded(100), False, ["input_ids", "attention_mask", "labels"]),
+        (Fixed(2), True, ["input_ids", "attention_mask", "token_type_ids", "labels"]),
+        (Packed(8, 2), False, ["input_ids", "position_ids", "labels"]),
+        (Packed(8, 2), True, ["input_ids", "position_ids", "token_type_ids", "labels"]),
+    ],
+)
+def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list[str]) -> None:
+    case = Case(random_rows(np.array([5, 3, 2]), pairs=pairs), batching)
+    batch = build_on_host(case.ragged()[0], PAD)
+    assert list(dict(**batch)) == keys
+    assert len(batch) == len(keys)
+    assert "token_type_ids" in batch or not pairs
+    assert batch["labels"] is batch["labels"]
+    for missing in ("label", {"attention_mask", "position_ids"}.difference(keys).pop()):
+        assert missing not in batch
+        with pytest.raises(KeyError, match=missing):
+            batch[missing]
+
+
+def test_a_batch_says_its_shape_tokens_and_device() -> None:
+    case = Case(random_rows(np.array([1000, 200])), Fixed(2))
+    assert repr(build_on_host(case.ragged()[0], PAD)) == "Batch([2, 1000], 1,200 tokens, cpu)"
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> None:
+    """`meta` stands in for a GPU: it has devices and shapes, and no values."""
+    case = Case(random_rows(np.array([5, 3, 2, 7]), pairs=True), batching)
+    batch = build_on_host(case.ragged()[0], PAD)
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
+    assert moved.num_targets == batch.num_targets
+    assert list(moved) == list(batch)
+
+
+def test_segments_are_where_the_batch_is() -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], PAD)
+    moved = batch.to("meta")
+    assert moved.cu_seqlens.device == moved.document_ids.device == moved.device

@@ -1,0 +1,141 @@
+"""One epoch is every token once, in one order, whatever the workers; errors are one line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from delivery import (
+    POLICIES,
+    MakeDataset,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+)
+
+from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.planning.policy import Batching
+
+LENGTHS = realistic_lengths()
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
+    folder: Path,
+) -> None:
+    loader = open_loader(folder, shuffle=False)
+    batches, windows = [], []
+    for batch in loader:
+        batches.append(spans(batch))
+        windows.append(loader.position.window)
+    assert batches == [spans(batch) for batch in loader]
+    last = max(row for pieces in batches[: windows.index(1)] for row, _, _ in pieces)
+    assert last < 900 / 3, "the first window is no beginning of the data"
+
+
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_the_length_is_exact_where_one_window_is_an_epoch(folder: Path, batching: Batching) -> None:
+    for world_size in (1, 3):
+        loader = open_loader(
+            folder, batching, window_tokens=None, epochs=2, rank=0, world_size=world_size
+        )
+        assert len(loader) == sum(1 for _ in loader)
+
+
+def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:
+    """Which part of a source an epoch leaves out differs, and so may its number of batches."""
+    even = make_dataset([100] * 400)
+    uneven = make_dataset([3000] * 10 + [3] * 10 + [100] * 300, num_shards=30)
+    mixture = Mixture({even: 1.0, uneven: 1.0}, exhausted="stop")
+    loader = ShardLoader(mixture, batching=Fixed(4), num_workers=0, seed=3, epochs=5)
+    try:
+        promised = len(loader)
+    except TypeError:
+        return
+    assert promised == sum(1 for _ in loader)
+
+
+def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
+    loader = open_loader(folder)
+    with pytest.raises(TypeError, match="estimated_batches"):
+        len(loader)
+    assert len(list(loader)) > 10
+    with pytest.raises(TypeError):
+        len(open_loader(folder, epochs=None, window_tokens=None))
+
+
+@pytest.mark.parametrize("batching", [Padded(8192), *POLICIES[1:]], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches_per_step"), [(1, None), (4, None), (2, 4), (8, 4)]
+)
+def test_the_estimated_number_of_batches_is_within_a_tenth(
+    make_dataset: MakeDataset,
+    batching: Batching,
+    world_size: int,
+    micro_batches_per_step: int | None,
+) -> None:
+    loader = open_loader(
+        make_dataset(realistic_lengths(20_000)),
+        batching,
+        window_tokens=None,
+        epochs=2,
+        micro_batches_per_step=micro_batches_per_step,
+        rank=0,
+        world_size=world_size,
+    )
+    assert loader.estimated_batches == pytest.approx(sum(1 for _ in loader), rel=0.1)
+
+
+def test_endless_epochs_have_no_estimate(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="`epochs`=None has no end"):
+        _ = open_loader(folder, epochs=None).estimated_batches
+
+
+def test_stats_of_a_loader_that_delivered_nothing_are_zeros(folder: Path) -> None:
+    stats = open_loader(folder).stats()
+    assert (stats.tokens, stats.padding, stats.wait_s.max) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": "many"}, "`num_workers`='many'"),
+        ({"batching": "padded"}, "`batching`='padded': expected Padded, Packed or Fixed"),
+        ({"num_workers": -1}, "`num_workers`=-1"),
+        ({"num_workers": 100_000}, "`num_workers`=100000: expected .* from 0 to"),
+        ({"epochs": 0}, "`epochs`=0"),
+        ({"micro_batches_per_step": 0}, "`micro_batches_per_step`=0"),
+        ({"device": "gpu"}, "`device`='gpu' is no device"),
+        ({"device": "meta"}, "`device`='meta' is not supported"),
+        ({"rank": 2, "world_size": 2}, "`rank`=2"),
+        ({"batching": Padded(2048, long_rows="refuse")}, "the longest row has 2,[0-9]{3} tokens"),
+        ({"batching": Packed(64, 4, long_rows="refuse")}, "takes 64"),
+    ],
+)
+def test_settings_out_of_range_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_loader(folder, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_timeout_that_no_worker_can_keep_is_refused(folder: Path) -> None:
+    for timeout in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="timeout"):
+            open_loader(folder, timeout=timeout)
+
+
+def test_splits_that_are_missing_or_empty_are_named(
+    folder: Path, make_dataset: MakeDataset
+) -> None:
+    with pytest.raises(ManifestError, match="no split `validation`"):
+        open_loader(folder, split="validation")
+    with pytest.raises(ConfigError, match="the split `train` holds no rows"):
+        open_loader(make_dataset([]))

@@ -1,0 +1,162 @@
+"""What others may add is added in one place: a policy, a store, a task's column."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from data_sets import random_rows, write_rows
+from delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+
+from tokenfeed import Manifest, Mixture, Padded
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.format import schema, store
+from tokenfeed.pipeline.format.schema import Column
+from tokenfeed.pipeline.planning.order import Draw
+from tokenfeed.pipeline.planning.pieces import cut_rows, random_order
+from tokenfeed.pipeline.planning.policy import Arranged, Batching, LongRows
+
+
+@dataclass(frozen=True, slots=True)
+class AtRandom(Batching):
+    """Rows in random order, whatever their length."""
+
+    batch_size: int
+    multiple_of: int = 1
+    long_rows: LongRows = "cut"
+
+    @property
+    def longest_piece(self) -> int:
+        return 1 << 30
+
+    def tokens_per_batch(self, mean_tokens: float) -> int:
+        return int(self.batch_size * mean_tokens)
+
+    def arrange(
+        self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
+    ) -> Arranged:
+        rows = random_order(len(lengths), draw.key) if draw else np.arange(len(lengths))
+        steps = np.append(np.arange(0, len(rows), self.batch_size * step_size), len(rows))
+        return Arranged(cut_rows(lengths, self.longest_piece), rows, steps)
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(200), num_shards=2)
+
+
+def test_a_policy_of_another_project_delivers_every_row_once_to_all_ranks(folder: Path) -> None:
+    rows = []
+    for rank in range(2):
+        loader = open_loader(folder, AtRandom(4), rank=rank, world_size=2, micro_batches_per_step=2)
+        batches = [batch for batch in loader if not batch.is_filler]
+        assert max(len(batch["input_ids"]) for batch in batches) == 4
+        rows += [row for batch in batches for row, _, _ in spans(batch)]
+    assert sorted(rows) == list(range(200))
+
+
+def test_a_state_knows_a_policy_of_another_project(folder: Path) -> None:
+    loader = open_loader(folder, AtRandom(4))
+    batches = iter(loader)
+    given = [spans(next(batches)) for _ in range(3)]
+    resumed = open_loader(folder, AtRandom(4))
+    resumed.load_state_dict(loader.state_dict())
+    assert given + [spans(b) for b in resumed] == [
+        spans(b) for b in open_loader(folder, AtRandom(4))
+    ]
+    with pytest.raises(ResumeError, match=r"AtRandom\(batch_size=4.*AtRandom\(batch_size=5"):
+        open_loader(folder, AtRandom(5)).load_state_dict(loader.state_dict())
+
+
+@dataclass(frozen=True)
+class MemoryStore:
+    """The files of a data set as bytes."""
+
+    name: str
+    files: dict[str, bytes]
+
+    def path(self, name: str) -> str:
+        return f"{self.name}/{name}"
+
+    def size(self, name: str) -> int:
+        return len(self.read(name))
+
+    def open(self, name: str, size: int) -> pa.NativeFile:
+        return pa.BufferReader(self.read(name))
+
+    def read(self, name: str) -> bytes:
+        if name not in self.files:
+            raise FileNotFoundError(2, "No such file", self.path(name))
+        return self.files[name]
+
+
+@pytest.fixture
+def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The files of `folder`, which `memory://data` names."""
+    files = {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    monkeypatch.setitem(store.STORES, "memory", lambda path: MemoryStore(path, files))
+    return files
+
+
+@pytest.mark.usefixtures("remote")
+def test_a_store_of_another_kind_gives_the_same_batches(folder: Path) -> None:
+    there: Any = "memory://data"
+    assert Manifest.read(there) == Manifest.read(folder)
+    expected = [spans(batch) for batch in open_loader(folder)]
+    assert [spans(batch) for batch in open_loader(there)] == expected
+    mixed = open_loader(Mixture({there: 1.0}))  # type: ignore[arg-type]
+    assert len(list(mixed)) > 1
+    assert list(mixed.stats().epoch_tokens) == ["memory://data"]
+
+
+def test_what_a_store_lacks_is_named_as_the_store_names_it(remote: dict[str, bytes]) -> None:
+    there: Any = "memory://data"
+    loader = open_loader(there)
+    del remote["train/00000.arrow"]
+    with pytest.raises(Exception, match=r"^memory://data/train/00000\.arrow: not found, but"):
+        list(loader)
+    del remote["manifest.json"]
+    with pytest.raises(ManifestError, match=r"^memory://data/manifest\.json: not found, so"):
+        open_loader(there)
+
+
+def test_a_scheme_that_nobody_has_registered_is_refused() -> None:
+    there: Any = "s4://bucket/data"
+    with pytest.raises(ConfigError, match=r"^s4://bucket/data: no store for `s4://`"):
+        open_loader(there)
+
+
+@pytest.mark.parametrize(
+    ("per", "lengths"), [("row", [5, 3, 8]), ("token", [5, 3, 8])], ids=["row", "token"]
+)
+def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, lengths: list[int]
+) -> None:
+    grade = Column(name="grade", dtype="int16", per=per)  # type: ignore[arg-type]
+    weight = Column(name="kind", dtype="uint8", per="token")
+    monkeypatch.setitem(schema._ROLES, "grade", "target")
+    monkeypatch.setitem(schema._ROLES, "kind", "input")
+    rows = random_rows(np.array(lengths))
+    size = len(lengths) if per == "row" else sum(lengths)
+    (rows.per_row if per == "row" else rows.per_token)["grade"] = np.arange(size, dtype=np.int16)
+    rows.per_token["kind"] = np.ones(sum(lengths), np.uint8)
+    folder = write_rows(
+        tmp_path / "data", {"train": rows}, 1000, task="lm", columns=(grade, weight)
+    )
+    (batch,) = open_loader(folder, Padded(100), shuffle=False)
+    assert list(batch) == ["input_ids", "attention_mask", "kind", "labels"]
+    assert batch["kind"].sum() == sum(lengths)
+    order = batch.rows.tolist()
+    if per == "row":
+        assert batch["labels"].tolist() == order
+    else:
+        starts = np.cumsum([0, *lengths])
+        expected = [list(range(starts[row], starts[row + 1])) for row in order]
+        assert [labels[labels >= 0].tolist() for labels in batch["labels"]] == expected

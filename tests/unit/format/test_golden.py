@@ -1,0 +1,63 @@
+"""What was promised: data sets of format version 1 are read for ever, and their order changes with
+the version of the plan only.
+
+`golden/format1` was written by the last version before the promise (1fccd40), and `delivered.json`
+is what its loader made of it, with its states, by version 2 of the plan; `plan3.json` is what the
+first version 3 made of it. None is ever made again.
+"""
+
+import json
+from typing import Any
+
+import pytest
+from places import FORMAT_1
+
+from tokenfeed import Fixed, Manifest, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.planning.policy import Batching
+
+DELIVERED = json.loads((FORMAT_1 / "plan3.json").read_text())
+PLAN_2 = json.loads((FORMAT_1 / "delivered.json").read_text())
+POLICIES: dict[str, Batching] = {"padded": Padded(64), "fixed": Fixed(1), "packed": Packed(32, 2)}
+CASES = [(task, policy) for task in sorted(DELIVERED) for policy in DELIVERED[task]]
+
+
+def loader_of(task: str, policy: str) -> ShardLoader:
+    batching = POLICIES[policy]
+    return ShardLoader(FORMAT_1 / task, batching=batching, seed=5, epochs=2, num_workers=0)
+
+
+def as_lists(loader: ShardLoader) -> list[dict[str, Any]]:
+    return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in loader]
+
+
+@pytest.mark.parametrize("task", sorted(DELIVERED))
+def test_the_manifest_is_read(task: str) -> None:
+    assert Manifest.read(FORMAT_1 / task).task == task
+
+
+@pytest.mark.parametrize(("task", "policy"), CASES)
+def test_the_same_batches_come_in_the_same_order(task: str, policy: str) -> None:
+    assert as_lists(loader_of(task, policy)) == DELIVERED[task][policy]["batches"]
+
+
+RESUMED = [(task, policy) for task, policy in CASES if len(DELIVERED[task][policy]["batches"]) > 2]
+
+
+@pytest.mark.parametrize(("task", "policy"), RESUMED)
+def test_a_state_saved_then_goes_on_now(task: str, policy: str) -> None:
+    expected = DELIVERED[task][policy]
+    loader = loader_of(task, policy)
+    loader.load_state_dict(expected["state"])
+    assert as_lists(loader) == expected["batches"][2:]
+    ended = loader_of(task, policy)
+    ended.load_state_dict(expected["last"])  # its settings have the names of those days
+    assert loader.state_dict() == ended.state_dict()
+    assert loader.state_dict()["digest"] == expected["last"]["digest"]
+
+
+@pytest.mark.parametrize(("task", "policy"), RESUMED)
+def test_a_state_of_another_plan_is_refused_by_name(task: str, policy: str) -> None:
+    loader = loader_of(task, policy)
+    with pytest.raises(ResumeError, match="version 2, this is version 3 of the plan"):
+        loader.load_state_dict(PLAN_2[task][policy]["state"])

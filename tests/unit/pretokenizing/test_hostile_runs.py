@@ -1,0 +1,249 @@
+"""Runs of `pretokenize` that are refused, damaged, repeated or given nonsense."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command import files_of
+from tokenizers import Tokenizer, models
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.options import Options, parse_options
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.summary import Summary
+
+
+def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
+    paths = (str(corpus), str(out))
+    return make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
+
+
+def interrupt_before_the_manifest(
+    monkeypatch: pytest.MonkeyPatch, *arguments: Path, **options: Any
+) -> None:
+    """A run that has finished every unit and was then interrupted."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(make_module, "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-9], lambda whole: whole[:50] + b"?" + whole[51:]]
+)
+def test_a_shard_damaged_before_the_run_goes_on_is_made_again(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(corpus, tmp_path / "undisturbed", tokenizer, shard_size="30KB")
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer, shard_size="30KB")
+    shard = out / "train/00001.arrow"
+    shard.write_bytes(damage(shard.read_bytes()))
+    summary = make(corpus, out, tokenizer, shard_size="30KB")
+    assert summary.resumed_units == summary.units - 1 > 3
+    for info in Manifest.read(out).splits["train"].shards:
+        assert file_xxh3(out / info.file) == info.xxh3
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+    assert "shards of 1 finished units are missing or damaged" in caplog.text
+
+
+def test_a_finished_run_repeated_says_the_same_again(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    first = make(corpus, out, tokenizer)
+    before = files_of(out)
+    again = make(corpus, out, tokenizer)
+    assert (first.already_finished, again.already_finished) == (False, True)
+    of_a_run = {"already_finished", "resumed_units", "seconds", "tokenizer_seconds", "mb_per_s"}
+    one, two = (
+        {name: value for name, value in summary.as_json().items() if name not in of_a_run}
+        for summary in (first, again)
+    )
+    assert one == two
+    assert files_of(out) == before
+
+
+def test_a_finished_run_repeated_otherwise_is_refused_by_the_difference(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    make(corpus, out, tokenizer)
+    with pytest.raises(ConfigError, match=r"finished data set.*--validation was 0.01, is 0.5"):
+        make(corpus, out, tokenizer, validation=0.5)
+    (corpus / "one more.txt").write_text("new")
+    with pytest.raises(ConfigError, match="the number of input files was 61, is 62"):
+        make(corpus, out, tokenizer)
+    (out / ".made_by.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"\.made_by\.json: is damaged"):
+        make(corpus, out, tokenizer)
+    (out / ".made_by.json").unlink()  # as data sets of before are
+    with pytest.raises(ConfigError, match=r"already holds a finished data set, and no \.made_by"):
+        make(corpus, out, tokenizer)
+
+
+def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path) -> None:
+    options = Options(paths=(str(corpus), str(tmp_path / "out")), vocab_size=300)
+    assert not make_dataset(options).already_finished
+    assert make_dataset(options).already_finished
+    with pytest.raises(ConfigError, match="--vocab-size and --seed was 300 0, is 300 1"):
+        make_dataset(dataclasses.replace(options, seed=1))
+
+
+def test_an_engine_that_cannot_be_had_leaves_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    unknown = Tokenizer(models.WordLevel({"the": 0}, unk_token="the"))
+    unknown.save(str(tmp_path / "unknown.json"))
+    out = tmp_path / "new/folders/out"
+    with pytest.raises(TokenizerError, match="Leave it out"):
+        make(corpus, out, tmp_path / "unknown.json", engine="gigatoken")
+    assert not (tmp_path / "new").exists()
+    make(corpus, out, tmp_path / "unknown.json")
+
+
+def test_an_engine_found_wrong_late_leaves_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    compared: list[int] = []
+
+    def compare(audit: Audit, answers: Answers) -> list[bytes]:
+        compared.append(len(list((out / "train").glob("*.arrow"))))
+        return [b"wrong"] if compared[-1] > 2 else []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Audit, "compare", compare)
+        with pytest.raises(TokenizerError, match="Leave out `--engine`"):
+            make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
+    assert max(compared) > 2
+    assert not out.exists()
+    make(corpus, out, tokenizer, shard_size="30KB")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "3",
+        '{"unit": 0}',
+        '{"unit": "0", "shards": {}, "histograms": {}, "sources": [], "rejects": []}',
+        '{"unit": 0, "shards": [], "histograms": {}, "sources": [], "rejects": []}',
+        '{"unit": 0, "shards": {}, "histograms": {"train": 3}, "sources": [], "rejects": []}',
+        '{"unit": 0, "shards": {}, "histograms": {}, "sources": [{"source": 0}], "rejects": []}',
+        '{"unit": 0, "shards": {}, "histograms": {}, "sources": [], "rejects": [[0, 1]]}',
+    ],
+)
+def test_a_journal_of_wrong_types_is_named(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+) -> None:
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
+    journal = out / ".journal.jsonl"
+    first, *_ = journal.read_text().splitlines()
+    journal.write_text(f"{first}\n{line}\n")
+    with pytest.raises(ManifestError, match=rf"{journal}: is damaged .* Delete the folder"):
+        make(corpus, out, tokenizer)
+
+
+def test_a_first_line_of_the_journal_that_is_no_job_is_named(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
+    (out / ".journal.jsonl").write_text("[1]\n")
+    with pytest.raises(ManifestError, match="is damaged"):
+        make(corpus, out, tokenizer)
+
+
+def check(tokenizer: str | None = None, **options: Any) -> None:
+    Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
+
+
+@pytest.mark.parametrize("paths", [("", "out"), ("corpus", ""), ("a", "", "out")])
+def test_an_empty_path_is_refused(paths: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="a path is empty"):
+        check(paths=paths)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "."])
+def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="no regular file"):
+        check(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokenizer": "t", "vocab_size": 400}, "`--vocab-size` 400: is for a tokenizer that is"),
+        ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
+    ],
+)
+def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(**options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "words"),
+    [
+        ("lm", ["pair=b"], "`--task lm` reads: text."),
+        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, where NAME is what"),
+        ("complete", ["text=b"], "`--task complete` reads: prompt, completion."),
+        ("lm", ["body"], "'body': expected NAME=FIELD"),
+        ("lm", ["text="], "'text=': expected NAME=FIELD"),
+        ("lm", ["=body"], "'=body': expected NAME=FIELD"),
+        ("lm", ["text=a", "text=b"], "'text=b': text is named twice"),
+        ("classify", ["pair=text"], "needs fields of different names, got text, text, label"),
+        ("tag", ["tokens=a", "tags=a"], "needs fields of different names, got a, a"),
+    ],
+)
+def test_a_field_that_the_task_does_not_read_is_refused(
+    task: str, field: list[str], words: str
+) -> None:
+    for given in [(tuple(field),), tuple((one,) for one in field)]:
+        with pytest.raises(ConfigError) as caught:
+            check(task=task, field=given)
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="'': expected NAME=FIELD"):
+        check(task=task, field=((),))
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
+    monkeypatch.setattr(sys, "argv", ["pretokenize", "corpus", "out", *arguments])
+    return parse_options()
+
+
+def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = ("--field", "text=body", "label=a=b")
+    apart = ("--field", "label=a=b", "--strict", "--field", "text=body")
+    for arguments in (together, apart):
+        options = options_of(monkeypatch, "--task", "classify", *arguments)
+        options.check()
+        assert options.make_task().fields == {"body": Kind.TEXT, "a=b": Kind.LABEL}
+    pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
+    assert list(pair.fields) == ["text", "other", "label"]

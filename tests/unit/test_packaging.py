@@ -1,0 +1,69 @@
+"""The folders map to one import name, layers point one way, and light things stay light."""
+
+import ast
+import sys
+
+import pytest
+from places import ROOT
+
+import tokenfeed
+
+LAYERS = ["pipeline", "trainer", "integrations", "tools"]
+"""Lowest first: a folder may import itself and those before it."""
+
+
+def test_no_room_is_imported_under_a_second_name() -> None:
+    assert not set(LAYERS) & set(sys.modules)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_one_way(layer: str) -> None:
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    for path in (ROOT / layer).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                parts = name.split(".")
+                if parts[0] == "tokenfeed" and len(parts) > 1:
+                    assert parts[1] in allowed, f"{path.name} imports {name}"
+
+
+ROOMS = {
+    "pipeline": ["format", "planning", "windows", "feeding"],
+    "tools": ["corpus", "encoding", "run", "pretokenizing", "shuffling"],
+}
+"""Lowest first: a room may import itself and those before it."""
+
+
+READING = {"pyarrow", "torch", "io", "mmap", "tokenfeed.pipeline.format.shard"}
+"""What a pure room does without."""
+
+
+@pytest.mark.parametrize(
+    ("layer", "room"), [(layer, room) for layer, rooms in ROOMS.items() for room in rooms]
+)
+def test_imports_inside_a_layer_point_one_way(layer: str, room: str) -> None:
+    later = ROOMS[layer][ROOMS[layer].index(room) + 1 :]
+    for path in (ROOT / layer / room).glob("*.py"):
+        for name in later:
+            assert f"tokenfeed.{layer}.{name}" not in path.read_text(), path
+
+
+def test_what_plans_opens_no_file() -> None:
+    for path in (ROOT / "pipeline" / "planning").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not READING & set(names), path
+            if isinstance(node, ast.Call):
+                called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                assert called not in {"open", "open_splits", "open_store"}, path
+                assert not called.startswith("read"), path
+
+
+def test_all_names_of_the_front_door_can_be_had() -> None:
+    for name in tokenfeed.__all__:
+        assert getattr(tokenfeed, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        tokenfeed.nothing  # noqa: B018

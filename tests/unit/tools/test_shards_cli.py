@@ -1,0 +1,230 @@
+"""`shards inspect|verify|cat`: what is inside, whether it is whole, and what it says."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command import call, run
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.shards import Cat, Verify, main
+from tokenfeed.tools.verify import find_problems
+
+TEXTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
+
+
+def shards(*arguments: object, expect: int = 0) -> str:
+    result = call(main, *arguments, expect=expect)
+    assert "Traceback" not in result.stderr
+    return result.stdout if expect == 0 or result.stdout else result.stderr
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of several shards, both splits, with one reject."""
+    folder = tmp_path_factory.mktemp("made")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>"]
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=alphabet, special_tokens=special, vocab_size=300, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS[:3], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (folder / "in.jsonl").write_text(lines + "{\n")
+    options = ("--tokenizer", folder, "--shard-size", "40KB", "--validation", 0.2)
+    run(folder / "in.jsonl", folder / "out", *options)
+    return folder / "out"
+
+
+@pytest.fixture
+def out(made: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(made, tmp_path / "out"))
+
+
+def problems(folder: Path) -> list[str]:
+    return list(find_problems(folder, Manifest.read(folder)))
+
+
+def replace_file(folder: Path, info: FileInfo, data: bytes) -> FileInfo:
+    """Write other content together with the checksum that fits it."""
+    path = folder / info.file
+    path.write_bytes(data)
+    return dataclasses.replace(info, bytes=len(data), xxh3=file_xxh3(path))
+
+
+def test_verify_finds_nothing_in_a_good_data_set(made: Path) -> None:
+    assert "good, shards: " in shards("verify", made)
+    assert json.loads(shards("verify", made, "--json")) == {"ok": True, "problems": []}
+
+
+def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
+    files = [path for path in sorted(out.rglob("*")) if path.is_file()]
+    assert {path.parent.name for path in files} == {"out", "train", "validation"}
+    for path in files:
+        if path.name in ("manifest.json", ".made_by.json"):  # the latter is no part of the data
+            continue
+        good = path.read_bytes()
+        for position in range(0, len(good), max(1, len(good) // 15)):
+            path.write_bytes(
+                good[:position] + bytes([good[position] ^ 0x40]) + good[position + 1 :]
+            )
+            found = problems(out)
+            assert found, (path.name, position)
+            assert all(str(path) in problem for problem in found)
+        path.write_bytes(good)
+    assert problems(out) == []
+
+
+def test_verify_refuses_a_damaged_manifest_in_one_line(out: Path) -> None:
+    path = out / "manifest.json"
+    path.write_text(path.read_text().replace('"task": "lm"', '"task": "lx"'))
+    assert shards("verify", out, expect=1).startswith("error: ")
+    path.unlink()
+    assert "holds no finished data set" in shards("inspect", out, expect=1)
+
+
+@pytest.mark.parametrize("damage", [b"{", None])
+def test_verify_says_in_json_that_the_manifest_is_damaged(
+    out: Path, capsys: pytest.CaptureFixture[str], damage: bytes | None
+) -> None:
+    path = out / "manifest.json"
+    path.write_bytes(damage) if damage else path.unlink()
+    assert Verify(out=out, json=True).run() == 1
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is False
+    assert [str(path) in problem for problem in result["problems"]] == [True]
+
+
+def test_verify_names_every_problem_with_file_and_batch(out: Path) -> None:
+    shard = out / "train/00000.arrow"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 3] ^= 0xFF  # among the tokens
+    shard.write_bytes(data)
+    (out / "rejects.jsonl").unlink()
+    cut = out / "validation/00000.arrow"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    printed = shards("verify", out, expect=1)
+    assert f"{shard}: record batch 0" in printed
+    assert f"{shard}: the file has checksum" in printed
+    assert f"{cut}: expected" in printed
+    assert f"{out / 'rejects.jsonl'}: cannot be read: No such file" in printed
+    result = json.loads(shards("verify", out, "--json", expect=1))
+    assert result["ok"] is False
+    assert len(result["problems"]) == 4
+
+
+def test_verify_finds_what_contradicts_the_ledger_though_checksums_fit(out: Path) -> None:
+    manifest = Manifest.read(out)
+    sources = replace_file(out, manifest.sources, (out / "sources.jsonl").read_bytes() * 2)
+    rejects = replace_file(out, manifest.rejects, b"")
+    train = manifest.split("train")
+    histogram = (train.length_histogram[0] + 1, *train.length_histogram[1:])
+    splits = manifest.splits | {"train": dataclasses.replace(train, length_histogram=histogram)}
+    dataclasses.replace(manifest, sources=sources, rejects=rejects, splits=splits).write(out)
+    found = " ".join(problems(out))
+    assert "sources.jsonl: its lines sum up to" in found
+    assert "rejects.jsonl: has 0 lines, the ledger counts 1" in found
+    assert "split `train` has other row lengths" in found
+
+
+def test_verify_finds_wrong_counts_and_another_vocabulary(out: Path) -> None:
+    manifest = Manifest.read(out)
+    train = manifest.split("train")
+    first = dataclasses.replace(train.shards[0], tokens=train.shards[0].tokens + 1)
+    shards_ = (first, *train.shards[1:])
+    splits = manifest.splits | {"train": dataclasses.replace(train, shards=shards_)}
+    other = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str().encode()
+    tokenizer = replace_file(out, manifest.tokenizer, other)
+    dataclasses.replace(manifest, splits=splits, tokenizer=tokenizer).write(out)
+    found = " ".join(problems(out))
+    assert "train/00000.arrow: has (rows, tokens, longest row)" in found
+    assert "tokenizer.json: has 2 ids, the manifest says " in found
+
+
+def test_cat_gives_back_the_texts_with_their_origin(made: Path) -> None:
+    found = {}
+    for split in ("train", "validation"):
+        rows = Manifest.read(made).split(split).rows
+        printed = shards("cat", made, "--split", split, "--rows", rows, "--json")
+        for number, line in enumerate(printed.splitlines()):
+            row = json.loads(line)
+            assert (row["split"], row["row"]) == (split, number)
+            assert row["file"].endswith("in.jsonl")
+            found[row["record"]] = row["text"]
+    assert found == dict(enumerate(TEXTS))
+
+
+@pytest.mark.parametrize(("task", "shown"), [("lm", "a label"), ("classify", "a label</s>")])
+def test_cat_leaves_out_an_end_token_only_where_it_ends_the_row(
+    write_dataset: Callable[..., Path],
+    tokenizer: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    shown: str,
+) -> None:
+    model = Tokenizer.from_file(str(tokenizer))
+    ids = np.array(model.encode("a label</s>").ids)
+    vocabulary_size, end_id = model.get_vocab_size(), model.token_to_id("</s>")
+    assert ids[-1] == end_id
+    folder = write_dataset(
+        tmp_path / "out", {"train": (ids, np.array([len(ids)]))}, vocabulary_size
+    )
+    manifest = Manifest.read(folder)
+    made_by = replace_file(folder, manifest.tokenizer, tokenizer.read_bytes())
+    dataclasses.replace(
+        manifest,
+        task=task,
+        tokenizer=dataclasses.replace(made_by, end_id=end_id),
+        sources=replace_file(folder, manifest.sources, b'{"path": "in.txt"}'),
+    ).write(folder)
+    assert Cat(out=folder, json=True).run() == 0
+    assert json.loads(capsys.readouterr().out)["text"] == shown
+
+
+def test_cat_starts_anywhere_and_crosses_shards(made: Path) -> None:
+    manifest = Manifest.read(made)
+    first = manifest.split("train").shards[0].rows
+    whole = shards("cat", made, "--rows", first + 3, "--json").splitlines()
+    part = shards("cat", made, "--start", first - 2, "--rows", 5, "--json").splitlines()
+    assert part == whole[first - 2 :]
+    header, *text = shards("cat", made, "--start", 1, "--rows", 1).splitlines()
+    row = json.loads(whole[1])
+    assert header.startswith(f"--- train row 1 | {row['file']} record {row['record']} | ")
+    assert "\n".join(text) == row["text"]
+
+
+def test_cat_refuses_what_is_not_there(made: Path, out: Path) -> None:
+    assert "--start` 100000" in shards("cat", made, "--start", 100_000, expect=2)
+    assert "no split `test`" in shards("cat", made, "--split", "test", expect=1)
+    (out / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes() + b" ")
+    assert "tokenizer.json: is not the file that the manifest names" in shards("cat", out, expect=1)
+
+
+def test_inspect_shows_splits_lengths_and_ledger(made: Path) -> None:
+    manifest = Manifest.read(made)
+    printed = shards("inspect", made)
+    assert "tokens per row, validation" in printed
+    assert f"{manifest.split('train').tokens:,}" in printed
+    assert "121 documents read = 120 written + 0 empty + 1 rejected" in printed
+    assert manifest.fingerprint in printed
+    content = json.loads(shards("inspect", made, "--json"))
+    assert content["fingerprint"] == manifest.fingerprint
+    assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
+
+
+@pytest.mark.parametrize("damage", [b"", b"{"])
+def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
+    (out / "sources.jsonl").write_bytes(damage)
+    assert "sources.jsonl: is not the file that the manifest names" in shards("cat", out, expect=1)

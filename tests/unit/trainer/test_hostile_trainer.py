@@ -1,0 +1,253 @@
+"""What may go wrong inside a training: overflows, compilation, figures of short runs."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import load_weights, make_config, read_metrics, run, write_counting
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer import loop
+from tokenfeed.trainer.config import PrecisionName
+from tokenfeed.trainer.model import Transformer
+from tokenfeed.trainer.optimizer import make_optimizer
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.telemetry import MetricsFile
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
+    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"))
+
+
+def test_tf32_leaves_the_older_switches_readable() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        Precision("bf16", torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_gradients_that_are_not_finite_leave_no_trace(name: PrecisionName, bad: float) -> None:
+    def train(spoiled: int | None) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(0)
+        model, precision = nn.Linear(8, 8), Precision(name, CPU)
+        optimizer = make_optimizer(model, 0.1)
+        for step, batch in enumerate(torch.randn(5, 3, 8)):
+            if step == 2 and spoiled is None:
+                continue
+            factor = bad if step == spoiled else 1.0
+            with precision.autocast():
+                loss = model(batch).square().sum() * factor
+            precision.backward(loss)
+            norm = precision.step(model, optimizer, 1.0, 1.0)
+            assert bool(norm.isfinite()) == (step != spoiled)
+        return model, optimizer.state_dict()
+
+    (model, state), (expected, expected_state) = train(spoiled=2), train(spoiled=None)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    torch.testing.assert_close(state["state"], expected_state["state"], rtol=0, atol=0)
+
+
+def test_finite_gradients_step_bit_for_bit_like_the_plain_optimizer() -> None:
+    def train(step: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = make_optimizer(model, 0.1)
+        for _ in range(5):
+            model(torch.randn(3, 8)).square().sum().backward()
+            step(model, optimizer)
+        return [parameter.detach() for parameter in model.parameters()]
+
+    def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def guarded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        Precision("fp32", CPU).step(model, optimizer, 1.0, 1.0)
+
+    assert all(map(torch.equal, train(guarded), train(plain)))
+
+
+def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = Precision.step, iter(range(1, 100))
+
+    def spoiled(precision: Precision, model: nn.Module, *rest: Any) -> torch.Tensor:
+        if next(calls) in (3, 5):
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad[..., 0] = torch.inf
+        return plain(precision, model, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    report = run(make_config(shards, tmp_path, steps=6, log_every=2, save_every=3))
+    assert read_metrics(tmp_path, "skipped_steps") == {1: 0, 2: 0, 3: 1, 4: 0, 6: 1}
+    norms = read_metrics(tmp_path, "gradient_norm")
+    assert [step for step, norm in norms.items() if norm is None] == [3]
+    assert report.skipped_steps == 2
+    assert "trained  6 steps (2 skipped)" in report.summary()
+    for step in (3, 6):
+        assert all(bool(w.isfinite().all()) for w in load_weights(tmp_path, step).values())
+
+
+def test_weights_that_overflow_are_never_saved(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, warmup_steps=0, learning_rate=1e39, save_every=1)
+    message = r"infinite at step 1\. Lower --learning-rate .* start again: nothing was saved"
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, learning_rate=1e30, clip_norm=1e30, save_every=1)
+    with pytest.raises(ConfigError, match="the loss is") as error:
+        run(config)
+    latest = max(tmp_path.glob("checkpoints/step-*"))
+    assert f"go on with --resume from {latest}. If a checkpoint leads here again" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
+    shards: Path, tmp_path: Path
+) -> None:
+    report = run(make_config(shards, tmp_path, steps=1))
+    assert report.stall["window_steps"] == 0
+    assert report.stall["parts"]["evaluation"]["seconds"] == 0.0
+    assert report.stall["fraction"] is None
+    assert report.real_tokens_per_s is None
+    assert report.summary().count("not measured") == 2
+
+
+@pytest.fixture
+def open_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The causes whose bracket of the stall meter is open now."""
+    causes: list[str] = []
+    bracket = StallMeter.cause
+
+    def cause(meter: StallMeter[Any], name: Any) -> Any:
+        class Tracked:
+            def __enter__(self) -> None:
+                self.inner = bracket(meter, name)
+                self.inner.__enter__()
+                causes.append(name)
+
+            def __exit__(self, *error: Any) -> None:
+                causes.pop()
+                self.inner.__exit__(*error)
+
+        return Tracked()
+
+    monkeypatch.setattr(StallMeter, "cause", cause)
+    return causes  # type: ignore[return-value]
+
+
+def test_all_host_work_of_saving_and_evaluating_is_charged(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_causes: list[str]
+) -> None:
+    seen = []
+
+    def watch(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.append((name, *open_causes))
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(ShardLoader, "state_dict")
+    watch(Transformer, "state_dict")
+    watch(loop, "random_state")
+    watch(MetricsFile, "write")
+    watch(loop._log, "info")
+    run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
+    assert set(seen) == {
+        *((name, "checkpoint") for name in ("state_dict", "random_state")),
+        *((name, cause) for name in ("write", "info") for cause in ("log", "evaluation")),
+    }
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Compile by a backend that only notes the shapes of ids it is asked for."""
+    compiled: list[tuple[int, ...]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.extend(tuple(i.shape) for i in inputs if getattr(i, "dtype", None) == torch.int64)
+        return module.forward
+
+    monkeypatch.setattr(Transformer, "compile", lambda m: nn.Module.compile(m, backend=backend))
+    return compiled
+
+
+@pytest.fixture
+def few_rows(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
+    """An epoch, and a validation split, that end in the middle of a micro-batch."""
+    return write_counting(write_dataset, tmp_path / "shards", rows=21, validation_rows=10)
+
+
+@pytest.mark.slow
+def test_the_tail_of_a_window_compiles_nothing_anew(
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(make_config(few_rows, tmp_path / "plain", eval_every=2))
+    compiled = count_compilations(monkeypatch)
+    torch._dynamo.reset()
+    run_dir = tmp_path / "run"
+    report = run(make_config(few_rows, run_dir, eval_every=2, compile=True))
+    assert compiled == [(4, 32)] * 2  # once without gradients, once with them
+    for key in ("loss", "validation_loss"):
+        expected = read_metrics(tmp_path / "plain", key)
+        assert read_metrics(run_dir, key) == pytest.approx(expected, rel=1e-3)
+    assert report.tokens == plain.tokens
+    assert report.padding > plain.padding  # empty rows are padding, too
+
+
+@pytest.mark.slow
+def test_a_resumed_compiled_run_compiles_before_its_first_step(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compilations(monkeypatch)
+    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
+    torch._dynamo.reset()
+    compiled.clear()
+    plain, after_first_step = loop.Trainer._after_step, []
+
+    def noted(*args: Any) -> None:
+        after_first_step.append(len(compiled))
+        plain(*args)
+
+    monkeypatch.setattr(loop.Trainer, "_after_step", noted)
+    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
+    assert after_first_step[0] == len(compiled) == 2
+    assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
+
+
+def test_compiling_without_a_compiler_is_one_line(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(*_: Any) -> None:
+        raise RuntimeError("No working C++ compiler found\nin many lines")
+
+    monkeypatch.setattr(Transformer, "compile", lambda m: nn.Module.compile(m, backend=backend))
+    message = r"`--compile`: .*No working C\+\+ compiler found.*leave --compile out"
+    with pytest.raises(ConfigError, match=message) as error:
+        run(make_config(shards, tmp_path, compile=True))
+    assert "\n" not in str(error.value)

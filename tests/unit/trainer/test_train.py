@@ -1,0 +1,281 @@
+"""Training end to end, on a corpus small enough to be learnt in seconds."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from training import (
+    VOCABULARY,
+    assert_same_run,
+    load_weights,
+    make_config,
+    read_metrics,
+    run,
+    write_counting,
+)
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.train import parse_config
+from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.stall import CAUSES
+from tokenfeed.trainer.telemetry import GpuGauge, GpuUse, StepLog
+
+MakeShards = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
+    return functools.partial(write_counting, write_dataset)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run(make_config(shards, run_dir))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_the_loss_falls(shards: Path, tmp_path: Path) -> None:
+    config = make_config(
+        shards, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
+    )
+    report = run(config)
+    assert report.loss_first == pytest.approx(np.log(VOCABULARY), abs=0.3)
+    assert report.loss_last < 0.5 * report.loss_first
+    assert report.validation_loss_first is not None
+    assert report.validation_loss_last is not None
+    assert report.validation_loss_last < 0.5 * report.validation_loss_first
+
+
+def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> None:
+    assert sorted(path.name for path in finished.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "report.json",
+    ]
+    assert yaml.safe_load((finished / "config.yaml").read_text())["step_tokens"] == 256
+    assert list(read_metrics(finished, "loss")) == list(range(1, 9))
+    assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
+    checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000004", "step-00000008"]
+
+
+def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["steps"] == 8
+    assert report["finished"] is True
+    assert report["loss_last"] == read_metrics(finished, "loss")[8]
+    assert 0 <= report["padding"] < 0.05
+    assert 0.95 * 8 * 256 < report["tokens"] <= 8 * 256
+    assert report["real_tokens_per_s"] > 0
+    stall = report["stall"]
+    assert tuple(stall["parts"]) == CAUSES
+    parts = sum(part["fraction"] for part in stall["parts"].values())
+    assert stall["fraction"] == pytest.approx(parts)
+    assert 0 < stall["fraction"] < 1
+    assert stall["window_steps"] == 8 - 4  # half of so few steps is warm-up
+    assert "CPU" in stall["method"]
+
+
+def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path / "run", eval_every=1, eval_batches=2))
+    assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
+
+
+def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
+    shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
+    report = run(make_config(shards, tmp_path / "run", steps=1))
+    assert report.validation_loss_last is None
+    assert "validation" not in report.summary()
+
+
+def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
+    with open(run_dir / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 9, "lo')  # killed while writing
+    report = run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
+    assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
+
+
+BAD_SETTINGS = [
+    ({"steps": 0}, r"`--steps`: expected at least 1, got 0\."),
+    ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
+    ({"num_workers": -1}, r"`--num-workers`: expected at least 0, got -1\."),
+    ({"sequence_length": 1}, r"`--sequence-length`: expected at least 2"),
+    ({"micro_batch_tokens": 100}, r"multiple of --sequence-length=32, got 100\. Try 96\."),
+    ({"step_tokens": 300}, r"multiple of --micro-batch-tokens=128, got 300\. Try 256\."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS)
+def test_a_setting_that_cannot_work_is_named_with_its_value(
+    changes: dict[str, Any], message: str, shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(make_config(shards, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
+def test_asking_for_a_missing_gpu_is_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`--device`: cuda asked for, but .* finds no CUDA"):
+        run(make_config(shards, tmp_path / "run", device="cuda"))
+
+
+def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
+        run(make_config(tmp_path / "nowhere", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=6)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the loss is"):
+            run(config)
+
+
+def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, log_every=100)
+    with pytest.raises(ConfigError, match="the loss is"):
+        run(config)
+    for path in (tmp_path / "run/checkpoints").glob("step-*/state.pt"):
+        state = torch.load(path, weights_only=True)["model"]
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in state.values())
+
+
+def test_resume_takes_the_settings_the_run_was_begun_with(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = make_config(shards, tmp_path / "run", seed=5)
+    run(begun)
+    caplog.set_level("INFO")
+    arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert parse_config() == dataclasses.replace(begun, resume=True, steps=12)
+    assert "steps was 8, is 12 from now on" in caplog.text
+
+
+def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("steps: [1")
+    monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"config\.yaml: is not the config"):
+        parse_config()
+
+
+def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
+        feed = trainer._open_split("validation", num_workers=0, epochs=1)
+        lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
+    assert lengths.min() < 10
+    assert lengths.max() > 25
+
+
+def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
+        run(make_config(shards, finished, seed=1))
+
+
+def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        run(make_config(shards, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "mini"}, "the checkpoint has --model tiny, this run has mini"),
+        ({"seed": 1}, "seed=0, this loader has seed=1"),
+        ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
+    ],
+)
+def test_resuming_another_run_says_what_differs(
+    changes: dict[str, Any], message: str, shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ResumeError, match=message) as error:
+        run(make_config(shards, finished, resume=True, steps=10, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_resuming_on_other_shards_is_refused(
+    finished: Path, tmp_path: Path, make_shards: MakeShards
+) -> None:
+    others = make_shards(tmp_path / "shards", rows=50)
+    with pytest.raises(ResumeError, match="cannot resume"):
+        run(make_config(others, finished, resume=True, steps=10))
+
+
+@pytest.mark.parametrize(("steps", "changes"), [(7, {}), (8, {"log_every": 2})])
+def test_resuming_past_the_end_asks_for_more_steps(
+    steps: int, changes: dict[str, Any], shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"`--steps`={steps}: .* has trained 8 steps already"):
+        run(make_config(shards, finished, resume=True, steps=steps, **changes))
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(
+    shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, save_every=1, learning_rate=1e30, clip_norm=1e30)
+    with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d+\. Lower"):
+        run(config)
+    weights = load_weights(run_dir, 1)
+    assert weights
+
+
+def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:
+    log = StepLog(
+        step=20,
+        loss=5.25,
+        learning_rate=1e-3,
+        gradient_norm=0.5,
+        skipped_steps=0,
+        tokens=4096,
+        real_tokens_per_s=12345.6,
+        stall=0.0123,
+        gpu=GpuUse(memory_bytes=12_300_000_000, utilization=0.98),
+    )
+    assert log.line(1000) == (
+        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s | stall 1.23% "
+        "| gpu 12.3 GB 98%"
+    )
+    skipped = dataclasses.replace(log, skipped_steps=3, gpu=None)
+    assert skipped.line(1000).endswith("stall 1.23% | 3 skipped")
+    assert GpuGauge(torch.device("cpu")).read() is None
+
+
+def test_labelled_shards_are_not_learnt_as_mere_text(
+    tmp_path: Path, make_shards: MakeShards
+) -> None:
+    folder = make_shards(tmp_path / "shards")
+    manifest = Manifest.read(folder)
+    dataclasses.replace(manifest, task="classify").write(folder)
+    with pytest.raises(ConfigError, match="was made for `--task classify`"):
+        Trainer(make_config(folder, tmp_path / "run"))
