@@ -58,6 +58,7 @@ class Case:
             self.batching,
             step_size=self.micro_batches_per_step,
             draw=order.draw(0, 0),
+            labels=self.rows.per_row.get("label"),
         )
         batches = [batch for step in spans_of(planned) for batch in step]
         rounds = deal_rounds(
