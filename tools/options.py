@@ -5,7 +5,6 @@ tyro turns the dataclass into the command line: a field's docstring is its help.
 
 import dataclasses
 import functools
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.patterns import is_split_name
@@ -100,7 +100,7 @@ class Options:
     """End when more records than this cannot be used."""
     shuffle: bool = False
     """Deliver all rows of a split in random order, as `shards shuffle` does, and in the same
-    memory. While it runs it takes three times the room of the data set."""
+    memory. While it runs it takes up to six times the room of the data set."""
     seed: int = 0
     """Draws the sample for training a tokenizer, and the order of `--shuffle`."""
     json: bool = False
@@ -126,7 +126,7 @@ class Options:
     @property
     def num_workers(self) -> int:
         """Processes that `workers` means here."""
-        return len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
+        return num_cores() if self.workers == "auto" else self.workers
 
     @property
     def splits(self) -> tuple[tuple[str, str], ...]:

@@ -39,7 +39,7 @@ def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.tools.options import parse_options
         from tokenfeed.tools.pretokenizing.make import make_dataset
-        from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
+        from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
     make = make_shuffled_dataset if options.shuffle else make_dataset

@@ -1,6 +1,7 @@
 """A micro-batch, and how the host builds it with numpy; `on_device` gives the same with torch.
 
-Both start from ragged tokens in storage dtype. What nobody asks for is never built.
+Both start from ragged tokens in storage dtype. Masks, positions and, but for tags, labels are
+built when they are asked for.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """

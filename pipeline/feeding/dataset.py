@@ -86,7 +86,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             epochs: How many passes; None for no end.
             micro_batches_per_step: Micro-batches of one training step; None: the ranks.
             window_tokens: Tokens that are shuffled and sorted together; None chooses.
-            rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
+            rank: Which rank this is; by default torch.distributed's, or 0 where it is not running.
             world_size: Ranks that share each step; by default torch.distributed's, or 1.
 
         Raises:

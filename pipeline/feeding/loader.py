@@ -97,15 +97,15 @@ class ShardLoader:
             epochs: Epochs of a pass; None for no end.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
                 stream). Their rows are of nearly equal length and the same on any number of ranks.
-                None: that of a loaded state, else the ranks. With more ranks than that, several
-                steps make a round, each of rows of its own length, so the work of its ranks is no
-                longer equal.
+                None: the number in a loaded state, or else the number of ranks. With more ranks
+                than micro-batches, one round holds several steps of different lengths, so ranks
+                do unequal work.
             window_tokens: Tokens that are shuffled and sorted together; None chooses 8 to 32 M,
                 several windows of which are in memory. More mix a corpus better that is in some
                 order; see `Stats.mixing`.
             timeout: Seconds after which a worker that does not answer counts as hung;
                 `float("inf")` for no limit.
-            rank: Whose share; by default torch.distributed's rank, or 0 where it is not running.
+            rank: Which rank this is; by default torch.distributed's, or 0 where it is not running.
             world_size: Ranks that share each step; by default torch.distributed's, or 1.
             num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
                 ranks, and a rank reads only those of its group. See `merge_states`.
@@ -153,7 +153,7 @@ class ShardLoader:
 
     @property
     def rank(self) -> int:
-        """Whose share, among all ranks."""
+        """Which rank this is, among all."""
         return self._ranks.rank
 
     @property

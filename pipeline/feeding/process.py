@@ -1,7 +1,7 @@
 """A loader worker as its parent sees it: a process, a socket, some slots; how it starts and ends.
 
-Whatever breaks into the start or the end, also Ctrl-C, nothing is left that ending it again, or
-the garbage collector, does not clear away: a worker without a socket ends.
+A start or an end that something broke into, Ctrl-C too, can be finished by calling `end` again, or
+by garbage collection: a worker without a socket ends.
 """
 
 import contextlib

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
@@ -209,7 +210,7 @@ class _Slot:
     def at_least(self, size: int) -> memoryview:
         """The memory, at least `size` bytes of it."""
         if self._memory is None or self.size < size:
-            size = -(-int(size * _GROWTH) // _PAGE) * _PAGE
+            size = round_up(int(size * _GROWTH), _PAGE)
             with _refusals_explained(size):
                 os.ftruncate(self._fd, size)
             self._memory, self.size = map_slot(self._fd, size), size

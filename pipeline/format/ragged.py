@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenfeed.pipeline.arithmetic import offsets_of
+
 __all__ = ["Pieces", "Ragged", "binaries", "join", "take"]
 
 
@@ -29,9 +31,7 @@ class Ragged:
     @property
     def offsets(self) -> np.ndarray:
         """Where each row begins, and the end, shape (R + 1,), int64."""
-        offsets = np.zeros(len(self.lengths) + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        return offsets
+        return offsets_of(self.lengths)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Ragged):

@@ -11,6 +11,7 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 
+from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.ragged import Pieces
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
@@ -59,7 +60,7 @@ class Rows:
 
     def parts(self, edges: np.ndarray) -> "Iterator[Rows]":
         """Rows from each edge up to the next, without a copy."""
-        ends = np.append(0, np.cumsum(self.lengths))[edges].tolist()
+        ends = offsets_of(self.lengths)[edges].tolist()
         for rows, tokens in zip(pairwise(edges.tolist()), pairwise(ends), strict=True):
             yield Rows(
                 self.lengths[slice(*rows)],
@@ -93,8 +94,7 @@ class Picker:
     """Takes of the same rows again and again, for the price of their offsets once."""
 
     def __init__(self, rows: Rows) -> None:
-        offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum(rows.lengths, out=offsets[1:])
+        offsets = offsets_of(rows.lengths)
         self._rows = rows
         self._pieces = {name: Pieces(values, offsets) for name, values in rows.per_token.items()}
 
@@ -116,8 +116,7 @@ def record_batch(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[st
         The record batch, and its buffers as `batch_buffers` would find them.
     """
     assert len(rows.ids) < 1 << 31
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(rows.lengths, out=offsets[1:])
+    offsets = offsets_of(rows.lengths).astype(np.int32)
     columns, buffers = [], {"": offsets}
     for field in schema:
         is_list = pa.types.is_list(field.type)

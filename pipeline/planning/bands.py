@@ -25,7 +25,7 @@ from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
 __all__ = ["sort_by_length", "steps_by_length"]
 
 _LENGTHS_PER_SPREAD = 2.5
-"""A band ends where rows are shorter than its longest by this part of it, for each 1 of spread:
+"""A band holds no rows shorter than longest * (1 - this * spread):
 long rows are few, and far from each other in length."""
 _LABEL_VARIANCE = 2.5
 """Of the labels in a micro-batch, over that of a random one: with more, bands are made wider."""

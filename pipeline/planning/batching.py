@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.pieces import Pieces, offsets_of, regroup
+from tokenfeed.pipeline.planning.pieces import Pieces, regroup
 from tokenfeed.pipeline.planning.policy import Batching
 
 __all__ = ["WindowPlan", "plan_window"]

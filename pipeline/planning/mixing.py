@@ -1,9 +1,9 @@
 """How far rows are mixed: about, from the plan and the manifests alone.
 
 The worst case is a corpus in which what is alike stands together, say a tenth of it. In a window of
-K strata the tenth's share is off by sqrt(1/3) / K, for where it begins and ends a stratum is partly
-of it; a training step of one such window is off by as much, and by what chance makes of its few
-rows. A full shuffle has the latter alone. Torch-free.
+K strata the tenth's share is off by sqrt(1/3) / K, because the two strata at its ends belong to it
+only in part; a training step of one such window is off by as much, and by what chance makes of its
+few rows. A full shuffle has the latter alone. Torch-free.
 """
 
 import numpy as np

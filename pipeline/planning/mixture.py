@@ -114,10 +114,10 @@ def mix(
         ]
         batches = tuple(after - before for after, before in zip(reached, given, strict=True))
         if any(batches):
-            stretch_tokens = sum(
+            phase_tokens = sum(
                 batches[n] * sources[n].tokens / sources[n].batches for n in range(len(sources))
             )
-            windows = min(max(batches), max(1, round(stretch_tokens / window_tokens)))
+            windows = min(max(batches), max(1, round(phase_tokens / window_tokens)))
             phases.append(Phase(tuple(given), batches, windows))
         given, start = reached, end
     return tuple(phases)

@@ -76,7 +76,7 @@ def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarr
     Returns:
         int64, the shape of `positions`.
 
-    Cost: O(len(positions)), whatever `size` is: the walk leaves the range less than 3 times of 4.
+    Cost: O(len(positions)), whatever `size` is: a value takes fewer than four walks on average.
     """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     keys = [_derive_keys(key, number) for number in range(_ROUNDS)]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.planning.pieces import ranges
+from tokenfeed.pipeline.arithmetic import offsets_of, ranges
 
 __all__ = ["concatenate", "pack"]
 
@@ -66,24 +66,18 @@ def concatenate(
     place_cut = place[is_cut]
     cuts = np.bincount(place_cut, minlength=len(laid))
     nth = is_cut.astype(np.int64)  # piece of its row that each bin begins with
-    nth[is_cut] += np.arange(len(place_cut)) - _starts(cuts)[place_cut]
+    nth[is_cut] += np.arange(len(place_cut)) - offsets_of(cuts)[place_cut]
     counts = np.empty_like(cuts)
     counts[order] = cuts + 1
-    first = _starts(counts)  # piece, by row
+    first = offsets_of(counts)[:-1]  # piece, by row
     offsets = np.full(len(laid) + len(place_cut) + 1, ends[-1])
-    offsets[first] = _starts(lengths)
+    offsets[first] = offsets_of(lengths)[:-1]
     cut_rows = order[place_cut]
-    offsets[first[cut_rows] + nth[is_cut]] = _starts(lengths)[cut_rows] + into[is_cut]
-    first_laid = _starts(cuts + 1)
+    offsets[first[cut_rows] + nth[is_cut]] = offsets_of(lengths)[cut_rows] + into[is_cut]
+    first_laid = offsets_of(cuts + 1)[:-1]
     pieces = np.arange(len(offsets) - 1) + np.repeat(first[order] - first_laid, cuts + 1)
     bins = np.append(first_laid[place] + nth, len(pieces))
     return np.repeat(np.arange(len(laid)), counts), offsets, pieces, bins
-
-
-def _starts(sizes: np.ndarray) -> np.ndarray:
-    """Where each of several runs begins that follow each other."""
-    starts: np.ndarray = np.cumsum(sizes) - sizes
-    return starts
 
 
 class _Group(NamedTuple):
@@ -140,7 +134,7 @@ class _OpenBins:
         each, filled = np.repeat(each, bins), np.repeat(filled, bins)
         sizes = np.zeros(self._num_bins, np.int64)
         np.add.at(sizes, filled_bins, each)
-        offsets = np.append(0, np.cumsum(sizes))
+        offsets = offsets_of(sizes)
         slots = ranges(offsets[filled_bins] + filled, each)
         order = np.empty(len(slots), np.int64)
         order[slots] = np.arange(len(slots))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import offsets_of, ranges
 from tokenfeed.pipeline.planning.order import mix64
 
-__all__ = ["Pieces", "cut_rows", "offsets_of", "random_order", "ranges", "regroup"]
+__all__ = ["Pieces", "cut_rows", "random_order", "regroup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,6 @@ def cut_rows(lengths: np.ndarray, longest: int) -> Pieces:
     return Pieces(offsets, np.diff(offsets), rows)
 
 
-def offsets_of(sizes: np.ndarray) -> np.ndarray:
-    """Running total of sizes, with a leading 0, int64."""
-    offsets = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes, out=offsets[1:])
-    return offsets
-
-
 def regroup(
     items: np.ndarray, offsets: np.ndarray, order: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -62,18 +56,10 @@ def regroup(
         pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
         taken = [items[start:stop] for start, stop in pairs]
         return np.concatenate(taken) if taken else items[:0], new_offsets
-    index = np.arange(new_offsets[-1]) + np.repeat(starts - new_offsets[:-1], sizes)
-    return items[index], new_offsets
+    return items[ranges(starts, sizes)], new_offsets
 
 
 def random_order(count: int, key: int) -> np.ndarray:
     """A permutation of range(count), int64: another one for every 64-bit key."""
     keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
     return np.argsort(keys)  # no two are equal, so any sort gives the same order
-
-
-def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """All integers of several ranges, one range after the other."""
-    integers = np.arange(sizes.sum())
-    integers += np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
-    return integers

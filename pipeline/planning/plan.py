@@ -7,7 +7,7 @@ their ranks, workers, prefetching and devices are. Torch-free.
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.planning.mixture import Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching, LongRows
 
 __all__ = ["Plan", "Position", "default_window_tokens"]
 
@@ -81,15 +81,16 @@ class Plan:
         """
         if not isinstance(batching, Batching):
             raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
+        checks.whole("multiple_of", batching.multiple_of, least=1, most=checks.MOST)
+        checks.whole("longest_piece", batching.longest_piece, least=1)
+        checks.choice("long_rows", batching.long_rows, get_args(LongRows))
         step_size = checks.whole(
             "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
         )
         _check_fit(sources, batching)
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         if window_tokens is None:
-            window_tokens = default_window_tokens(
-                sources, weights, batching, micro_batches_per_step
-            )
+            window_tokens = default_window_tokens(sources, weights, batching, step_size)
         window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
         exhausted = mixture.exhausted if mixture else "continue"
         phases = mix(sources, weights, exhausted, window_tokens)

@@ -11,12 +11,13 @@ from typing import Any, get_args
 import numpy as np
 
 from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.bands import sort_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.packing import concatenate, pack
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order
-from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows, round_up
+from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
 __all__ = ["Fixed", "Packed", "Padded", "settings_of"]
 

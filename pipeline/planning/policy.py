@@ -13,7 +13,7 @@ from tokenfeed.pipeline.planning.bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, regroup
 
-__all__ = ["Arranged", "Batching", "ByLength", "LongRows", "round_up"]
+__all__ = ["Arranged", "Batching", "ByLength", "LongRows"]
 
 LongRows = Literal["cut", "refuse"]
 """What happens to a row that is longer than a micro-batch may be: it is cut into pieces, which
@@ -105,8 +105,3 @@ class ByLength(Batching):
             order = random_order(len(step_offsets) - 1, draw.key ^ 2)
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
-
-
-def round_up(length: int, multiple_of: int) -> int:
-    """The smallest multiple of `multiple_of` that is at least `length`."""
-    return -(-length // multiple_of) * multiple_of

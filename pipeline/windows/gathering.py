@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.ragged import take
 from tokenfeed.pipeline.format.schema import Role, role_of
 from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.digest import Spans
-from tokenfeed.pipeline.planning.pieces import offsets_of, regroup
+from tokenfeed.pipeline.planning.pieces import regroup
 from tokenfeed.pipeline.planning.rounds import Rounds
 from tokenfeed.pipeline.windows.index import PieceIndex
 from tokenfeed.pipeline.windows.rank_slice import TARGETS

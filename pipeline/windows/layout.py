@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.pipeline.planning.pieces import offsets_of, ranges
 
 __all__ = ["Layout", "Sequences", "lay_out"]
 
@@ -85,7 +85,7 @@ def lay_out(
     """
     sizes, batches = sequences.sizes(), sequences.batches
     longest = np.maximum.reduceat(sizes, batches[:-1])
-    padded = -(-longest // multiple_of) * multiple_of
+    padded = round_up(longest, multiple_of)
     pieces = batches if sequences.offsets is None else sequences.offsets[batches]
     tokens = offsets_of(np.add.reduceat(sequences.lengths, pieces[:-1], dtype=np.int64))
     segments = ignored = segment_offsets = ignored_offsets = None

@@ -13,6 +13,7 @@ from math import prod
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.planning.rounds import Round
 from tokenfeed.pipeline.windows.index import Index
 
@@ -56,7 +57,7 @@ class RankSlice:
     @property
     def num_bytes(self) -> int:
         """Bytes that `write` fills."""
-        return sum(_aligned(array.nbytes) for _, array in self._named())
+        return sum(round_up(array.nbytes, _ALIGNMENT) for _, array in self._named())
 
     def write(self, buffer: memoryview) -> Header:
         """Lay all arrays into a buffer of at least `num_bytes`."""
@@ -64,7 +65,7 @@ class RankSlice:
         for name, array in self._named():
             described.append((name, array.dtype.str, array.shape))
             np.copyto(np.frombuffer(buffer, array.dtype, array.size, at), array.reshape(-1))
-            at += _aligned(array.nbytes)
+            at += round_up(array.nbytes, _ALIGNMENT)
         return Header(self.epoch, self.window, len(self.per_token), tuple(described))
 
     @classmethod
@@ -74,7 +75,7 @@ class RankSlice:
         for name, dtype, shape in header.arrays:
             array = np.frombuffer(buffer, dtype, prod(shape), at).reshape(shape)
             arrays.append((name, array))
-            at += _aligned(array.nbytes)
+            at += round_up(array.nbytes, _ALIGNMENT)
         per_token, staged = arrays[: header.num_per_token], dict(arrays[header.num_per_token :])
         index = {name: array.copy() for name, array in staged.items()}
         indexes = Index.from_arrays(index), Index.from_arrays(staged)
@@ -249,7 +250,3 @@ def _of_batch(
 
 def _between(offsets: np.ndarray, number: int) -> slice:
     return slice(int(offsets[number]), int(offsets[number + 1]))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import ranges
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.pipeline.planning.pieces import ranges
 
 __all__ = ["Window", "WindowReader"]
 

@@ -1,4 +1,4 @@
-"""What workers that encode start with: before the settings are known there is time for it."""
+"""Modules and environment of encoding workers, loaded before the options are parsed."""
 
 __all__ = ["ENVIRONMENT", "MODULES"]
 

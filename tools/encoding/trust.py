@@ -1,4 +1,5 @@
-"""Trust: whether the fast engine is known to be right about a tokenizer, and what it is to read."""
+"""Trust: whether the fast engine is known to be right about a tokenizer, and the tokenizer.json
+that is written for it."""
 
 import importlib.metadata
 

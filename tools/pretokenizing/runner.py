@@ -2,8 +2,8 @@
 
 This process encodes a small input itself, by the reference: so few texts would not earn back the
 start of workers and of a second engine. Else a crew takes the units from one queue, big ones first,
-so that no slow one is left for the end. The crew begins under the fast engine at once, and this
-process audits it by what the crew answers; where the engine is rejected, at the start or for a
+so that no slow one is left for the end. Workers start with the fast engine, and this process
+compares their ids with those of the reference; where the engine is rejected, at the start or for a
 sample later, the reference encodes all units again.
 """
 

@@ -1,11 +1,11 @@
 """Worker processes: a program that has imported everything, and the forks it makes of itself.
 
-What they do is the work's to say: it is sent to the program, and begun there. The program can start
-before there is anything to do, so that its imports run beside this process's own. Each worker has a
-socket, by which units, results and progress travel, and ends when that closes: a killed run leaves
-nobody writing. Nothing has a name, in the file system or elsewhere, so there is nothing to clear up
-either. Ctrl-C and SIGTERM are this process's to handle: its workers begin with both blocked.
-`worker` is their side.
+The `Work` object says what workers do: it is sent to the program, and begun there. The program can
+start before there is anything to do, so that its imports run beside this process's own. Each worker
+has a socket, by which units, results and progress travel, and ends when that closes: a killed run
+leaves nobody writing. Nothing has a name, in the file system or elsewhere, so there is nothing to
+clear up either. Ctrl-C and SIGTERM are this process's to handle: its workers begin with both
+blocked. `worker` is their side.
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """`shards shuffle IN OUT`: what the command line says, and what it means."""
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ from typing import Annotated, Literal
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.sizes import bytes_of
@@ -54,7 +54,7 @@ class ShuffleRows:
         return 0
 
     def _settings(self) -> Settings:
-        workers = len(os.sched_getaffinity(0)) if self.workers == "auto" else self.workers
+        workers = num_cores() if self.workers == "auto" else self.workers
         if workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
         is_auto = self.shard_size == "auto"

@@ -10,13 +10,14 @@ from data_sets import MakeDataset, Span, spans_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import Batching, round_up
+from tokenfeed.pipeline.planning.policy import Batching
 
 SPREADS = st.sampled_from([0.0, 0.033, 0.3, 1.0])
 SORTED = st.one_of(

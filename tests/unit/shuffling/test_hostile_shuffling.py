@@ -17,9 +17,9 @@ from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
 from tokenfeed.tools.shuffling.partition import Columns, Placed, read_section, write_partition
-from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.sizes import bytes_of
 

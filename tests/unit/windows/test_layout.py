@@ -8,11 +8,11 @@ from data_sets import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenfeed.pipeline.arithmetic import offsets_of, round_up
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.pipeline.planning.pieces import offsets_of
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import Batching, round_up
+from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.layout import Sequences, lay_out
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice

@@ -11,11 +11,11 @@ from command import files_of
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing import shuffled
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
-from tokenfeed.tools.shuffling import pretokenized
-from tokenfeed.tools.shuffling.pretokenized import make_shuffled_dataset
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
 from tokenfeed.tools.verify import find_problems
@@ -96,7 +96,7 @@ def test_another_command_keeps_out_of_the_output_from_the_first_moment(
         refused.append(str(caught.value))
         return make_dataset(*arguments)
 
-    monkeypatch.setattr(pretokenized, "make_dataset", beside_another)
+    monkeypatch.setattr(shuffled, "make_dataset", beside_another)
     make_shuffled_dataset(options_of(corpus, out, shuffle=True, **options))
     assert len(refused) == 1
     assert Manifest.read(out).shuffled is not None
