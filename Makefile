@@ -2,54 +2,79 @@
 PYTHON ?= python3
 BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n auto --dist loadfile
+STEPS := 200
 
-.PHONY: dev demo test test-fast test-slow gpu check fmt bench docs docs-serve clean
+.PHONY: setup dev demo test test-fast test-slow gpu check lint types editor package matrix fmt bench docs docs-serve clean
 
-# Sets up .venv with everything that development needs.
-dev: .venv/.ready
+# .venv with everything that the targets below need.
+setup: .venv/.ready
 
 .venv/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "tokenfeed needs Python 3.11 or later: make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,examples]' -c constraints.txt
+	$(INSTALL) 'pip>=25.1'    # knows dependency groups
+	$(INSTALL) torch
+	$(INSTALL) -e '.[examples]' --group dev
 	touch $@
 
+# The environment to write code in: hooks refuse a commit that lint refuses, and a push that mypy refuses.
+dev: setup
+	$(BIN)/pre-commit install
+
 # The main job on real input: the standard library's own source becomes a trained model.
-demo: dev
+demo: setup
 	rm -rf demo
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
-	$(BIN)/train --shards demo/shards --run-dir demo/run
+	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS)
 
 # Everything: what test-fast and test-slow run.
-test: dev
+test: setup
 	$(RUN_CHECKS) pytest -q $(PARALLEL)
 
 # What runs in process and is not slow: under 90 s on two cores.
-test-fast: dev
+test-fast: setup
 	$(RUN_CHECKS) pytest -q tests/unit -m 'not slow' $(PARALLEL)
 
 # The rest: what starts processes, and what is slow.
-test-slow: dev
+test-slow: setup
 	$(RUN_CHECKS) pytest -q -m 'slow or commands' $(PARALLEL)
 
 # What needs a CUDA device, for who has one; elsewhere all of it is skipped.
-gpu: dev
+gpu: setup
 	$(RUN_CHECKS) pytest -q -m cuda -rs
 
-check: dev
+check: lint types editor
+
+lint: setup
 	$(RUN_CHECKS) ruff check .
 	$(RUN_CHECKS) ruff format --check .
+
+types: setup
 	$(RUN_CHECKS) mypy
 
-fmt: dev
+# What an editor shows a reader of the package.
+editor: setup
+	$(RUN_CHECKS) pyright --pythonpath $(BIN)/python
+
+# What is uploaded: sdist and wheel into dist/, and the main job from such a wheel in an empty environment.
+package: setup
+	rm -rf build dist
+	$(RUN_CHECKS) build --quiet
+	$(RUN_CHECKS) pytest -q tests/commands/test_wheel.py
+
+# Each Python that is here, and the lowest versions of what we depend on; not part of CI: half an hour and 15 GB.
+matrix:
+	.ci/matrix
+
+fmt: setup
 	$(RUN_CHECKS) ruff check --fix .
 	$(RUN_CHECKS) ruff format .
 
-bench: dev
+bench: setup
 	$(BIN)/python benchmarks/loader.py
 
 # The documentation, as a site that needs no network; its tools need no torch, so they have an environment of their own.
@@ -66,4 +91,4 @@ docs-serve: .venv-docs/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-docs demo build site
+	rm -rf .venv .venv-docs .venv-matrix demo build dist site

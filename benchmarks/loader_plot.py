@@ -1,6 +1,6 @@
 """Draws benchmarks/results/loader.svg from loader.json: real tokens a second, per rows and loader.
 
-usage: python benchmarks/loader_plot.py [RESULTS.json]     needs matplotlib: pip install '.[bench]'
+usage: python benchmarks/loader_plot.py [RESULTS.json]  needs matplotlib: pip install --group bench
 """
 
 import json
@@ -27,7 +27,9 @@ def plot(results: Path) -> Path:
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter
     except ImportError:
-        sys.exit(f"error: no plot: matplotlib is missing. pip install '.[bench]', then {__file__}")
+        sys.exit(
+            f"error: no plot: matplotlib is missing. pip install --group bench, then {__file__}"
+        )
     entries = [each for each in json.loads(results.read_text())["results"] if "mtok_s" in each]
     kinds = [kind for kind in TITLES if any(each["rows"] == kind for each in entries)]
     panels = {kind: sorted_bars(entries, kind) for kind in kinds}

@@ -23,6 +23,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from tokenfeed.integrations.steps import Step, steps
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
@@ -91,6 +92,8 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._loaders.clear()
 
     def _loader(self, **settings: Any) -> ShardLoader:
+        if self.trainer is None:
+            raise ConfigError("ShardDataModule: it has no trainer yet. Give it to `Trainer.fit`.")
         device = self.trainer.strategy.root_device
         loader = ShardLoader(self._path, batching=self._batching, device=device, **settings)
         self._loaders.append(loader)

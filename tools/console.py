@@ -7,6 +7,7 @@ traceback. What this file imports is little: from its first line on a Ctrl-C sho
 """
 
 import errno
+import io
 import json
 import logging
 import os
@@ -106,7 +107,7 @@ def _set_up() -> None:
     _insist_on_utf8()
     log_to_stderr()
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # odd file names under an ASCII locale
 
 

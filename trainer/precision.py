@@ -76,7 +76,7 @@ class Precision:
         """
         self._scaler.unscale_(optimizer)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)
+        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
         norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         if not self._scaler.is_enabled():  # the scaler tells the fused kernel the same by itself
             optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]

@@ -92,13 +92,19 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     """What a user can do about an error of torch; None where it is a bug."""
     if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
         return _explain_memory(config)
-    if config.compile and isinstance(error, torch._dynamo.exc.TorchDynamoException):
+    if config.compile and _is_of_compiler(error):
         reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
         return (
             f"`--compile`: torch cannot compile here ({reason}). Install what it asks for (a C "
             "compiler, mostly), or leave --compile out."
         )
     return None
+
+
+def _is_of_compiler(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # seconds, but that --compile has paid
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _explain_memory(config: TrainConfig) -> str:

@@ -176,8 +176,8 @@ class GpuGauge:
         import pynvml
 
         try:
-            memory = pynvml.nvmlDeviceGetMemoryInfo(self._handle).used
-            busy_percent = pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            memory = int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
+            busy_percent = int(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
         except pynvml.NVMLError:
             self._handle = None  # a partitioned GPU has no such figures: do not ask again
             return None

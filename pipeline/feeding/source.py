@@ -29,9 +29,11 @@ class WindowSource(Protocol):
 
     def take(self) -> Lease:
         """The next window, waited for if it has to be."""
+        ...
 
     def is_ready(self) -> bool:
         """Whether `take` would return at once."""
+        ...
 
     def close(self) -> None:
         """End whatever runs."""

@@ -62,7 +62,7 @@ class _Copy:
     ragged: RaggedBatch
     lease: Lease
     """The window's memory, which the copy reads until `ready` has passed."""
-    ready: torch.cuda.Event
+    ready: torch.cuda.Event | torch.Event
 
 
 def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches:
@@ -108,7 +108,7 @@ def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: i
 
 def _give_back(used: deque[_Copy], keep: int | None = None) -> None:
     """Return the memory of windows that were copied; wait for the oldest if more than `keep`."""
-    while used and (used[0].ready.query() or (keep is not None and len(used) > keep)):  # type: ignore[no-untyped-call]
+    while used and (used[0].ready.query() or (keep is not None and len(used) > keep)):
         copy = used.popleft()
         copy.ready.synchronize()
         copy.lease.release()

@@ -86,7 +86,7 @@ def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:
         else:
             lengths += len(segment)
             binaries.append(_constant(segment.astype(dtype)))
-    joined = pc.binary_join_element_wise(*binaries, _constant(np.empty(0, dtype)))
+    joined = pc.binary_join_element_wise(*binaries, _constant(np.empty(0, dtype)))  # pyright: ignore[reportAttributeAccessIssue]
     return Ragged(np.frombuffer(joined.buffers()[2] or b"", dtype), lengths)
 
 

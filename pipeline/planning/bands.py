@@ -37,12 +37,15 @@ class SizesByLength(Protocol):
     @property
     def spread(self) -> float:
         """How wide bands are; see `policies.SPREAD`."""
+        ...
 
     def rows_of(self, longest: int) -> int:
         """Rows of a micro-batch whose longest row is `longest`."""
+        ...
 
     def batches_of(self, lengths: np.ndarray) -> float:
         """About how many micro-batches rows of some lengths become."""
+        ...
 
 
 def steps_by_length(

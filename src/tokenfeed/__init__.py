@@ -42,11 +42,13 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version  # 0.04 s that no command should start with
+if not TYPE_CHECKING:  # or type checkers would take any name for one of these
 
-        return version("tokenfeed")
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.pipeline.{_HOME[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            from importlib.metadata import version  # 0.04 s that no command should start with
+
+            return version("tokenfeed")
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.pipeline.{_HOME[name]}"), name)

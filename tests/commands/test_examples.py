@@ -21,6 +21,7 @@ from places import ROOT
 from pyarrow import feather
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # ten seconds each, most of them imports
 
@@ -200,3 +201,13 @@ def test_two_ranks_share_the_rows_and_train_the_same(
     both = Run(example, tmp_path / "trace", *options, ranks=2)
     assert Counter(both.rows) == expected_rows(data)
     assert both.losses == pytest.approx(whole(example).losses, abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # what frameworks say when they are imported
+def test_a_data_module_that_no_trainer_has_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from tokenfeed.integrations.lightning import ShardDataModule
+
+    module = ShardDataModule(tmp_path, batching=Padded(64))
+    with pytest.raises(ConfigError, match="no trainer yet"):
+        module.train_dataloader()

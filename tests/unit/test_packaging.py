@@ -1,6 +1,7 @@
 """The folders map to one import name, layers point one way, and light things stay light."""
 
 import ast
+import re
 import sys
 
 import pytest
@@ -8,6 +9,10 @@ from places import ROOT
 
 import tokenfeed
 
+NAMING_TARGETS = [
+    *("README.md", "CONTRIBUTING.md", "docs/releasing.md"),
+    *("pyproject.toml", ".ci/run", ".pre-commit-config.yaml"),
+]
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 """Lowest first: a folder may import itself and those before it."""
 
@@ -67,3 +72,22 @@ def test_all_names_of_the_front_door_can_be_had() -> None:
         assert getattr(tokenfeed, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         tokenfeed.nothing  # noqa: B018
+
+
+def test_no_target_is_named_that_make_has_not() -> None:
+    targets = {*re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)}
+    for name in NAMING_TARGETS:
+        named = re.findall(r"(?:^|`)make ([a-z][\w-]*)", (ROOT / name).read_text(), re.MULTILINE)
+        assert {*named} <= targets, name
+
+
+def test_type_checkers_and_python_have_the_same_front_door() -> None:
+    source = ast.parse((ROOT / "src/tokenfeed/__init__.py").read_text())
+    (typed,) = [node for node in source.body if isinstance(node, ast.If) and not node.orelse][:1]
+    told = [
+        alias.name
+        for node in ast.walk(typed)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+    assert {*told, "__version__"} == {*tokenfeed.__all__}

@@ -49,7 +49,7 @@ class Blocks:
         self.consumed_bytes = 0
         """Bytes of the file itself behind the blocks given so far."""
         self._path = path
-        self._compression = compression
+        self._compression: Compression | None = compression
         self._start, self._stop = start, stop
 
     def __iter__(self) -> Iterator[bytes]:

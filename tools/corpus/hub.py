@@ -35,4 +35,4 @@ def hub_files(name: str) -> Iterator[tuple[str, str]]:
         if not data.cache_files:
             raise CorpusError(f"{name}: `datasets` keeps it in memory; save it by `save_to_disk`.")
         for file in data.cache_files:
-            yield file["filename"], split
+            yield file["filename"], str(split)

@@ -82,6 +82,7 @@ class Engine(Protocol):
             Unencodable: The reference has no ids for some of them.
             EngineFailure: A fast engine broke down.
         """
+        ...
 
 
 class ReferenceEngine:

@@ -157,6 +157,6 @@ def _matches(expression: str, texts: list[bytes]) -> np.ndarray:
 
     Taken from the bits: to make an array of them, Arrow would import pandas into the process.
     """
-    matching = pc.match_substring_regex(binaries(texts).view(pa.large_string()), expression)
+    matching = pc.match_substring_regex(binaries(texts).view(pa.large_string()), expression)  # pyright: ignore[reportAttributeAccessIssue]
     bits = np.frombuffer(matching.buffers()[1] or b"", np.uint8)
     return np.unpackbits(bits, count=len(texts), bitorder="little").view(bool)

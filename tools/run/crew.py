@@ -56,6 +56,7 @@ class Weighed(Protocol):
     @property
     def weight_bytes(self) -> float:
         """Its part of all the work, by which progress is shown."""
+        ...
 
 
 UnitT = TypeVar("UnitT", bound=Weighed)
@@ -74,6 +75,7 @@ class Work(Protocol[_TakenT, _GivenT]):
     @property
     def begin(self) -> Begin[_TakenT, _GivenT]:
         """Called once, before the workers are forked."""
+        ...
 
 
 class Progress(NamedTuple):

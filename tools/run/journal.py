@@ -38,10 +38,12 @@ class Result(Protocol):
     @property
     def unit(self) -> int:
         """Its number."""
+        ...
 
     @property
     def files(self) -> Iterable[FileInfo]:
         """Those it has written, which must be as they were left for the unit to count."""
+        ...
 
 
 ResultT = TypeVar("ResultT", bound=Result)

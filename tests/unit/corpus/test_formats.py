@@ -239,7 +239,8 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
         assert read_bytes(path, data) == ({0: data}, {})
     good, bad = read_bytes(path, b'[{"text": "a"}, 5, {"text": null}, {}, {"text": "b"}]')
     assert (good, list(bad)) == ({0: b"a", 4: b"b"}, [1, 2, 3])
-    for tail in (b"", b', {"text": "\xff"}]', b', {"x": ' + b"[" * 5000 + b"]" * 5000 + b"}]"):
+    deep = b"[" * 100_000 + b"]" * 100_000  # deeper than any Python follows
+    for tail in (b"", b', {"text": "\xff"}]', b', {"x": ' + deep + b"}]"):
         good, bad = read_bytes(path, b'[{"text": "a"}' + tail)
         assert (good, list(bad)) == ({}, [0])
         assert "cannot be read from here on" in bad[0]

@@ -369,7 +369,7 @@ def test_the_numbers_of_a_saved_data_set_mean_its_classes(task: str, tmp_path: P
     classes: Any = datasets.ClassLabel(names=["neutral", "good", "bad"])  # in no sorted order
     content: Row = {words: ["fox", "dog"], field: [2, 0]}
     if task == "tag":
-        classes, content = datasets.List(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
+        classes, content = datasets.Sequence(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
     data = datasets.Dataset.from_dict(content).cast_column(field, classes)
     datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(tmp_path / "in")
     kind = Kind.LABEL if task == "classify" else Kind.LABELS

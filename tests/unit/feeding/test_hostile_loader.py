@@ -54,6 +54,7 @@ def at_every_step(run: Callable[[], object], do: Callable[[], None], *, opcodes:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = opcodes  # Python 3.12 wants one such frame before it begins
     sys.settrace(trace)
     try:
         run()

@@ -158,7 +158,7 @@ def _check_dictionary(column: pa.DictionaryArray) -> None:
     """
     column.indices.validate()
     _plain(column.dictionary, Kind.TEXT)
-    ends = pc.min_max(column.indices).as_py()
+    ends = pc.min_max(column.indices).as_py()  # pyright: ignore[reportAttributeAccessIssue]
     if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
         raise pa.ArrowInvalid(f"index {ends['max']} of a dictionary of {len(column.dictionary)}")
 
