@@ -29,6 +29,7 @@ from tokenfeed.pipeline.feeding.worker import (
     command,
     environment,
     map_slot,
+    not_importable,
     receive,
     send,
 )
@@ -102,7 +103,8 @@ class WorkerProcess:
         """Start it.
 
         Raises:
-            LoaderError: The system refuses the process, its memory or a descriptor.
+            LoaderError: The system refuses the process, its memory or a descriptor; or a policy or
+                a store is of a class that is not found by a name.
         """
         self.name = name
         self.leaving = False
@@ -127,7 +129,10 @@ class WorkerProcess:
         with theirs, _memory_file() as file:
             slots = [slot.fileno() for slot in self._slots]
             marshal.dump([str(entry) for entry in sys.path if isinstance(entry, str)], file)
-            pickle.dump(Orders(self._parent, maker, slots), file)
+            try:
+                pickle.dump(Orders(self._parent, maker, slots), file)
+            except (AttributeError, TypeError, pickle.PicklingError) as error:
+                raise not_importable(error) from error
             file.seek(0)
             handed = (theirs.fileno(), file.fileno())
             return subprocess.Popen(command(*handed), pass_fds=(*handed, *slots), env=environment())

@@ -35,6 +35,7 @@ __all__ = [
     "command",
     "environment",
     "map_slot",
+    "not_importable",
     "receive",
     "send",
 ]
@@ -150,18 +151,38 @@ def _refusals_explained(size: int) -> Iterator[None]:
         ) from error
 
 
+def not_importable(error: Exception) -> LoaderError:
+    """The error for a policy or a store that does not reach a worker."""
+    return LoaderError(
+        f"loader workers cannot import a policy or store that the loader was given ({error}). "
+        "Define its class in a module of its own, or read in this process (`num_workers`=0)."
+    )
+
+
 def main(socket_fd: int, file: BinaryIO) -> None:
     """Serve tasks until the parent closes the socket, or is gone."""
     connection = socket.socket(fileno=socket_fd)
-    with file:
-        orders: Orders = pickle.load(file)
-    slots = [_Slot(fd) for fd in orders.slots]
     try:
+        orders = _read_orders(file, connection)
+        slots = [_Slot(fd) for fd in orders.slots]
         while True:
             task = _next_task(connection, orders.parent)
             send(connection, _serve(orders.maker, task, slots[task.slot]))
     except (EOFError, ConnectionError):
         os._exit(os.EX_OK)  # the parent is gone, or wants no more
+
+
+def _read_orders(file: BinaryIO, connection: socket.socket) -> Orders:
+    """What this worker is told; if it cannot import what that is made of, it answers so instead."""
+    try:
+        with file:
+            orders: Orders = pickle.load(file)
+    except (AttributeError, ImportError) as error:
+        failure = Failure(not_importable(error), "")
+        while True:  # until the parent closes the socket
+            receive(connection)
+            send(connection, failure)
+    return orders
 
 
 def _next_task(connection: socket.socket, parent: int) -> Request:

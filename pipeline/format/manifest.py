@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.format.reading import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store
@@ -273,14 +274,16 @@ def _canonical(content: dict[str, Any]) -> bytes:
 
 def _load_json(store: Store, path: str) -> dict[str, Any]:
     try:
-        content = json.loads(store.read(MANIFEST_FILE))
+        raw = store.read(MANIFEST_FILE)
     except FileNotFoundError:
         raise ManifestError(
             f"{path}: not found, so this folder holds no finished data set. "
             "Point at the output folder of `pretokenize`, or run it to the end."
         ) from None
-    except OSError as error:
-        raise ManifestError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # of the second kind are names with a NUL
+        raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
+    try:
+        content = json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise _no_json(path, error) from error
     if not isinstance(content, dict):

@@ -9,7 +9,7 @@ import os
 
 from tokenfeed.pipeline.errors import ShardFormatError
 
-__all__ = ["damaged", "refused"]
+__all__ = ["damaged", "error_line", "refused"]
 
 _MEMORY, _FILES, _RIGHTS, _DISK = (
     "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
@@ -43,7 +43,7 @@ _REMEDIES = (
 
 def damaged(path: str, what: str, cause: BaseException | None = None) -> ShardFormatError:
     """The error for a file that is not what it should be."""
-    because = f" ({_line(cause)})" if cause else ""
+    because = f" ({error_line(cause)})" if cause else ""
     remedy = "Copy the shard again, or run `pretokenize` again."
     return ShardFormatError(f"{path}: {what}{because}. {remedy}")
 
@@ -60,6 +60,7 @@ def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
     return ShardFormatError(f"{path}: {what}: {reason}. {_REMEDIES[number]}")
 
 
-def _line(cause: BaseException) -> str:
+def error_line(cause: BaseException) -> str:
     """What an error says, in one line: Arrow adds its own place in further ones."""
-    return " ".join(str(cause).split())
+    said = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+    return " ".join(said.split())

@@ -71,9 +71,13 @@ def plan_window(
         draw: The window's randomness; None for none.
         labels: The label of each row, shape (R,), where each has one; such rows are not cut.
 
+    Raises:
+        ConfigError: The policy leaves out rows, or repeats some.
+
     Cost: O(R log R), one sort; a Python step per step or per distinct length, none per row.
     """
     arranged = batching.arrange(lengths, step_size, draw, labels)
+    arranged.check(lengths, batching)
     dealt, batch_offsets, steps = _deal(arranged.step_offsets, step_size)
     order = arranged.order if dealt is None else arranged.order[dealt]
     if arranged.packed is None:

@@ -79,11 +79,7 @@ class Plan:
         Raises:
             ConfigError: The settings do not fit each other or the data.
         """
-        if not isinstance(batching, Batching):
-            raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
-        checks.whole("multiple_of", batching.multiple_of, least=1, most=checks.MOST)
-        checks.whole("longest_piece", batching.longest_piece, least=1)
-        checks.choice("long_rows", batching.long_rows, get_args(LongRows))
+        _check_policy(batching)
         step_size = checks.whole(
             "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
         )
@@ -188,6 +184,20 @@ def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_stream
             f"`num_streams`={num_streams}, but an epoch has {order.num_windows} windows only. "
             "Lower it, or `window_tokens`."
         )
+
+
+def _check_policy(batching: Batching) -> None:
+    if not isinstance(batching, Batching):
+        raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
+    described = getattr(batching, "__dataclass_params__", None)
+    if not (described and described.frozen):
+        raise ConfigError(
+            f"`batching`={batching!r}: a state is saved with all that a policy says, so its class "
+            "has to be a dataclass that cannot change. Write `@dataclass(frozen=True)` above it."
+        )
+    checks.whole("multiple_of", batching.multiple_of, least=1, most=checks.MOST)
+    checks.whole("longest_piece", batching.longest_piece, least=1)
+    checks.choice("long_rows", batching.long_rows, get_args(LongRows))
 
 
 def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:

@@ -5,7 +5,7 @@ part of a saved state. Torch-free.
 """
 
 import ast
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -195,15 +195,18 @@ def settings_of(described: object) -> object:
         RecursionError,
     ):
         return described
-    named = {_NAMES_BEFORE.get(name, name): value for name, value in named.items()}
     defaults = {field.name: field.default for field in fields(policy)}
+    renamed = {old: new for old, new in _NAMES_BEFORE.items() if old not in defaults}
+    named = {renamed.get(name, name): value for name, value in named.items()}
     return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
 
 
 def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
-    """Every policy by its name, those of other projects too."""
-    named = {policy.__name__: policy for policy in family.__subclasses__()}
-    return named | {name: p for family in named.values() for name, p in _policies(family).items()}
+    """Every policy with fields by its name, those of other projects too; ours keep their names."""
+    found: dict[str, type[Batching]] = {}
+    for policy in family.__subclasses__():
+        found |= _policies(policy) | ({policy.__name__: policy} if is_dataclass(policy) else {})
+    return found | {policy.__name__: policy for policy in (Padded, Fixed, Packed)}
 
 
 def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:

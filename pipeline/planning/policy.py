@@ -9,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, regroup
@@ -32,9 +33,32 @@ class Arranged(NamedTuple):
     packed: tuple[np.ndarray, np.ndarray] | None = None
     """The pieces of all sequences, shape (P,), and where each sequence begins in them, (S + 1,)."""
 
+    def check(self, lengths: np.ndarray, batching: "Batching") -> None:
+        """Refuse what leaves out or repeats a part of the rows: whoever wrote the policy is told.
+
+        Raises:
+            ConfigError: Names the policy and what is wrong.
+        """
+        count, sequences = len(self.cut.lengths), len(self.order)
+        wholes = {
+            "`cut` does not hold every token once": self.cut.offsets[-1] == lengths.sum(),
+            "`step_offsets` do not cut `order` into steps": _cuts(self.step_offsets, sequences),
+        }
+        if self.packed:
+            pieces, offsets = self.packed
+            wholes["`packed` does not hold every piece once"] = _once(pieces, count)
+            wholes["`packed` has an empty sequence"] = _cuts(offsets, len(pieces))
+            count = len(offsets) - 1
+        wholes["`order` does not hold every sequence once"] = _once(self.order, count)
+        for name, is_whole in wholes.items():
+            if not is_whole:
+                raise ConfigError(
+                    f"{batching}: what it arranges is not every row once: {name}. Mend `arrange`."
+                )
+
 
 class Batching(ABC):
-    """What a policy is; those of this file are frozen dataclasses, and so should yours be."""
+    """What a policy is; its class is a frozen dataclass, for a saved state has its repr."""
 
     __slots__ = ()
     packs: ClassVar[bool] = False
@@ -105,3 +129,19 @@ class ByLength(Batching):
             order = random_order(len(step_offsets) - 1, draw.key ^ 2)
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
+
+
+def _once(numbers: np.ndarray, count: int) -> bool:
+    """Whether `numbers` are those of range(count), each once, in some order."""
+    numbers = np.asarray(numbers).astype(np.int64, casting="safe", copy=False)
+    if len(numbers) != count or numbers.view(np.uint64).max() >= count:  # as is what is below 0
+        return False
+    seen = np.zeros(count, np.bool_)
+    seen[numbers] = True
+    return bool(seen.all())
+
+
+def _cuts(offsets: np.ndarray, count: int) -> bool:
+    """Whether `offsets` cut range(count) into parts of which none is empty."""
+    whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
+    return bool(whole and (np.diff(offsets) > 0).all())

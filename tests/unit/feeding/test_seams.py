@@ -1,5 +1,6 @@
 """What others may add is added in one place: a policy, a store, a task's column."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import cut_rows, random_order
-from tokenfeed.pipeline.planning.policy import Arranged, Batching, LongRows
+from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,72 @@ def test_a_state_knows_a_policy_of_another_project(folder: Path) -> None:
     ]
     with pytest.raises(ResumeError, match=r"AtRandom\(batch_size=4.*AtRandom\(batch_size=5"):
         open_loader(folder, AtRandom(5)).load_state_dict(loader.state_dict())
+
+
+def _half(arranged: Arranged) -> Arranged:
+    return arranged._replace(order=arranged.order[::2], step_offsets=np.array([0, 100]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_half, "`order` does not hold every sequence once"),
+        (lambda a: a._replace(order=a.order * 0), "`order` does not hold every sequence once"),
+        (lambda a: a._replace(order=a.order - 5), "`order` does not hold every sequence once"),
+        (lambda a: a._replace(step_offsets=a.step_offsets[:-3]), "`step_offsets` do not cut"),
+        (lambda a: a._replace(step_offsets=np.repeat(a.step_offsets, 2)), "`step_offsets` do not"),
+        (lambda a: a._replace(cut=cut_rows(np.ones(200, int), 1)), "`cut` does not hold every"),
+        (lambda a: a._replace(packed=(a.order[:-1], np.arange(200))), "`packed` does not hold"),
+        (lambda a: a._replace(packed=(a.order, a.order * 0)), "`packed` has an empty sequence"),
+    ],
+)
+def test_a_policy_that_loses_or_repeats_rows_is_refused_by_name(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Arranged], Arranged],
+    message: str,
+) -> None:
+    whole = AtRandom.arrange
+    monkeypatch.setattr(AtRandom, "arrange", lambda *arguments: spoil(whole(*arguments)))
+    with pytest.raises(ConfigError, match=rf"^AtRandom\(batch_size=4.*once: {message}"):
+        list(open_loader(folder, AtRandom(4), window_tokens=10**9))
+
+
+def test_a_policy_that_a_state_could_not_name_is_refused(folder: Path) -> None:
+    class Plain(Batching):
+        multiple_of, long_rows, longest_piece = 1, "cut", 100  # type: ignore[assignment]
+        tokens_per_batch = arrange = AtRandom.arrange  # type: ignore[assignment]
+
+    @dataclass
+    class PlainAndChangeable(Plain):
+        pass
+
+    for policy in (Plain(), PlainAndChangeable()):
+        with pytest.raises(ConfigError, match=r"Plain.*Write `@dataclass\(frozen=True\)` above"):
+            open_loader(folder, policy)
+
+
+def test_settings_of_a_policy_of_another_project_keep_their_names() -> None:
+    assert settings_of("WithRows(rows=4, batch_size=8)") != settings_of(
+        "WithRows(rows=5, batch_size=8)"
+    )
+
+
+@dataclass(frozen=True)
+class WithRows(AtRandom):
+    rows: int = 1
+
+
+def test_a_class_elsewhere_that_is_called_like_a_policy_of_ours_changes_no_state(
+    folder: Path,
+) -> None:
+    class Padded_(ByLength):
+        pass
+
+    Padded_.__name__ = "Padded"
+    state = open_loader(folder, Padded(2048)).state_dict()
+    state["plan"]["batching"] = "Padded(max_tokens=2048, multiple_of=1)"  # of before `spread`
+    open_loader(folder, Padded(2048)).load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -125,6 +193,20 @@ def test_what_a_store_lacks_is_named_as_the_store_names_it(remote: dict[str, byt
     del remote["manifest.json"]
     with pytest.raises(ManifestError, match=r"^memory://data/manifest\.json: not found, so"):
         open_loader(there)
+
+
+def test_an_error_of_a_store_without_errno_says_what_it_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Down(MemoryStore):
+        def read(self, name: str) -> bytes:
+            raise TimeoutError
+
+    monkeypatch.setitem(store.STORES, "memory", lambda path: Down(path, {}))
+    with pytest.raises(ManifestError, match=r"manifest\.json: cannot be read: TimeoutError\."):
+        Manifest.read("memory://data")
+    with pytest.raises(ManifestError, match=r"manifest\.json: cannot be read: .*null"):
+        Manifest.read("a\0b")
 
 
 def test_a_scheme_that_nobody_has_registered_is_refused() -> None:
