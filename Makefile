@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PARALLEL := -n auto --dist loadfile
+PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
 STEPS := 200
 
 .PHONY: setup dev demo test test-fast test-slow gpu check lint types editor package matrix fmt bench docs docs-serve clean

@@ -31,9 +31,11 @@ UNIT = Path(__file__).parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder."""
+    """Mark tests by their folder; files with slow tests come first, so that none is left last."""
     for item in items:
         item.add_marker("unit" if UNIT in item.path.parents else "commands")
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.fixture(scope="session")

@@ -108,7 +108,8 @@ def test_what_to_do_about_a_dead_worker_depends_on_the_signal(
 ) -> None:
     with open_loader(folder, num_workers=1, epochs=None) as loader:
         next(iter(loader))
-        os.kill(workers_of()[0], number)
+        [worker] = workers_of()
+        os.kill(worker, number)
         with pytest.raises(LoaderError) as caught:
             list(loader)
     assert remedy in str(caught.value)
