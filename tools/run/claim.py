@@ -9,6 +9,7 @@ this machine.
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -51,6 +52,11 @@ def state_of(folder: Path) -> State:
         ConfigError: It holds anything else, or a data set that does not say what made it, or is no
             folder.
     """
+    if folder.parts[:1] and re.fullmatch("[a-z][a-z0-9+.-]*:", folder.parts[0]):
+        raise ConfigError(
+            f"{folder}: looks like an address of another place. Give a folder of this machine, and "
+            "copy it there afterwards."
+        )
     if not os.path.lexists(folder):
         _check_can_be_made(folder)
         return "new"

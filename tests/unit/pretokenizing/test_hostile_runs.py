@@ -20,6 +20,7 @@ from tokenfeed.tools.options import Options, parse_options
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.run.claim import state_of
 
 
 def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
@@ -247,3 +248,13 @@ def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch
         assert options.make_task().fields == {"body": Kind.TEXT, "a=b": Kind.LABEL}
     pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
     assert list(pair.fields) == ["text", "other", "label"]
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/out", "gs://b", "hf+x://a/b/c"])
+def test_an_address_of_another_place_is_no_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="looks like an address of another place"):
+        state_of(Path(out))
+    assert not list(tmp_path.iterdir())
