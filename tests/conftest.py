@@ -6,6 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+# Before their import: an assertion of a helper tells its values then.
+pytest.register_assert_rewrite(
+    "command", "corpora", "data_sets", "delivery", "simulated", "training"
+)
+
 from command import WORDS, texts
 from data_sets import (
     VOCABULARY_SIZE,

@@ -14,6 +14,7 @@ from typing import Any, Self
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.feed import Feed
+from tokenfeed.pipeline.feeding.source import end_with_interpreter
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
@@ -57,8 +58,9 @@ class Delivery:
             started = time.perf_counter()
             before, feed = self.delivered, self._running(start)
             taken = next(feed, None)
-            if taken is None:
-                raise _broken_into()  # a feed has no end of its own
+            if taken is None:  # somebody ended it: a feed has no end of its own
+                end_with_interpreter()
+                raise _broken_into()
             batch, ragged = taken
             delivered = before.after(ragged.round)
             ends_pass = _ends_pass(delivered.position, epochs)

@@ -1,6 +1,6 @@
 """The feed: batches without an end from some position on, and what was measured on the way."""
 
-import inspect
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
@@ -107,7 +107,7 @@ def _end(batches: Batches, source: WindowSource) -> None:
     a daemon thread may still be in `batches`: it ends there, when it finds its source closed.
     """
     try:
-        if inspect.getgeneratorstate(batches) != inspect.GEN_RUNNING:
+        with contextlib.suppress(ValueError):  # a daemon thread is in it
             batches.close()
     finally:
         source.close()

@@ -8,7 +8,6 @@ stays in its slot, and is read there, until its lease is released.
 import contextlib
 import itertools
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -25,7 +24,7 @@ from tokenfeed.pipeline.feeding.process import (
     WorkerProcess,
     start_undisturbed,
 )
-from tokenfeed.pipeline.feeding.source import Lease
+from tokenfeed.pipeline.feeding.source import Lease, end_with_interpreter
 from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
@@ -127,8 +126,7 @@ class WorkerPool:
     def _check_open(self) -> None:
         if not self._closed:
             return
-        if not threading.main_thread().is_alive():
-            sys.exit()  # the interpreter ends, and this thread with it, quietly
+        end_with_interpreter()
         raise LoaderError(
             "a signal handler or another thread closed the loader while it was read from. Let the "
             "loop close it."

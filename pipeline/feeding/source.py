@@ -1,5 +1,7 @@
 """Where windows come from: this process, or workers (`pool`). Both hand out leases in order."""
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +11,7 @@ from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-__all__ = ["InlineSource", "Lease", "WindowSource"]
+__all__ = ["InlineSource", "Lease", "WindowSource", "end_with_interpreter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +70,9 @@ class InlineSource:
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def end_with_interpreter() -> None:
+    """Where the interpreter ends, which has closed the source, end a daemon thread quietly."""
+    if not threading.main_thread().is_alive():
+        sys.exit()

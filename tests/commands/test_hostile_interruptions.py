@@ -212,6 +212,31 @@ def test_a_daemon_thread_that_reads_ends_quietly_with_the_interpreter(folder: Pa
     assert run_script(PREAMBLE + DAEMON, folder) is None
 
 
+ENDING_BETWEEN_BATCHES = """
+import atexit, time
+atexit.register(time.sleep, 1)  # the last to run: the loader is closed by then, the thread runs on
+{preamble}
+loader = open_loader(num_workers={num_workers}, epochs=None)
+begun = threading.Event()
+
+def read():
+    for batch in loader:
+        begun.set()
+        time.sleep(0.01)
+
+threading.Thread(target=read, daemon=True).start()
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_daemon_thread_between_two_batches_ends_quietly_with_the_interpreter(
+    folder: Path, num_workers: int
+) -> None:
+    script = ENDING_BETWEEN_BATCHES.format(preamble=PREAMBLE, num_workers=num_workers)
+    assert run_script(script, folder) is None
+
+
 def test_a_loader_that_another_thread_closes_is_an_error_in_one_line(folder: Path) -> None:
     with open_loader(folder, num_workers=1, epochs=None) as loader:
         next(iter(loader))
