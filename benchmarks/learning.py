@@ -36,11 +36,15 @@ from shuffle_orders import find_peers, make, orders_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 
-from tokenfeed.trainer.model import ModelSize, Transformer
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.attention import Scope
+from tokenfeed.trainer.models.head import Head
+from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 
 LENGTH, ROWS = 64, 32
 VOCABULARY = 2048
 SIZE = ModelSize(layers=2, width=128, heads=4)
+HEAD = Head(kind="vocabulary", outputs=VOCABULARY, vocabulary_size=VOCABULARY, causal=True)
 RATE, WARMUP = 2e-3, 10
 HELD_OUT = 64
 """Rows of each source."""
@@ -133,7 +137,7 @@ def large_orders(options: argparse.Namespace) -> dict[str, list[np.ndarray]]:
 def learn(rows: Ids, order: np.ndarray, seed: int) -> Transformer:
     """One epoch."""
     torch.manual_seed(seed)
-    model = Transformer(SIZE, VOCABULARY)
+    model = Transformer(SIZE, HEAD)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
     steps = len(order) // ROWS
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate(steps))
@@ -155,7 +159,13 @@ def rate(steps: int) -> Callable[[int], float]:
 
 def loss(model: Transformer, ids: Ids) -> torch.Tensor:
     ids_BT = torch.from_numpy(ids)
-    logits_BTV = model(ids_BT)
+    shown = MicroBatch(
+        ids_BT=ids_BT,
+        labels=ids_BT,
+        positions_BT=torch.arange(ids_BT.shape[1])[None],
+        scope=Scope(causal=True),
+    )
+    logits_BTV = model(shown)
     return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
 
 

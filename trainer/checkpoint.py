@@ -1,10 +1,11 @@
-"""Checkpoints: whole or absent, checked when read, the latest two kept.
+"""Checkpoints: whole or absent, checked when read; the latest two and the best one kept.
 
 `checkpoints/step-00000100/` holds state.pt (tensors: model, optimizer, scaler, random state) and
 progress.json (integers: step, tokens, the loader's position, and the checksum of state.pt). Both
 are written and synced under a temporary folder name, and one rename makes them a checkpoint. What a
 killed save left under such a name counts for nothing, and the next save deletes it. Saving waits
-for the disk: simple, and charged to the run as checkpoint stall.
+for the disk: simple, and charged to the run as checkpoint stall. best.json names the checkpoint
+that was best on the validation split, and says by what.
 """
 
 import json
@@ -27,10 +28,10 @@ from tokenfeed.pipeline.format.storage import (
 )
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["CheckpointMeta", "Checkpoints", "random_state", "set_random_state"]
+__all__ = ["Best", "CheckpointMeta", "Checkpoints", "random_state", "set_random_state"]
 
 KEPT = 2
-_STATE, _PROGRESS = "state.pt", "progress.json"
+_STATE, _PROGRESS, _BEST = "state.pt", "progress.json", "best.json"
 _NAME = re.compile(r"step-\d{8}")
 
 
@@ -46,8 +47,27 @@ class CheckpointMeta:
     """Token slots these came in, padding included."""
     model: str
     vocabulary_size: int
+    task: str = "lm"
+    """What was trained; the first checkpoints lack it."""
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The step whose weights did best on the validation split."""
+
+    step: int
+    metric: str
+    """The one that decided."""
+    metrics: dict[str, float]
+    """All metrics at that step."""
+
+    @property
+    def rank(self) -> float:
+        """The larger, the better."""
+        value = self.metrics[self.metric]
+        return -value if self.metric == "loss" else value
 
 
 class Checkpoints:
@@ -88,8 +108,20 @@ class Checkpoints:
         latest = self.latest()
         return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
+    def best(self) -> Best | None:
+        """The best one so far; None where there was no evaluation, or its checkpoint is gone."""
+        try:
+            best = msgspec.json.decode((self._folder / _BEST).read_bytes(), type=Best)
+        except (OSError, msgspec.MsgspecError):
+            return None
+        return best if self.path(best.step).is_dir() else None
+
+    def keep_best(self, best: Best) -> None:
+        """From now on keep the checkpoint of this step instead of the best one before."""
+        atomic_write(self._folder / _BEST, json.dumps(asdict(best)).encode() + b"\n")
+
     def save(self, progress: CheckpointMeta, state: dict[str, Any]) -> Path:
-        """Write a checkpoint, then delete those older than the latest two.
+        """Write a checkpoint, then delete those older than the latest two, but for the best.
 
         Raises:
             OSError: The disk refused it, and the earlier checkpoints are as they were.
@@ -107,17 +139,21 @@ class Checkpoints:
             raise
         temporary.rename(final)
         sync_folder(self._folder)
+        best = self.best()
         for path in self._whole()[:-KEPT]:
-            shutil.rmtree(path)
+            if best is None or path != self.path(best.step):
+                shutil.rmtree(path)
         return final
 
-    def load(self, device: torch.device) -> tuple[CheckpointMeta, dict[str, Any]]:
-        """Read the latest checkpoint; its tensors land on `device`.
+    def load(
+        self, device: torch.device, step: int | None = None
+    ) -> tuple[CheckpointMeta, dict[str, Any]]:
+        """Read the checkpoint of a step, or the latest; its tensors land on `device`.
 
         Raises:
             ResumeError: There is none, or it is damaged.
         """
-        path = self.to_resume()
+        path = self.to_resume() if step is None else self.path(step)
         try:
             content = json.loads((path / _PROGRESS).read_bytes())
             checksum = content.pop("state_xxh3")

@@ -20,13 +20,23 @@ from tokenfeed.pipeline.format.storage import atomic_write
 __all__ = [
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
+    "AttentionName",
+    "BatchingName",
     "DeviceName",
-    "ModelName",
+    "ObjectiveName",
+    "OptimizerName",
     "PrecisionName",
+    "ScheduleName",
+    "SizeName",
     "TrainConfig",
 ]
 
-ModelName = Literal["tiny", "mini", "small", "gpt2"]
+SizeName = Literal["tiny", "mini", "small", "gpt2"]
+ObjectiveName = Literal["auto", "masked"]
+BatchingName = Literal["auto", "packed", "padded"]
+AttentionName = Literal["auto", "documents", "rows"]
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
@@ -47,26 +57,45 @@ def _new_run_dir() -> Path:
 class TrainConfig:
     """The settings of one training run."""
 
-    shards: Path
+    shards: str
     """Output folder of `pretokenize`."""
-    model: ModelName = "tiny"
-    """1, 11, 25, 85 M parameters + embedding."""
+    model: str = "tiny"
+    """tiny, mini, small, gpt2 (1, 11, 25, 85 M parameters + embedding); hf:FOLDER or hf:ID, of
+    transformers; MODULE:FACTORY, of your own."""
+    objective: ObjectiveName = "auto"
+    """auto: what the shards are for; masked: fill gaps in documents."""
     steps: Positive = 200
     """Optimizer steps, earlier ones included."""
     sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
-    """Tokens of a row; longer documents are cut."""
+    """Tokens of a row; longer rows are cut."""
+    batching: BatchingName = "auto"
+    """auto: lm and complete packed, classify and tag padded."""
+    attention: AttentionName = "auto"
+    """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
     micro_batch_tokens: Positive = 2048
     """Tokens of one forward and backward; the loss takes some 12 bytes x vocabulary for each."""
     step_tokens: Positive = 2048
-    """Tokens of one optimizer step."""
+    """Tokens of one optimizer step, padding included."""
+    step_rows: Positive | None = None
+    """Rows of one optimizer step, instead of tokens."""
+    optimizer: OptimizerName = "adamw"
+    """muon: for matrices of hidden layers; AdamW for the rest."""
     learning_rate: AboveZero = 2e-3
-    """Peak of the cosine, which ends at a tenth."""
+    """Peak of the schedule."""
+    learning_rate_reference_tokens: Positive | None = None
+    """Step tokens that --learning-rate is for; scaled to yours by the square root."""
+    schedule: ScheduleName = "cosine"
+    """How the learning rate falls: cosine and linear to a tenth; wsd in the last fifth."""
     warmup_steps: NotNegative = 20
     """Steps until the learning rate's peak."""
     weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
-    """AdamW's, on matrices only."""
+    """On matrices only."""
     clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    """Of the built-in models."""
+    init_from: str | None = None
+    """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
     device: DeviceName = "auto"
     """auto: cuda where there is one, else cpu."""
     precision: PrecisionName = "auto"
@@ -79,10 +108,10 @@ class TrainConfig:
     """Decides initial weights and order."""
     eval_every: Positive = 100
     """Steps between validation losses."""
-    eval_batches: Positive = 10
-    """Most micro-batches of an evaluation."""
+    eval_batches: Positive | None = None
+    """Most micro-batches of an evaluation; by default the whole split."""
     save_every: Positive = 100
-    """Steps between checkpoints; two are kept."""
+    """Steps between checkpoints. Two are kept, and the best that was evaluated."""
     log_every: Positive = 10
     """Steps between progress lines."""
     run_dir: Path = field(default_factory=_new_run_dir)
@@ -99,8 +128,12 @@ class TrainConfig:
                 _require(self, name, *_keeps(getattr(self, name), bounds))
         _require(self, "seed", self.seed < 1 << 63, "below 2**63")
         _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
+        if self.step_rows is None:
+            _require_multiple(self, "step_tokens", "micro_batch_tokens")
+
+    def check_packed(self) -> None:
+        """The same for settings that matter where rows are packed."""
         _require_multiple(self, "micro_batch_tokens", "sequence_length")
-        _require_multiple(self, "step_tokens", "micro_batch_tokens")
 
     def write(self) -> None:
         """Write config.yaml into the run's folder, atomically."""
@@ -131,13 +164,23 @@ class TrainConfig:
 
     @property
     def rows(self) -> int:
-        """Packed rows of a micro-batch."""
-        return self.micro_batch_tokens // self.sequence_length
+        """Rows of a micro-batch that has a fixed number of them: packed, or by --step-rows."""
+        fitting = max(1, self.micro_batch_tokens // self.sequence_length)
+        if self.step_rows is None:
+            return fitting
+        return max(rows for rows in range(1, fitting + 1) if self.step_rows % rows == 0)
 
     @property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
+        if self.step_rows is not None:
+            return self.step_rows // self.rows
         return self.step_tokens // self.micro_batch_tokens
+
+    @property
+    def step_slots(self) -> int:
+        """About the token slots of a step."""
+        return self.accumulation * self.micro_batch_tokens
 
 
 def _bounds(hint: Any) -> msgspec.Meta | None:
@@ -154,7 +197,9 @@ def _keeps(value: float | None, bounds: msgspec.Meta) -> tuple[bool, str]:
     if bounds.gt is not None:
         return value is None or value > bounds.gt, f"a number above {bounds.gt}"
     assert bounds.ge is not None
-    return value is None or value >= bounds.ge, f"at least {bounds.ge}"
+    below = "" if bounds.lt is None else f" and below {bounds.lt}"
+    kept = value is None or bounds.ge <= value < (math.inf if bounds.lt is None else bounds.lt)
+    return kept, f"at least {bounds.ge}{below}"
 
 
 def _as_path(kind: type, value: Any) -> Path:

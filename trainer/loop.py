@@ -4,8 +4,8 @@
 wait is `next(feed)`; the host reads from the device at progress lines only. Everything occasional
 stands behind a step, in a bracket of the stall meter that says what it cost.
 
-Gradients are weighted by real target tokens. Their number in a step is known only at its end, so
-each loss is divided by a constant (which keeps fp16 in range) and the sum is corrected once.
+Gradients are weighted by targets. Their number in a step is known only at its end, so each loss is
+divided by a constant (which keeps fp16 in range) and the sum is corrected once.
 """
 
 import contextlib
@@ -20,17 +20,23 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.trainer.checkpoint import CheckpointMeta, Checkpoints, random_state, set_random_state
+from tokenfeed.trainer.checkpoint import (
+    Best,
+    CheckpointMeta,
+    Checkpoints,
+    random_state,
+    set_random_state,
+)
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.model import SIZES, Transformer
-from tokenfeed.trainer.objective import batch_loss, evaluate
+from tokenfeed.trainer.evaluation import Metrics, evaluate
+from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
+from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
 
 __all__ = ["Trainer"]
@@ -51,18 +57,19 @@ class Trainer:
         self.config = config
         self.device = choose_device(config.device)
         self.precision = Precision(config.precision, self.device)
-        _check_task(config, Manifest.read(config.shards))
-        self.loader = self._open_split("train", num_workers=self._num_workers(), epochs=None)
-        self.vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
+        manifest = Manifest.read(config.shards)
+        self.task = make_task(config, manifest, self.device)
+        self.feeds = Feeds(config, self.task, self.device, self.precision.dtype)
+        self.loader = self.feeds.training()
         torch.manual_seed(config.seed)
-        self.model = Transformer(SIZES[config.model], self.vocabulary_size).to(self.device)
+        self.model = make_model(config, self.task.head).to(self.device)
         if config.compile:
-            self.model.compile()
+            compile_model(self.model)
         self.optimizer = make_optimizer(self.model, config.weight_decay)
-        self.least_slots = config.micro_batch_tokens if config.compile else 0
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.gauge = GpuGauge(self.device)
         self.step = self.saved_step = self.tokens = self.slots = 0
+        self.best: Best | None = None
         self.since_log = self._new_tally()
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
         self._resources = contextlib.ExitStack()
@@ -71,20 +78,22 @@ class Trainer:
     def train(self, should_stop: Callable[[], bool]) -> None:
         """Train until the last step, or until `should_stop` after some step."""
         self._begin()
-        config, stall, precision = self.config, self.stall, self.precision
+        config, task, shape = self.config, self.task, self.feeds.shaper
+        stall, precision = self.stall, self.precision
         feed = iter(self.loader)
         for step in range(self.step + 1, config.steps + 1):
             tally = self._new_tally()
-            for _ in range(config.accumulation):
+            for part in range(config.accumulation):
                 with stall.cause("data"):
                     batch = next(feed)
+                number = step * config.accumulation + part
+                micro_batch = task.prepare(shape(batch), number)
                 with precision.autocast():
-                    loss = batch_loss(self.model, batch, self.least_slots) / config.step_tokens
-                precision.backward(loss)
-                slots = max(batch.num_slots, self.least_slots)
-                tally.add(loss.detach(), batch.num_targets, batch.num_tokens, slots)
+                    loss = task.loss(self.model, micro_batch)
+                precision.backward(loss.sum / config.step_slots)
+                tally.add(loss, batch.num_tokens, micro_batch.num_slots)
             set_learning_rate(self.optimizer, learning_rate(step, config))
-            correction = config.step_tokens / max(1, tally.targets)
+            correction = config.step_slots / tally.targets.clamp(min=1)
             norm = precision.step(self.model, self.optimizer, correction, config.clip_norm)
             stall.mark_step(tally.tokens)
             self._after_step(step, tally, norm)
@@ -97,9 +106,19 @@ class Trainer:
             self._write_log()
         if self.saved_step != self.step:
             self._save()
-        report = self._report()
+        report = self._report(self._final_metrics())
         report.write(self.config.run_dir)
         return report
+
+    def _final_metrics(self) -> dict[str, Metrics]:
+        """Metrics by split: of the best weights where they are known, else of the last."""
+        found = {"validation": self.best.metrics} if self.best else {}
+        if self.step == self.config.steps and "test" in self.loader.manifest.splits:
+            if self.best and self.best.step != self.step:
+                _, state = self.checkpoints.load(self.device, self.best.step)
+                self.model.load_state_dict(state["model"])
+            found["test"] = self._metrics_of("test")
+        return found
 
     def close(self) -> None:
         """End the loader's workers, close files and let go of the run's folder."""
@@ -125,7 +144,7 @@ class Trainer:
         self.skipped += ~norm.isfinite()
         self.tokens += tally.tokens
         self.slots += tally.slots
-        self.since_log.add(tally.loss, tally.targets, tally.tokens, tally.slots)
+        self.since_log.extend(tally)
         config, last = self.config, step == self.config.steps
         saving = last or step % config.save_every == 0
         if saving or step == 1 or step % config.log_every == 0:
@@ -142,18 +161,18 @@ class Trainer:
         """One line on the console and in metrics.jsonl: the one place that waits for the device."""
         with self.stall.cause("log"):
             interval, self.since_log = self.since_log, self._new_tally()
-            loss = interval.loss.item() * self.config.step_tokens / max(1, interval.targets)
+            loss, targets, norm, skipped = self._fetch(interval)
+            loss /= max(1, targets)
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}")
             reading = self.stall.read()
             window, self.last_reading = reading.since(self.last_reading), reading
-            norm = self.last_norm.item()
             log = StepLog(
                 step=self.step,
                 loss=loss,
                 learning_rate=learning_rate(self.step, self.config),
                 gradient_norm=norm if math.isfinite(norm) else None,
-                skipped_steps=int(self.skipped.item()),
+                skipped_steps=int(skipped),
                 tokens=self.tokens,
                 real_tokens_per_s=window.tokens_per_s if window.steps else None,
                 stall=window.fraction if window.steps else None,
@@ -163,19 +182,40 @@ class Trainer:
             self.metrics.write(dataclasses.asdict(log))
             _log.info("%s", log.line(self.config.steps))
 
+    def _fetch(self, interval: Tally) -> list[float]:
+        """Summed loss, targets, latest norm and skipped steps: the wait, and only one."""
+        values = (interval.loss, interval.targets, self.last_norm, self.skipped)
+        return torch.stack([value.double() for value in values]).tolist()
+
     def _evaluate(self, *, note: bool = True) -> None:
-        """The loss on the first micro-batches of the validation split, if there is one."""
+        """The metrics of the validation split, if there is one. Of a step that is saved they decide
+        whether its checkpoint is the best."""
         if "validation" not in self.loader.manifest.splits:
             return
-        with (
-            self.stall.cause("evaluation"),
-            self._open_split("validation", num_workers=0, epochs=1) as feed,
-        ):
-            batches = itertools.islice(feed, self.config.eval_batches)
-            loss = evaluate(self.model, batches, self.precision, self.least_slots)
+        with self.stall.cause("evaluation"):
+            metrics = self._metrics_of("validation")
             if note:
-                self.metrics.write({"step": self.step, "validation_loss": loss})
-                _log.info("step %d | validation loss %.4f", self.step, loss)
+                named = {f"validation_{name}": value for name, value in metrics.items()}
+                self.metrics.write({"step": self.step} | named)
+                shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+                _log.info("step %d | validation %s", self.step, shown)
+        if note and self.saved_step == self.step > 0:
+            self._keep_if_best(metrics)
+
+    def _metrics_of(self, split: str) -> Metrics:
+        with self.feeds.whole(split) as feed:
+            return evaluate(
+                self.model,
+                self.task,
+                map(self.feeds.shaper, itertools.islice(feed, self.config.eval_batches)),
+                self.precision,
+            )
+
+    def _keep_if_best(self, metrics: Metrics) -> None:
+        best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
+        if before is None or best.rank > before.rank:
+            self.checkpoints.keep_best(best)
+            self.best = best
 
     def _save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
@@ -187,7 +227,8 @@ class Trainer:
                 tokens=self.tokens,
                 slots=self.slots,
                 model=self.config.model,
-                vocabulary_size=self.vocabulary_size,
+                vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
+                task=self.task.name,
                 loader=self.loader.state_dict(),
             )
             state = {
@@ -216,16 +257,20 @@ class Trainer:
                 "already. Raise it to go on."
             )
         _refuse_difference("--model", progress.model, config.model)
-        _refuse_difference("vocabulary size", progress.vocabulary_size, self.vocabulary_size)
+        _refuse_difference("task", progress.task, self.task.name)
+        vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
+        _refuse_difference("vocabulary size", progress.vocabulary_size, vocabulary_size)
         self.loader.load_state_dict(progress.loader)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         set_random_state(state["random"], self.device)
         self.step = self.saved_step = progress.step
+        best = self.checkpoints.best()
+        self.best = best if best and best.step <= self.step else None
         self.tokens, self.slots = progress.tokens, progress.slots
 
-    def _report(self) -> Report:
+    def _report(self, metrics: dict[str, Metrics]) -> Report:
         losses = self.metrics.values("loss")
         validation = self.metrics.values("validation_loss")
         reading = self.stall.read()
@@ -243,36 +288,19 @@ class Trainer:
             loss_last=losses[-1] if losses else None,
             validation_loss_first=validation[0] if validation else None,
             validation_loss_last=validation[-1] if validation else None,
+            task=self.task.name,
+            metrics=metrics,
+            best_step=self.best.step if self.best else None,
             model=self.config.model,
-            parameters=self.model.num_parameters,
-            vocabulary_size=self.vocabulary_size,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
             device=device_name(self.device),
             precision=self.precision.name,
             versions=versions(),
         )
 
-    def _open_split(self, split: str, *, num_workers: int, epochs: int | None) -> ShardLoader:
-        """A loader of packed micro-batches. Validation is shuffled too, each time alike: packing in
-        the order of length would let the longest documents alone speak for it."""
-        config = self.config
-        return ShardLoader(
-            config.shards,
-            batching=Packed(sequence_length=config.sequence_length, batch_size=config.rows),
-            split=split,
-            device=self.device,
-            num_workers=num_workers,
-            seed=config.seed,
-            epochs=epochs,
-        )
-
-    def _num_workers(self) -> int:
-        """As told, or 2 for a GPU and none on the CPU, where they would compete with training."""
-        if self.config.num_workers is not None:
-            return self.config.num_workers
-        return 2 if self.device.type == "cuda" else 0
-
     def _new_tally(self) -> Tally:
-        return Tally(torch.zeros((), device=self.device))
+        return Tally.zero(self.device)
 
 
 def _warmup_steps(steps: int) -> int:
@@ -284,13 +312,4 @@ def _refuse_difference(name: str, saved: object, ours: object) -> None:
         raise ResumeError(
             f"cannot resume: the checkpoint has {name} {saved}, this run has {ours}. Use the same, "
             "or start a new run in another --run-dir."
-        )
-
-
-def _check_task(config: TrainConfig, manifest: Manifest) -> None:
-    """Without its labels a labelled data set would be learnt as mere text."""
-    if manifest.task != "lm":
-        raise ConfigError(
-            f"{config.shards}: was made for `--task {manifest.task}`, and `train` learns only `lm` "
-            "so far. Run `pretokenize --task lm`."
         )

@@ -51,7 +51,7 @@ class Precision:
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
         self.name = _choose(device) if name == "auto" else name
         self._device = device
-        self._dtype = _DTYPES[self.name]
+        self.dtype = _DTYPES[self.name]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
         if device.type == "cuda":
             # The older switch: after the newer one, whoever still reads the older gets an error.
@@ -61,14 +61,14 @@ class Precision:
         """The context of forward and loss."""
         if self.name == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._dtype)
+        return torch.autocast(self._device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of `loss`."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: float, clip_norm: float
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: Tensor, clip_norm: float
     ) -> Tensor:
         """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
 

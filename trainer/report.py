@@ -50,6 +50,12 @@ class Report:
     """Mean over the steps of the last progress line."""
     validation_loss_first: float | None
     validation_loss_last: float | None
+    task: str
+    """lm, masked, complete, classify or tag."""
+    metrics: dict[str, dict[str, float]]
+    """By split and name, of the best weights: `loss` and what the task adds."""
+    best_step: int | None
+    """The step of these weights; None where nothing was evaluated."""
     model: str
     parameters: int
     vocabulary_size: int

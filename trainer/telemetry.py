@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.trainer.tasks.task import Loss
 
 __all__ = ["GpuGauge", "GpuUse", "MetricsFile", "StepLog", "Tally"]
 
@@ -26,19 +27,29 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over micro-batches; the loss stays on the device, all else the host knows anyway."""
+    """Sums over micro-batches; what only the device knows stays there."""
 
     loss: Tensor
-    targets: int = 0
+    targets: Tensor
     tokens: int = 0
     slots: int = 0
 
-    def add(self, loss: Tensor, targets: int, tokens: int, slots: int) -> None:
-        """Add one micro-batch, or the sums of another tally."""
-        self.loss += loss
-        self.targets += targets
-        self.tokens += tokens
-        self.slots += slots
+    @classmethod
+    def zero(cls, device: torch.device) -> "Tally":
+        """Of nothing yet."""
+        loss = torch.zeros((), device=device)
+        return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(self, loss: Loss, tokens: int, slots: int) -> None:
+        """Add one micro-batch."""
+        self.extend(Tally(loss.sum.detach(), loss.targets, tokens, slots))
+
+    def extend(self, other: "Tally") -> None:
+        """Add the sums of another."""
+        self.loss += other.loss
+        self.targets += other.targets
+        self.tokens += other.tokens
+        self.slots += other.slots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -41,6 +41,8 @@ class Padded(ByLength):
     """A row of more than `max_tokens` is cut into pieces, or ("refuse") no loader is made."""
     spread: float = SPREAD
     """How far rows may be from their place in order of length, to meet others in every epoch."""
+    sequence_length: int | None = None
+    """A row of more than this counts as too long; by default one of more than `max_tokens`."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "max_tokens", "multiple_of")
@@ -49,13 +51,16 @@ class Padded(ByLength):
                 f"`max_tokens`={self.max_tokens} is smaller than `multiple_of`={self.multiple_of}. "
                 "Raise it."
             )
+        if self.sequence_length is not None:
+            _check_sizes(self, "sequence_length")
         _check_long_rows(self)
         _check_spread(self)
 
     @property
     def longest_piece(self) -> int:
         """Rows are cut into pieces of this many tokens."""
-        return self.max_tokens // self.multiple_of * self.multiple_of
+        fitting = self.max_tokens // self.multiple_of * self.multiple_of
+        return min(fitting, self.sequence_length or fitting)
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
         """The token budget."""

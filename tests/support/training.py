@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.config import SizeName, TrainConfig
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.attention import Scope
+from tokenfeed.trainer.models.head import Head, HeadKind
+from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 
@@ -20,6 +25,9 @@ __all__ = [
     "counting_rows",
     "load_weights",
     "make_config",
+    "make_head",
+    "make_transformer",
+    "one_document_a_row",
     "read_metrics",
     "run",
     "write_counting",
@@ -53,6 +61,28 @@ def write_counting(
     return write_dataset(folder, splits, VOCABULARY)
 
 
+def make_head(
+    vocabulary_size: int = VOCABULARY, *, kind: HeadKind = "vocabulary", causal: bool = True
+) -> Head:
+    outputs = vocabulary_size if kind == "vocabulary" else 5
+    return Head(kind=kind, outputs=outputs, vocabulary_size=vocabulary_size, causal=causal)
+
+
+def make_transformer(name: SizeName = "tiny", vocabulary_size: int = VOCABULARY) -> Transformer:
+    """A decoder."""
+    return Transformer(SIZES[name], make_head(vocabulary_size))
+
+
+def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = None) -> MicroBatch:
+    """Full rows, read forwards."""
+    return MicroBatch(
+        ids_BT=ids_BT,
+        labels=torch.full_like(ids_BT, IGNORED) if labels_BT is None else labels_BT,
+        positions_BT=torch.arange(ids_BT.shape[1])[None],
+        scope=Scope(causal=True),
+    )
+
+
 def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "steps": 8,
@@ -65,7 +95,7 @@ def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
         "log_every": 1,
         "device": "cpu",
     }
-    return TrainConfig(shards=shards, run_dir=run_dir, **settings | changes)
+    return TrainConfig(shards=str(shards), run_dir=run_dir, **settings | changes)
 
 
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:

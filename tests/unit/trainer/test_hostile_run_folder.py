@@ -19,8 +19,9 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.tools.train import parse_config
 from tokenfeed.trainer import loop
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.objective import evaluate
+from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.run import train
+from tokenfeed.trainer.tasks.task import Task
 from tokenfeed.trainer.telemetry import MetricsFile
 
 
@@ -79,7 +80,7 @@ def test_what_a_killed_save_left_neither_locks_the_folder_nor_stays(
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
     run(make_config(shards, tmp_path, steps=2))
-    assert [path.name for path in left.parent.iterdir()] == ["step-00000002"]
+    assert sorted(path.name for path in left.parent.iterdir()) == ["best.json", "step-00000002"]
 
 
 def test_resuming_where_there_is_no_run_makes_no_folder(shards: Path, tmp_path: Path) -> None:
@@ -93,7 +94,7 @@ def test_an_evaluation_that_fails_costs_no_step(
 ) -> None:
     calls = iter(range(100))
 
-    def fails_third(*args: Any) -> float:
+    def fails_third(*args: Any) -> Metrics:
         if next(calls) == 2:
             raise OSError(5, "Input/output error")
         return evaluate(*args)
@@ -126,11 +127,11 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
 
     config = make_config(shards, tmp_path, micro_batch_tokens=256)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "batch_loss", fail)
+        patch.setattr(Task, "loss", fail)
         with pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=256 .* Halve it"):
             run(config)
     run(dataclasses.replace(config, micro_batch_tokens=128), stop_after=1)
-    monkeypatch.setattr(loop, "batch_loss", fail)
+    monkeypatch.setattr(Task, "loss", fail)
     with pytest.raises(ConfigError, match=r"cannot change it\. Go on with --resume where more"):
         run(make_config(shards, tmp_path, resume=True))
 
@@ -151,7 +152,7 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
         train(make_config(shards, tmp_path), fill_the_disk_after_step_five)
     assert error.value.filename == str(folder / "step-00000008")
     assert error.value.strerror.endswith(f"go on with --resume from {folder / 'step-00000004'}")
-    assert [path.name for path in folder.iterdir()] == ["step-00000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "step-00000004"]
     run(make_config(shards, tmp_path, resume=True))
     assert_same_run(tmp_path, undisturbed, 8)
 
@@ -245,8 +246,8 @@ def test_an_empty_run_dir_is_refused(words: list[str], monkeypatch: pytest.Monke
     [
         ("steps", "many", r"Expected `int`, got `str` - at `\$\.steps`"),
         ("seed", [1], "seed"),
-        ("model", "huge", "huge"),
-        ("shards", 3, "PathLike"),
+        ("precision", "int8", "int8"),
+        ("shards", 3, r"Expected `str`, got `int` - at `\$\.shards`"),
         ("stepps", 3, "stepps"),
     ],
 )

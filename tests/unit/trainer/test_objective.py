@@ -1,24 +1,28 @@
 """What one step computes: the loss, the weight of a token, the learning rate."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from training import make_transformer, one_document_a_row
 
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
-from tokenfeed.trainer.model import SIZES, Transformer
-from tokenfeed.trainer.objective import loss_sum
+from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optimizer import learning_rate, make_optimizer
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.tasks.next_token import LanguageModelling
 
 CPU = torch.device("cpu")
+TASK = LanguageModelling(None, 0)  # type: ignore[arg-type] - the loss needs no data set
 
 
 def make_config(**changes: object) -> TrainConfig:
-    return TrainConfig(shards=Path("out"), **changes)  # type: ignore[arg-type]
+    return TrainConfig(shards="out", **changes)  # type: ignore[arg-type]
+
+
+def loss_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    return TASK.loss_of(logits_BTV, one_document_a_row(labels_BT, labels_BT)).sum
 
 
 def make_labels(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
@@ -61,14 +65,14 @@ def test_a_batch_without_targets_gives_zero_loss_and_zero_gradients() -> None:
 def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer, float]:
     """One step over four rows with unequal numbers of targets, in micro-batches."""
     torch.manual_seed(0)
-    model = Transformer(SIZES["tiny"], 64)
+    model = make_transformer("tiny", 64)
     optimizer = make_optimizer(model, 0.1)
     ids_BT = torch.randint(0, 64, (4, 16))
     labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
     nominal = 64
     for part in parts:
         with precision.autocast():
-            loss = loss_sum(model(ids_BT[part]), labels_BT[part]) / nominal
+            loss = TASK.loss(model, one_document_a_row(ids_BT[part], labels_BT[part])).sum / nominal
         precision.backward(loss)
     targets = int((labels_BT != -100).sum())
     norm = precision.step(model, optimizer, nominal / targets, 1e9)
@@ -86,10 +90,10 @@ def test_accumulated_micro_batches_weigh_every_target_token_the_same() -> None:
 def test_the_norm_is_that_of_the_mean_loss() -> None:
     _, norm = step_in_parts(Precision("fp32", CPU), [slice(0, 2), slice(2, 4)])
     torch.manual_seed(0)
-    model = Transformer(SIZES["tiny"], 64)
+    model = make_transformer("tiny", 64)
     ids_BT = torch.randint(0, 64, (4, 16))
     labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
-    logits = model(ids_BT)[:, :-1].flatten(0, 1)
+    logits = model(one_document_a_row(ids_BT))[:, :-1].flatten(0, 1)
     F.cross_entropy(logits, labels_BT[:, 1:].flatten()).backward()
     expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
     assert norm == pytest.approx(expected.item(), rel=1e-4)
@@ -118,7 +122,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale() -> None:
 
 
 def test_matrices_decay_and_gains_do_not() -> None:
-    decayed, kept = make_optimizer(Transformer(SIZES["tiny"], 64), 0.1).param_groups
+    decayed, kept = make_optimizer(make_transformer("tiny", 64), 0.1).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in kept["params"]} == {1}

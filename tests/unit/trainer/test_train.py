@@ -77,7 +77,7 @@ def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> N
     assert list(read_metrics(finished, "loss")) == list(range(1, 9))
     assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
     checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert checkpoints == ["step-00000004", "step-00000008"]
+    assert checkpoints == ["best.json", "step-00000004", "step-00000008"]
 
 
 def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
@@ -127,7 +127,10 @@ BAD_SETTINGS = [
     ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
     ({"num_workers": -1}, r"`--num-workers`: expected at least 0, got -1\."),
     ({"sequence_length": 1}, r"`--sequence-length`: expected at least 2"),
-    ({"micro_batch_tokens": 100}, r"multiple of --sequence-length=32, got 100\. Try 96\."),
+    (
+        {"micro_batch_tokens": 100, "step_tokens": 100},
+        r"multiple of --sequence-length=32, got 100\. Try 96\.",
+    ),
     ({"step_tokens": 300}, r"multiple of --micro-batch-tokens=128, got 300\. Try 256\."),
 ]
 
@@ -190,7 +193,7 @@ def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
     with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
-        feed = trainer._open_split("validation", num_workers=0, epochs=1)
+        feed = trainer.feeds.whole("validation")
         lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
     assert lengths.min() < 10
     assert lengths.max() > 25
@@ -271,11 +274,15 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
     assert GpuGauge(torch.device("cpu")).read() is None
 
 
-def test_labelled_shards_are_not_learnt_as_mere_text(
-    tmp_path: Path, make_shards: MakeShards
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("classify", "names no labels"), ("rank", "was made for `--task rank`.* only lm, complete")],
+)
+def test_shards_that_nothing_can_be_learnt_of_are_refused(
+    tmp_path: Path, make_shards: MakeShards, task: str, message: str
 ) -> None:
     folder = make_shards(tmp_path / "shards")
     manifest = Manifest.read(folder)
-    dataclasses.replace(manifest, task="classify").write(folder)
-    with pytest.raises(ConfigError, match="was made for `--task classify`"):
+    dataclasses.replace(manifest, task=task).write(folder)
+    with pytest.raises(ConfigError, match=message):
         Trainer(make_config(folder, tmp_path / "run"))

@@ -5,17 +5,22 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from training import make_transformer, one_document_a_row
 
-from tokenfeed.trainer.config import ModelName
-from tokenfeed.trainer.model import SIZES, Transformer, _rotary_angles, _rotate
+from tokenfeed.trainer.config import SizeName
+from tokenfeed.trainer.models.transformer import Transformer, _rotary_angles, _rotate
 
 VOCABULARY = 1000
+
+
+def count(model: Transformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     torch.manual_seed(0)
-    return Transformer(SIZES["tiny"], VOCABULARY)
+    return make_transformer("tiny", VOCABULARY)
 
 
 @torch.no_grad()
@@ -23,7 +28,7 @@ def test_no_position_sees_a_later_token(model: Transformer) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (2, 24))
     changed_BT = ids_BT.clone()
     changed_BT[:, 10:] = (changed_BT[:, 10:] + 1) % VOCABULARY
-    before, after = model(ids_BT), model(changed_BT)
+    before, after = model(one_document_a_row(ids_BT)), model(one_document_a_row(changed_BT))
     torch.testing.assert_close(before[:, :10], after[:, :10])
     assert not torch.allclose(before[:, 10], after[:, 10])
 
@@ -33,12 +38,16 @@ def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (1, 24))
     changed_BT = ids_BT.clone()
     changed_BT[0, 0] = (changed_BT[0, 0] + 1) % VOCABULARY
-    difference_T = (model(ids_BT) - model(changed_BT)).abs().amax(-1)[0]
+    difference_T = (
+        (model(one_document_a_row(ids_BT)) - model(one_document_a_row(changed_BT)))
+        .abs()
+        .amax(-1)[0]
+    )
     assert (difference_T > 0).all()
 
 
 def test_rotary_attention_depends_on_the_distance_only() -> None:
-    cosine_TK, sine_TK = _rotary_angles(64, 16, torch.device("cpu"))
+    cosine_TK, sine_TK = _rotary_angles(torch.arange(64)[None], 16)
     query, key = torch.randn(2, 16)
     rotated_query = _rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
     rotated_key = _rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
@@ -52,33 +61,35 @@ def test_rotary_attention_depends_on_the_distance_only() -> None:
 @torch.no_grad()
 def test_a_new_model_knows_nothing(model: Transformer) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (4, 32))
-    loss = F.cross_entropy(model(ids_BT).flatten(0, 1), torch.randint(0, VOCABULARY, (128,)))
+    loss = F.cross_entropy(
+        model(one_document_a_row(ids_BT)).flatten(0, 1), torch.randint(0, VOCABULARY, (128,))
+    )
     assert loss.item() == pytest.approx(math.log(1024), abs=0.2)
 
 
 def test_the_vocabulary_is_padded_to_a_multiple_of_64(model: Transformer) -> None:
-    assert model(torch.zeros(1, 3, dtype=torch.int64)).shape == (1, 3, 1024)
-    assert Transformer(SIZES["tiny"], 1024).embedding.num_embeddings == 1024
+    assert model(one_document_a_row(torch.zeros(1, 3, dtype=torch.int64))).shape == (1, 3, 1024)
+    assert make_transformer("tiny", 1024).embedding.num_embeddings == 1024
 
 
 @pytest.mark.parametrize(
     ("name", "millions"), [("tiny", 1.2), ("mini", 10.6), ("small", 25.2), ("gpt2", 85.0)]
 )
-def test_sizes_are_what_the_help_says(name: ModelName, millions: float) -> None:
+def test_sizes_are_what_the_help_says(name: SizeName, millions: float) -> None:
     with torch.device("meta"):
-        model = Transformer(SIZES[name], 50257)
-    body = model.num_parameters - model.embedding.weight.numel()
+        model = make_transformer(name, 50257)
+    body = count(model) - model.embedding.weight.numel()
     assert body / 1e6 == pytest.approx(millions, rel=0.02)
 
 
 def test_gpt2_is_the_124_million_of_gpt2_small() -> None:
     with torch.device("meta"):
-        model = Transformer(SIZES["gpt2"], 50257)
-    assert model.num_parameters == pytest.approx(124e6, rel=0.01)
+        model = make_transformer("gpt2", 50257)
+    assert count(model) == pytest.approx(124e6, rel=0.01)
 
 
 def test_projections_into_the_residual_stream_start_smaller() -> None:
     torch.manual_seed(0)
-    block = Transformer(SIZES["mini"], VOCABULARY).blocks[0]
+    block = make_transformer("mini", VOCABULARY).blocks[0]
     assert block.feed_in.weight.std().item() == pytest.approx(0.02, rel=0.02)
     assert block.feed_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)

@@ -1,0 +1,42 @@
+"""Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.tasks.task import Task
+
+__all__ = ["Metrics", "evaluate"]
+
+Metrics = dict[str, float]
+"""By name; `loss` is the mean per target, in nats."""
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    micro_batches: Iterable[MicroBatch],
+    precision: Precision,
+) -> Metrics:
+    """What a model makes of a split; waits for the device at its end, and where scores do."""
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    targets = torch.zeros((), dtype=torch.int64, device=device)
+    scores = task.scores(device)
+    model.eval()
+    for number, shown in enumerate(micro_batches):
+        micro_batch = task.prepare(shown, number)
+        with precision.autocast():
+            logits = model(micro_batch)
+            loss = task.loss_of(logits, micro_batch)
+        total += loss.sum
+        targets += loss.targets
+        if scores is not None:
+            scores.add(logits, task.targets(micro_batch.labels))
+    model.train()
+    mean = float(total) / max(1, int(targets))
+    return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})

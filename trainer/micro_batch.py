@@ -1,0 +1,130 @@
+"""A micro-batch as model and loss take it: of a shape that comes again, with its documents known.
+
+A compiled model is compiled anew for every shape it meets, for seconds to minutes. So a batch of
+few rows is filled up with empty ones, whose labels no loss counts.
+
+Shapes: B rows, T slots of a row, S segments (documents and paddings) of the flattened batch.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.windows.rank_slice import TARGETS
+from tokenfeed.trainer.models.attention import Scope
+
+__all__ = ["MicroBatch", "Shaper"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What is trained at once."""
+
+    ids_BT: Tensor
+    labels: Tensor
+    """(B, T), or (B,) where a row has one label; `IGNORED` where none is due."""
+    positions_BT: Tensor
+    """Counted from the beginning of what attention reaches: (B, T), or (1, T) for all rows."""
+    scope: Scope
+    """Which slots attention may reach."""
+    is_token_BT: Tensor | None = None
+    """True on tokens; None where rows are packed: their padding comes last and has no label."""
+    token_types_BT: Tensor | None = None
+    """Which text of a pair a token belongs to; None where rows are single texts."""
+
+    @property
+    def num_slots(self) -> int:
+        """B times T."""
+        return self.ids_BT.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Shaper:
+    """Makes micro-batches of a loader's batches."""
+
+    causal: bool
+    """Whether a token sees only those before it."""
+    apart: bool
+    """Whether packed documents are kept apart; else they see those before them in their row."""
+    varlen: bool
+    """Whether attention takes the ends of documents instead of a mask."""
+    least_slots: int = 0
+    """Smaller batches are filled up with rows to this many slots; 0 fills nothing."""
+
+    def __call__(self, batch: Batch) -> MicroBatch:
+        """A batch with its documents; queues a few kernels, and never waits for the device."""
+        filling = self._missing_rows(batch)
+        rows = {key: _with_rows(batch[key], filling, fill) for key, fill in _FILLS if key in batch}
+        packed, length = ATTENTION_MASK not in batch, batch[INPUT_IDS].shape[1]
+        by_document = packed and self.apart
+        return MicroBatch(
+            ids_BT=rows[INPUT_IDS],
+            labels=rows[TARGETS],
+            positions_BT=rows[POSITION_IDS] if by_document else _count(length, batch.device),
+            scope=self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK]),
+            is_token_BT=None if packed else rows[ATTENTION_MASK],
+            token_types_BT=rows.get(TOKEN_TYPE_IDS),
+        )
+
+    def _missing_rows(self, batch: Batch) -> int:
+        length = batch[INPUT_IDS].shape[1]
+        return max(0, self.least_slots // length - len(batch.lengths))
+
+    def _padded(self, is_token_BT: Tensor) -> Scope:
+        """Padding comes last in a row, where a causal model's tokens never see it."""
+        if self.causal:
+            return Scope(causal=True)
+        return Scope(causal=False, mask_BHTT=is_token_BT[:, None, None, :])
+
+    def _packed(self, batch: Batch, filling: int) -> Scope:
+        if not self.apart:
+            return Scope(causal=self.causal)
+        length = batch[INPUT_IDS].shape[1]
+        slots = batch.num_slots + filling * length
+        ends = _of_lasting_length(batch.cu_seqlens, batch.num_slots, slots)
+        if self.varlen:
+            return Scope(causal=self.causal, cu_seqlens=ends, max_seqlen=length)
+        mask_BHTT = _same_document(ends, slots // length, length)
+        if self.causal:
+            mask_BHTT = mask_BHTT.tril()
+        return Scope(causal=self.causal, mask_BHTT=mask_BHTT)
+
+
+_FILLS: tuple[tuple[str, int], ...] = (
+    (INPUT_IDS, 0),
+    (TARGETS, IGNORED),
+    (POSITION_IDS, 0),
+    (ATTENTION_MASK, 1),  # a row that sees nothing at all would be a softmax of nothing
+    (TOKEN_TYPE_IDS, 0),
+)
+
+
+def _with_rows(values: Tensor, missing: int, fill: int) -> Tensor:
+    """The same with `missing` more rows at the end."""
+    if not missing:
+        return values
+    return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing), value=fill)
+
+
+def _count(length: int, device: torch.device) -> Tensor:
+    return torch.arange(length, device=device)[None]
+
+
+def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
+    """Offsets of segments, filled up to a power of two: a shape that comes again.
+
+    The last of them is a segment of all slots that were added; behind it come empty ones.
+    """
+    number = 1 << (cu_seqlens.numel() + (slots > end)).bit_length()
+    return F.pad(cu_seqlens, (0, number - cu_seqlens.numel()), value=slots)
+
+
+def _same_document(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
+    """(B, 1, T, T): whether two slots of a row belong to the same segment."""
+    slots = torch.arange(rows * length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    segment_BT = torch.bucketize(slots, cu_seqlens[1:], right=True).view(rows, length)
+    return segment_BT[:, None, :, None] == segment_BT[:, None, None, :]

@@ -1,0 +1,1 @@
+"""Models: what turns a micro-batch into logits. Built in, of `transformers`, or anybody's."""

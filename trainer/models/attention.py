@@ -1,0 +1,99 @@
+"""Attention, the one place: which slots see each other, and by which kernel.
+
+On a GPU in half precision documents are kept apart by where they end (`varlen_attn`), which costs
+nothing; elsewhere by a mask, which costs B x T x T bytes and the fastest kernel.
+
+Shapes: B rows, T slots, H heads, K width of a head, S segments.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["Scope", "attend", "has_varlen"]
+
+_LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Which slots of a micro-batch see each other.
+
+    Without mask and ends all slots of a row do, or where it is causal those before.
+    """
+
+    causal: bool
+    """Whether a slot sees only itself and those before it in its document."""
+    mask_BHTT: Tensor | None = None
+    """True where a query (third dimension) sees a key (fourth); `causal` is in it already."""
+    cu_seqlens: Tensor | None = None
+    """(S + 1,) int32: where segments begin in the flattened batch, and its end."""
+    max_seqlen: int = 0
+    """Bound of a segment's length, where there are `cu_seqlens`."""
+
+
+def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `varlen_attn` works there: CUDA of Ampere or later, half precision, torch 2.11."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        return False
+    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.11")
+
+
+def attend(
+    query_BHTK: Tensor,
+    key_BHTK: Tensor,
+    value_BHTK: Tensor,
+    scope: Scope,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Softmax attention within `scope`: (B, H, T, K).
+
+    Args:
+        query_BHTK: Queries.
+        key_BHTK: Keys; of fewer heads, each serves several neighbouring query heads.
+        value_BHTK: Values, of as many heads as the keys.
+        scope: Which slots see each other.
+        scale: Factor of the products; by default 1 / sqrt(K).
+        dropout: Share of weights set to 0; only without `cu_seqlens`.
+    """
+    if scope.cu_seqlens is not None:
+        return _attend_segments(query_BHTK, key_BHTK, value_BHTK, scope, scale)
+    return F.scaled_dot_product_attention(
+        query_BHTK,
+        key_BHTK,
+        value_BHTK,
+        attn_mask=scope.mask_BHTT,
+        is_causal=scope.causal and scope.mask_BHTT is None,
+        scale=scale,
+        dropout_p=dropout,
+        enable_gqa=query_BHTK.shape[1] != key_BHTK.shape[1],
+    )
+
+
+def _attend_segments(
+    query_BHTK: Tensor, key_BHTK: Tensor, value_BHTK: Tensor, scope: Scope, scale: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert scope.cu_seqlens is not None
+    rows, heads, _, _ = query_BHTK.shape
+    repeats = heads // key_BHTK.shape[1]
+    if repeats > 1:
+        key_BHTK = key_BHTK.repeat_interleave(repeats, dim=1)
+        value_BHTK = value_BHTK.repeat_interleave(repeats, dim=1)
+    ends, longest = scope.cu_seqlens, scope.max_seqlen
+    query, key, value = (
+        part.transpose(1, 2).flatten(0, 1) for part in (query_BHTK, key_BHTK, value_BHTK)
+    )
+    window = (-1, 0) if scope.causal else (-1, -1)  # a list would not be understood as causal
+    mixed = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window
+    )
+    assert isinstance(mixed, Tensor)
+    return mixed.view(rows, -1, *mixed.shape[1:]).transpose(1, 2)

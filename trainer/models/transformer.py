@@ -1,0 +1,154 @@
+"""The built-in models: a transformer in a few sizes, a decoder or an encoder, with one head.
+
+Pre-norm, rotary positions, no biases. Positions count from the beginning of each document; only the
+distance between two tokens means something, and no parameter ties a checkpoint to a length. The
+price is two multiplications more per attention input than with learned positions.
+
+Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.trainer.config import SizeName
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.attention import Scope, attend
+from tokenfeed.trainer.models.head import Head
+
+__all__ = ["SIZES", "ModelSize", "Transformer"]
+
+_INITIAL_STD = 0.02
+_ROTARY_BASE = 10_000.0
+_VOCABULARY_MULTIPLE = 64
+"""Logits this wide keep the largest matrix product of the model on tensor cores' tiles. The extra
+ids occur in no text, so they are only ever pushed down; their weights do not count as a cost."""
+_TOKEN_TYPES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSize:
+    """The numbers that make a model tiny or large."""
+
+    layers: int
+    width: int
+    heads: int
+
+
+SIZES: dict[SizeName, ModelSize] = {
+    "tiny": ModelSize(layers=6, width=128, heads=4),
+    "mini": ModelSize(layers=6, width=384, heads=6),
+    "small": ModelSize(layers=8, width=512, heads=8),
+    "gpt2": ModelSize(layers=12, width=768, heads=12),
+}
+
+
+class Transformer(nn.Module):
+    """Token ids to logits: of the vocabulary, of a token's tags, or of a row's classes."""
+
+    def __init__(self, size: ModelSize, head: Head, dropout: float = 0.0) -> None:
+        """
+        Args:
+            size: How deep and how wide.
+            head: What the logits are of, and whether a token sees those behind it.
+            dropout: Share of the values that are set to 0 in training, before the blocks and in
+                each of them.
+        """
+        super().__init__()
+        padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)
+        self.embedding = nn.Embedding(padded, size.width)
+        self.type_embedding = nn.Embedding(_TOKEN_TYPES, size.width) if head.pairs else None
+        self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
+        self._kind = head.kind
+        self._head_width = size.width // size.heads
+        self._initialize(size.layers)
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Logits: (B, T, V) with V padded up, (B, T, C), or (B, C) for a head of rows."""
+        x_BTD = self.embedding(micro_batch.ids_BT)
+        if self.type_embedding is not None:
+            x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
+        x_BTD = self.dropout(x_BTD)
+        rotary = _rotary_angles(micro_batch.positions_BT, self._head_width)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rotary, micro_batch.scope)
+        x_BTD = self.norm(x_BTD)
+        if self.head is None:
+            return F.linear(x_BTD, self.embedding.weight)
+        if self._kind == "row":
+            x_BTD = _mean_of_tokens(x_BTD, micro_batch.is_token_BT)
+        logits: Tensor = self.head(self.dropout(x_BTD))
+        return logits
+
+    def repeated_blocks(self) -> Iterable[nn.Module]:
+        """What is compiled once and used in every layer."""
+        return self.blocks
+
+    def _initialize(self, layers: int) -> None:
+        """GPT-2's: the projections into the residual stream shrink with the number of its terms."""
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                continue
+            into_residual = name.endswith("_out.weight")
+            std = _INITIAL_STD / math.sqrt(2 * layers) if into_residual else _INITIAL_STD
+            nn.init.normal_(parameter, std=std)
+
+
+class _Block(nn.Module):
+    """One layer: attention and a feed-forward network, each added to the residual stream."""
+
+    def __init__(self, size: ModelSize, dropout: float) -> None:
+        super().__init__()
+        width = size.width
+        self._heads = size.heads
+        self.attention_norm = nn.LayerNorm(width, bias=False)
+        self.attention_in = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.feed_norm = nn.LayerNorm(width, bias=False)
+        self.feed_in = nn.Linear(width, 4 * width, bias=False)
+        self.feed_out = nn.Linear(4 * width, width, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self._attend(self.attention_norm(x_BTD), rotary, scope))
+        hidden = F.gelu(self.feed_in(self.feed_norm(x_BTD)), approximate="tanh")
+        out_BTD: Tensor = x_BTD + self.dropout(self.feed_out(hidden))
+        return out_BTD
+
+    def _attend(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
+        heads_BTHK = self.attention_in(x_BTD).unflatten(-1, (3 * self._heads, -1))
+        query_BHTK, key_BHTK, value_BHTK = heads_BTHK.transpose(1, 2).chunk(3, dim=1)
+        mixed_BHTK = attend(
+            _rotate(query_BHTK, rotary), _rotate(key_BHTK, rotary), value_BHTK, scope
+        )
+        out_BTD: Tensor = self.attention_out(mixed_BHTK.transpose(1, 2).flatten(2))
+        return out_BTD
+
+
+def _mean_of_tokens(x_BTD: Tensor, is_token_BT: Tensor | None) -> Tensor:
+    """(B, D): the mean over the tokens of each row."""
+    assert is_token_BT is not None, "rows with one label are not packed"
+    weight_BT1 = is_token_BT[:, :, None].to(x_BTD.dtype)
+    return (x_BTD * weight_BT1).sum(1) / weight_BT1.sum(1)
+
+
+def _rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every position's angles, (B, 1, T, K / 2), once per forward."""
+    exponents = torch.arange(0, head_width, 2, device=positions_BT.device) / head_width
+    angles_B1TK = positions_BT[:, None, :, None] * _ROTARY_BASE**-exponents
+    return angles_B1TK.cos(), angles_B1TK.sin()
+
+
+def _rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each pair (k, k + K/2) of a head by its position's angle."""
+    cosine, sine = (part.to(x_BHTK.dtype) for part in rotary)
+    left, right = x_BHTK.chunk(2, dim=-1)
+    return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)

@@ -1,0 +1,1 @@
+"""Tasks: what a model is trained for. One file each, and one entry in `registry`."""

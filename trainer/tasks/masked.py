@@ -1,0 +1,78 @@
+"""Masked tokens: a model that sees both sides learns to fill gaps in documents, as BERT does.
+
+Of the tokens with a label 15 % are targets; of these 80 % are shown as the mask token, 10 % as a
+random id, 10 % as they are. Special tokens, padding and the first token of a document are none.
+The draw is a function of (seed, number of the micro-batch), made on the device: a resumed run masks
+the same, and the host waits for nothing.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.tasks.next_token import perplexity
+from tokenfeed.trainer.tasks.special import SpecialIds
+from tokenfeed.trainer.tasks.task import Task
+
+__all__ = ["Masked"]
+
+TARGET_SHARE, AS_MASK_SHARE, AT_RANDOM_SHARE = 0.15, 0.8, 0.1
+
+
+class Masked(Task):
+    """Each masked token given all others of its document."""
+
+    name = "masked"
+    kind = "vocabulary"
+    causal = False
+    packs = True
+
+    def __init__(
+        self, manifest: Manifest, seed: int, special: SpecialIds, device: torch.device
+    ) -> None:
+        """A tokenizer without a mask token gets one more id, which only this task uses."""
+        super().__init__(manifest, seed)
+        size = manifest.tokenizer.vocabulary_size
+        self._mask_id = size if special.mask is None else special.mask
+        is_special = torch.zeros(size + 1, dtype=torch.bool)
+        is_special[[*special.all, self._mask_id]] = True
+        self._is_special = is_special.to(device)
+        self._random = torch.Generator(device)
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Those of the tokenizer, and the mask token's."""
+        return max(self.manifest.tokenizer.vocabulary_size, self._mask_id + 1)
+
+    def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
+        """Hide some tokens, and make them the only targets."""
+        ids_BT, labels_BT = micro_batch.ids_BT, micro_batch.labels
+        share_BT, as_what_BT, random_BT = self._draw(ids_BT, number)
+        may_BT = (labels_BT != IGNORED) & ~self._is_special[ids_BT]
+        target_BT = may_BT & (share_BT < TARGET_SHARE)
+        as_mask_BT = target_BT & (as_what_BT < AS_MASK_SHARE)
+        at_random_BT = target_BT & (as_what_BT >= 1 - AT_RANDOM_SHARE)
+        shown_BT = torch.where(as_mask_BT, self._mask_id, ids_BT)
+        return replace(
+            micro_batch,
+            ids_BT=torch.where(at_random_BT, random_BT, shown_BT),
+            labels=torch.where(target_BT, labels_BT, IGNORED),
+        )
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Perplexity of the masked tokens."""
+        return perplexity(loss)
+
+    def _draw(self, ids_BT: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For each slot two numbers in [0, 1) and an id."""
+        self._random.manual_seed(derive_key(self.seed, number))
+        device, shape = ids_BT.device, ids_BT.shape
+        chances_2BT = torch.rand((2, *shape), generator=self._random, device=device)
+        size = self.manifest.tokenizer.vocabulary_size
+        random_BT = torch.randint(0, size, shape, generator=self._random, device=device)
+        return chances_2BT[0], chances_2BT[1], random_BT

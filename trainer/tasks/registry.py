@@ -1,0 +1,49 @@
+"""Which task a run trains: what the shards were made for, or what --objective makes of them."""
+
+from collections.abc import Callable
+
+import torch
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.tasks.classify import Classify
+from tokenfeed.trainer.tasks.masked import Masked
+from tokenfeed.trainer.tasks.next_token import Completion, LanguageModelling
+from tokenfeed.trainer.tasks.special import SpecialIds
+from tokenfeed.trainer.tasks.tag import Tag
+from tokenfeed.trainer.tasks.task import Task
+
+__all__ = ["TASKS", "make_task"]
+
+TASKS: dict[str, Callable[[Manifest, int], Task]] = {
+    task.name: task for task in (LanguageModelling, Completion, Classify, Tag)
+}
+"""What is trained on shards, by the task in their manifest."""
+
+
+def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> Task:
+    """The task of a run.
+
+    Raises:
+        ConfigError: The shards are of a task that is unknown here, or not for --objective.
+    """
+    if config.objective == "masked":
+        if manifest.task != "lm":
+            raise ConfigError(
+                f"`--objective`: masked learns from documents, and {config.shards} was made for "
+                f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
+            )
+        return Masked(manifest, config.seed, SpecialIds.from_shards(config.shards), device)
+    if manifest.task not in TASKS:
+        raise ConfigError(
+            f"{config.shards}: was made for `--task {manifest.task}`, and `train` learns only "
+            f"{', '.join(TASKS)}. A newer tokenfeed may know it."
+        )
+    task = TASKS[manifest.task](manifest, config.seed)
+    if task.outputs == 0:
+        raise ConfigError(
+            f"{config.shards}: names no labels, so there is nothing to tell apart. Run "
+            f"`pretokenize --task {manifest.task}` on a corpus that has them."
+        )
+    return task

@@ -1,0 +1,93 @@
+"""Spans in rows of tags: where they begin and end, and the F1 of predicting them.
+
+The scheme is IOB as evaluation scripts read it: a span begins at B-, and also at an I- that
+continues nothing of its kind; E- and S- (IOBES) end and make spans.
+
+    B-PER I-PER O I-LOC B-LOC      spans: PER 0..1, LOC 3..3, LOC 4..4
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.tasks.classify import ClassScores
+
+__all__ = ["SpanScores", "TagScheme", "spans"]
+
+_TAG = re.compile(r"(?P<place>[BIES])-(?P<kind>.+)", re.DOTALL)
+_OUTSIDE = "O"
+
+
+@dataclass(frozen=True, slots=True)
+class TagScheme:
+    """What each tag says of spans, by its number."""
+
+    kind: np.ndarray
+    """The kind of span a tag is in; -1 outside. Shape (C,)."""
+    begins: np.ndarray
+    """Whether a span begins with the tag, whatever stands before. Shape (C,)."""
+    ends: np.ndarray
+    """Whether a span ends with the tag, whatever stands behind. Shape (C,)."""
+
+    @classmethod
+    def from_names(cls, names: tuple[str, ...]) -> "TagScheme | None":
+        """The scheme of tags by their names; None where they are not those of spans."""
+        matches = [_TAG.fullmatch(name) for name in names if name != _OUTSIDE]
+        if len(matches) == len(names) or not matches or not all(matches):
+            return None
+        kinds: dict[str, int] = {}
+        found = [_TAG.fullmatch(name) for name in names]
+        kind = [kinds.setdefault(tag["kind"], len(kinds)) if tag else -1 for tag in found]
+        begins = [tag is not None and tag["place"] in "BS" for tag in found]
+        ends = [tag is not None and tag["place"] in "ES" for tag in found]
+        return cls(np.array(kind), np.array(begins), np.array(ends))
+
+
+def spans(tags: np.ndarray, row_ends: np.ndarray, scheme: TagScheme) -> np.ndarray:
+    """First word, last word and kind of every span, shape (spans, 3), in the order of the words.
+
+    Args:
+        tags: Tags of the words of all rows, one row after the other, shape (W,).
+        row_ends: Whether a word is the last of its row, shape (W,); no span goes over it.
+        scheme: What the tags say.
+    """
+    kind = scheme.kind[tags]
+    cut = np.ones(len(tags) + 1, np.bool_)  # between a word and the one before
+    cut[1:-1] = (
+        (kind[1:] != kind[:-1]) | scheme.begins[tags[1:]] | scheme.ends[tags[:-1]] | row_ends[:-1]
+    )
+    inside = kind >= 0
+    first = np.flatnonzero(inside & cut[:-1])
+    last = np.flatnonzero(inside & cut[1:])
+    return np.stack((first, last, kind[first]), axis=1)
+
+
+class SpanScores:
+    """Scores of words, and F1 of spans."""
+
+    def __init__(self, words: ClassScores, scheme: TagScheme) -> None:
+        self._words, self._scheme = words, scheme
+        self._right = self._true = self._predicted = 0
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Add predictions for rows of words, (B, T, C), and their tags, (B, T); waits for the
+        device."""
+        self._words.add(logits, targets)
+        targets_BT, predicted_BT = targets.cpu().numpy(), logits.argmax(-1).cpu().numpy()
+        is_word_BT = targets_BT != IGNORED
+        row = np.nonzero(is_word_BT)[0]
+        row_ends = np.append(row[1:] != row[:-1], True)[: len(row)]
+        true = spans(targets_BT[is_word_BT], row_ends, self._scheme)
+        predicted = spans(predicted_BT[is_word_BT], row_ends, self._scheme)
+        _, in_true, in_predicted = np.intersect1d(true[:, 0], predicted[:, 0], return_indices=True)
+        self._right += int((true[in_true] == predicted[in_predicted]).all(axis=1).sum())
+        self._true += len(true)
+        self._predicted += len(predicted)
+
+    def result(self) -> dict[str, float]:
+        """Those of the words, and span_f1."""
+        found = self._true + self._predicted
+        return self._words.result() | {"span_f1": 2 * self._right / found if found else 0.0}

@@ -1,0 +1,112 @@
+"""What a task is: the head it asks for, the loss it sums, the scores it is judged by.
+
+A task knows nothing of steps: the loop sums losses and targets over the micro-batches of a step,
+and divides once. So every target weighs the same, however unequal the micro-batches are.
+
+Shapes: B rows, T slots, V vocabulary, C outputs.
+"""
+
+from typing import ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.head import Head, HeadKind
+
+__all__ = ["Loss", "Scores", "Task"]
+
+
+class Loss(NamedTuple):
+    """A loss on the device, to be divided by its targets once all of them are known."""
+
+    sum: Tensor
+    """fp32, with gradients."""
+    targets: Tensor
+    """int64: how many targets were summed over."""
+
+
+class Scores(Protocol):
+    """Adds up what predictions are worth."""
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Add a micro-batch; `targets` has the shape of the logits but for the last."""
+        ...
+
+    def result(self) -> dict[str, float]:
+        """The scores by name; waits for the device."""
+        ...
+
+
+class Task:
+    """What a model is trained for, on one data set."""
+
+    name: ClassVar[str]
+    kind: ClassVar[HeadKind]
+    causal: ClassVar[bool]
+    """Whether a token sees only those before it."""
+    packs: ClassVar[bool]
+    """Whether rows are packed unless the user says otherwise."""
+    apart: ClassVar[bool] = True
+    """Whether packed documents are kept apart unless the user says otherwise."""
+    best_by: ClassVar[str] = "loss"
+    """The metric by which the best checkpoint is known: the least loss, or the highest score."""
+
+    def __init__(self, manifest: Manifest, seed: int) -> None:
+        self.manifest = manifest
+        self.seed = seed
+
+    @property
+    def head(self) -> Head:
+        """What a model has to give."""
+        pairs = any(column.name == TOKEN_TYPE_IDS for column in self.manifest.columns)
+        return Head(
+            kind=self.kind,
+            outputs=self.outputs,
+            vocabulary_size=self.vocabulary_size,
+            causal=self.causal,
+            pairs=pairs,
+        )
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Ids that a model is shown are below this."""
+        return self.manifest.tokenizer.vocabulary_size
+
+    @property
+    def outputs(self) -> int:
+        """Logits of a token or row."""
+        if self.kind == "vocabulary":
+            return self.vocabulary_size
+        return len(self.manifest.label_names)
+
+    def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
+        """What is shown to the model; `number` counts the micro-batches since the first step."""
+        return micro_batch
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """What each logit is compared with, or `IGNORED`."""
+        return labels
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
+        """Cross-entropy summed over targets."""
+        return self.loss_of(model(micro_batch), micro_batch)
+
+    def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
+        """The same of logits that are there: a softmax in fp32."""
+        targets = self.targets(micro_batch.labels)
+        summed = F.cross_entropy(
+            logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return Loss(summed, (targets != IGNORED).sum())
+
+    def scores(self, device: torch.device) -> Scores | None:
+        """Counts, besides the loss, what predictions are worth; None: the loss says it all."""
+        return None
+
+    def of_loss(self, loss: float) -> dict[str, float]:
+        """Metrics that follow from the mean loss per target, in nats."""
+        return {}
