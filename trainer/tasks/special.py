@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = ["SpecialIds"]
@@ -24,7 +24,7 @@ class SpecialIds:
     """What stands for a hidden token; None where the tokenizer knows none."""
 
     @classmethod
-    def from_shards(cls, shards: StorePath) -> "SpecialIds":
+    def from_shards(cls, shards: StorePath, manifest: Manifest) -> "SpecialIds":
         """Those of the tokenizer that made the shards.
 
         Raises:
@@ -32,11 +32,11 @@ class SpecialIds:
         """
         store = open_store(shards)
         try:
-            added = json.loads(store.read(TOKENIZER_FILE)).get("added_tokens") or []
+            added = json.loads(store.read(manifest.tokenizer.file)).get("added_tokens") or []
             ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{store.path(TOKENIZER_FILE)}: cannot be read ({error}). Copy the one of another "
+                f"{store.path(manifest.tokenizer.file)}: cannot be read ({error}). Copy the one of another "
                 "copy of the data set, or run `pretokenize` again."
             ) from error
         masks = [ids[text] for text in _MASKS if text in ids]
