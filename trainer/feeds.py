@@ -1,10 +1,12 @@
 """The feeds of a run: loaders of its splits, and how their batches become micro-batches."""
 
+from functools import partial
+
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.batching import is_packed, make_policy
+from tokenfeed.trainer.batching import Policy, is_packed, make_policy, rows_of, shapes
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import Shaper
 from tokenfeed.trainer.models.attention import has_varlen
@@ -29,35 +31,51 @@ class Feeds:
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
-        self._config, self._task, self._device = config, task, device
-        self.shaper = Shaper(
-            causal=task.causal,
-            apart=_is_apart(config, task),
-            varlen=has_varlen(device, dtype),
-            least_slots=config.micro_batch_tokens if config.compile else 0,
-        )
+        self._config, self._device = config, device
+        self._apart, self._causal = _is_apart(config, task), task.causal
+        self._varlen = has_varlen(device, dtype)
+        self._training = self._policy(packed=is_packed(config, task))
+        self._whole = self._policy(packed=task.packs)
+        self.shape = self._shaper(self._training)
+        """Makes micro-batches of the batches of `training`."""
+        self.shape_whole = self._shaper(self._whole)
+        """The same for those of `whole`."""
 
     def training(self) -> ShardLoader:
         """The train split, shuffled, epoch after epoch."""
-        packed = is_packed(self._config, self._task)
-        return self._open("train", packed=packed, num_workers=self._num_workers(), epochs=None)
+        return self._open("train", self._training, num_workers=self._num_workers(), epochs=None)
 
     def whole(self, split: str) -> ShardLoader:
         """A split once, in the batches of its task. It is shuffled too, each time alike: packing in
         the order of length would let the longest documents alone speak for it."""
-        return self._open(split, packed=self._task.packs, num_workers=0, epochs=1)
+        return self._open(split, self._whole, num_workers=0, epochs=1)
+
+    def shapes(self, longest: int) -> list[tuple[int, int]]:
+        """Rows and length of every micro-batch of `training`, of rows up to `longest` tokens."""
+        return shapes(self._training, longest)
+
+    def _policy(self, *, packed: bool) -> Policy:
+        return make_policy(self._config, packed=packed, on_gpu=self._device.type != "cpu")
+
+    def _shaper(self, policy: Policy) -> Shaper:
+        filled = self._config.compile
+        return Shaper(
+            causal=self._causal,
+            apart=self._apart,
+            varlen=self._varlen,
+            rows_of=partial(rows_of, policy) if filled else None,
+        )
 
     def _open(
-        self, split: str, *, packed: bool, num_workers: int, epochs: int | None
+        self, split: str, policy: Policy, *, num_workers: int, epochs: int | None
     ) -> ShardLoader:
-        config = self._config
         return ShardLoader(
-            config.shards,
-            batching=make_policy(config, packed=packed, on_gpu=self._device.type != "cpu"),
+            self._config.shards,
+            batching=policy,
             split=split,
             device=self._device,
             num_workers=num_workers,
-            seed=config.seed,
+            seed=self._config.seed,
             epochs=epochs,
         )
 

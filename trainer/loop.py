@@ -65,6 +65,7 @@ class Trainer:
         self.model = make_model(config, self.task.head).to(self.device)
         if config.compile:
             compile_model(self.model)
+            _tell_shapes(self.feeds.shapes(manifest.split("train").longest_row))
         self.optimizer = make_optimizer(self.model, config.weight_decay)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.gauge = GpuGauge(self.device)
@@ -78,7 +79,7 @@ class Trainer:
     def train(self, should_stop: Callable[[], bool]) -> None:
         """Train until the last step, or until `should_stop` after some step."""
         self._begin()
-        config, task, shape = self.config, self.task, self.feeds.shaper
+        config, task, shape = self.config, self.task, self.feeds.shape
         stall, precision = self.stall, self.precision
         feed = iter(self.loader)
         for step in range(self.step + 1, config.steps + 1):
@@ -207,7 +208,7 @@ class Trainer:
             return evaluate(
                 self.model,
                 self.task,
-                map(self.feeds.shaper, itertools.islice(feed, self.config.eval_batches)),
+                map(self.feeds.shape_whole, itertools.islice(feed, self.config.eval_batches)),
                 self.precision,
             )
 
@@ -301,6 +302,12 @@ class Trainer:
 
     def _new_tally(self) -> Tally:
         return Tally.zero(self.device)
+
+
+def _tell_shapes(shapes: list[tuple[int, int]]) -> None:
+    """Each costs a pause when it comes first."""
+    listed = ", ".join(f"{rows} x {length}" for rows, length in shapes)
+    _log.info("compiles micro-batches of %s", listed)
 
 
 def _warmup_steps(steps: int) -> int:

@@ -6,6 +6,7 @@ few rows is filled up with empty ones, whose labels no loss counts.
 Shapes: B rows, T slots of a row, S segments (documents and paddings) of the flattened batch.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +53,8 @@ class Shaper:
     """Whether packed documents are kept apart; else they see those before them in their row."""
     varlen: bool
     """Whether attention takes the ends of documents instead of a mask."""
-    least_slots: int = 0
-    """Smaller batches are filled up with rows to this many slots; 0 fills nothing."""
+    rows_of: Callable[[int], int] | None = None
+    """How many rows a batch of some padded length is filled up to; None fills nothing."""
 
     def __call__(self, batch: Batch) -> MicroBatch:
         """A batch with its documents; queues a few kernels, and never waits for the device."""
@@ -72,7 +73,7 @@ class Shaper:
 
     def _missing_rows(self, batch: Batch) -> int:
         length = batch[INPUT_IDS].shape[1]
-        return max(0, self.least_slots // length - len(batch.lengths))
+        return max(0, self.rows_of(length) - len(batch.lengths)) if self.rows_of else 0
 
     def _padded(self, is_token_BT: Tensor) -> Scope:
         """Padding comes last in a row, where a causal model's tokens never see it."""

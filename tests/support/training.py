@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from data_sets import random_rows, write_rows
 
-from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.trainer.config import SizeName, TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope
@@ -19,6 +20,7 @@ from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 
 __all__ = [
+    "LONGEST",
     "VOCABULARY",
     "Ids",
     "assert_same_run",
@@ -31,11 +33,34 @@ __all__ = [
     "read_metrics",
     "run",
     "write_counting",
+    "write_labelled",
 ]
 
 VOCABULARY = 64
 
 Ids = tuple[np.ndarray, np.ndarray]
+
+LONGEST = 24
+"""Tokens of the longest labelled row."""
+_NAMES: dict[Task, tuple[str, ...]] = {
+    "classify": ("joy", "fear"),
+    "tag": ("O", "B-A", "I-A", "B-B", "I-B"),
+}
+
+
+def write_labelled(folder: Path, name: Task, count: int = 40) -> Path:
+    """Random rows of a task, for training, validation and test."""
+    rng = np.random.default_rng(1)
+    splits = {
+        split: random_rows(
+            rng.integers(2, LONGEST + 1, rows).astype(np.int64), name, vocabulary_size=VOCABULARY
+        )
+        for split, rows in (("train", count), ("validation", 12), ("test", 9))
+    }
+    tokenizer = json.dumps({"added_tokens": []}).encode()
+    return write_rows(
+        folder, splits, VOCABULARY, task=name, label_names=_NAMES.get(name, ()), tokenizer=tokenizer
+    )
 
 
 def counting_rows(num_rows: int) -> Ids:

@@ -5,11 +5,15 @@ import importlib
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 
 __all__ = ["compile_model", "make_model"]
+
+_MOST_GRAPHS = 4 * MOST_SHAPES
+"""Of one block: for training and evaluation, packed or padded."""
 
 
 def make_model(config: TrainConfig, head: Head) -> nn.Module:
@@ -35,6 +39,11 @@ def make_model(config: TrainConfig, head: Head) -> nn.Module:
 
 def compile_model(model: nn.Module) -> None:
     """Have what repeats compiled when it is first used: once, for all layers; else the whole."""
+    from torch._dynamo import config as limits  # over a second, which only --compile pays
+
+    # Every shape is compiled twice: to train, and to evaluate. Beyond its limit the compiler would
+    # give up without a word.
+    limits.recompile_limit = max(_MOST_GRAPHS, limits.recompile_limit)
     blocks = getattr(model, "repeated_blocks", None)
     for part in blocks() if blocks else [model]:
         part.compile(dynamic=False)

@@ -34,7 +34,9 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
                 f"`--objective`: masked learns from documents, and {config.shards} was made for "
                 f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
             )
-        return Masked(manifest, config.seed, SpecialIds.from_shards(config.shards, manifest), device)
+        return Masked(
+            manifest, config.seed, SpecialIds.from_shards(config.shards, manifest), device
+        )
     if manifest.task not in TASKS:
         raise ConfigError(
             f"{config.shards}: was made for `--task {manifest.task}`, and `train` learns only "

@@ -30,14 +30,14 @@ class SpecialIds:
         Raises:
             ConfigError: Its file is not there, or is no tokenizer.
         """
-        store = open_store(shards)
+        store, file = open_store(shards), manifest.tokenizer.file
         try:
-            added = json.loads(store.read(manifest.tokenizer.file)).get("added_tokens") or []
+            added = json.loads(store.read(file)).get("added_tokens") or []
             ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(
-                f"{store.path(manifest.tokenizer.file)}: cannot be read ({error}). Copy the one of another "
-                "copy of the data set, or run `pretokenize` again."
+                f"{store.path(file)}: cannot be read ({error}). Take it from another copy of the "
+                "data set, or run `pretokenize` again."
             ) from error
         masks = [ids[text] for text in _MASKS if text in ids]
         return cls(tuple(ids.values()), masks[0] if masks else None)

@@ -1,6 +1,6 @@
 """Every task: what its gradients depend on, and what they do not."""
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from data_sets import random_rows, write_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from training import VOCABULARY, assert_same_run, make_config, run
+from training import LONGEST, VOCABULARY, assert_same_run, make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
@@ -29,11 +29,6 @@ from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.special import SpecialIds
 
 CPU = torch.device("cpu")
-LONGEST = 24
-NAMES: dict[Task, tuple[str, ...]] = {
-    "classify": ("joy", "fear"),
-    "tag": ("O", "B-A", "I-A", "B-B", "I-B"),
-}
 TASKS: list[tuple[Task, ObjectiveName]] = [
     ("lm", "auto"),
     ("complete", "auto"),
@@ -42,21 +37,6 @@ TASKS: list[tuple[Task, ObjectiveName]] = [
     ("lm", "masked"),
 ]
 PACKED = [task for task in TASKS if task[0] != "classify"]
-
-
-def write_labelled(folder: Path, name: Task, count: int = 40) -> Path:
-    """Random rows of a task, for training, validation and test."""
-    rng = np.random.default_rng(1)
-    splits = {
-        split: random_rows(
-            rng.integers(2, LONGEST + 1, rows).astype(np.int64), name, vocabulary_size=VOCABULARY
-        )
-        for split, rows in (("train", count), ("validation", 12), ("test", 9))
-    }
-    tokenizer = json.dumps({"added_tokens": []}).encode()
-    return write_rows(
-        folder, splits, VOCABULARY, task=name, label_names=NAMES.get(name, ()), tokenizer=tokenizer
-    )
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +56,15 @@ def model_of(task: tasks.Task) -> Transformer:
 
 
 def gradients(
-    task: tasks.Task, folder: Path, batching: Batching, least_slots: int = 0, ranks: int = 1
+    task: tasks.Task,
+    folder: Path,
+    batching: Batching,
+    rows_of: Callable[[int], int] | None = None,
+    ranks: int = 1,
 ) -> list[torch.Tensor]:
     """Those of one epoch, as the loop weighs them."""
     model = model_of(task).double()
-    shape = Shaper(causal=task.causal, apart=True, varlen=False, least_slots=least_slots)
+    shape = Shaper(causal=task.causal, apart=True, varlen=False, rows_of=rows_of)
     targets = torch.zeros(())
     for rank in range(ranks):
         place = {"rank": rank, "world_size": ranks} if ranks > 1 else {}
@@ -130,16 +114,16 @@ def test_fillers_of_ranks_and_of_shapes_count_for_nothing(
 ) -> None:
     task, batching = task_of(folders[name], objective), Padded(100, multiple_of=8)
     whole = gradients(task, folders[name], batching)
-    assert_equal(gradients(task, folders[name], batching, least_slots=100), whole)
+    assert_equal(gradients(task, folders[name], batching, rows_of=batching.rows_of), whole)
     assert_equal(gradients(task, folders[name], batching, ranks=3), whole)
 
 
 def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) -> None:
     task = task_of(folders["tag"], "auto")
     batching = Packed(64, batch_size=3)
-    filled = gradients(task, folders["tag"], batching, least_slots=3 * 64)
+    filled = gradients(task, folders["tag"], batching, rows_of=lambda length: 3)
     assert_equal(filled, gradients(task, folders["tag"], batching))
-    shape = Shaper(causal=False, apart=True, varlen=True, least_slots=3 * 64)
+    shape = Shaper(causal=False, apart=True, varlen=True, rows_of=lambda length: 3)
     with ShardLoader(folders["tag"], batching=batching, epochs=1, num_workers=0) as loader:
         for batch in loader:
             scope = shape(batch).scope

@@ -1,0 +1,92 @@
+"""--compile: the shapes it meets are known before training, and few."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from training import LONGEST, make_config, read_metrics, run, write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer import loop
+from tokenfeed.trainer.batching import MOST_SHAPES, make_policy, shapes
+from tokenfeed.trainer.config import TrainConfig
+
+
+@given(
+    sequence_length=st.integers(2, 5000),
+    longest=st.integers(1, 9000),
+    rows=st.integers(2, 40),
+    packed=st.booleans(),
+)
+def test_there_are_at_most_eight_shapes_of_at_least_two_rows(
+    sequence_length: int, longest: int, rows: int, packed: bool
+) -> None:
+    budget = rows * (sequence_length if packed else (sequence_length + 63) // 64 * 64)
+    config = TrainConfig(
+        shards="out",
+        compile=True,
+        sequence_length=sequence_length,
+        micro_batch_tokens=budget,
+        step_tokens=budget,
+    )
+    found = shapes(make_policy(config, packed=packed, on_gpu=True), longest)
+    assert 1 <= len(found) <= MOST_SHAPES
+    assert all(count >= 2 and count * length <= budget for count, length in found)
+    assert found[-1][1] >= min(longest, sequence_length)
+
+
+def test_a_micro_batch_of_one_row_is_refused() -> None:
+    config = TrainConfig(shards="out", compile=True, sequence_length=256, micro_batch_tokens=300)
+    with pytest.raises(ConfigError, match=r"only 1\. Raise --micro-batch-tokens to at least 512"):
+        shapes(make_policy(config, packed=False, on_gpu=False), 256)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("name", ["classify", "tag", "lm"])
+def test_nothing_is_compiled_after_the_shapes_that_were_told(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = write_labelled(tmp_path / "shards", name, count=200)  # type: ignore[arg-type]
+    config = make_config(
+        folder,
+        tmp_path / "run",
+        compile=True,
+        steps=60,
+        sequence_length=LONGEST if name != "lm" else 32,
+        micro_batch_tokens=128,
+        step_tokens=128,
+        eval_every=8,
+    )
+    met: set[tuple[int, ...]] = set()
+    compiled: list[tuple[int, ...]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        compiled.extend(tuple(i.shape) for i in inputs if i.dim() == 3)
+        return module.forward
+
+    plain_compile, plain_step = nn.Module.compile, loop.Trainer._after_step
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_compile(m, backend=backend, **o))
+
+    def noted(trainer: loop.Trainer, step: int, *rest: object) -> None:
+        if step == 32:  # an epoch has 22
+            torch.compiler.set_stance("fail_on_recompile")
+        plain_step(trainer, step, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop.Trainer, "_after_step", noted)
+    torch._dynamo.reset()
+    try:
+        with caplog.at_level("INFO"):
+            run(config)
+    finally:
+        torch.compiler.set_stance("default")
+    [told] = [r.message for r in caplog.records if r.message.startswith("compiles micro-batches")]
+    met = {shape[:2] for shape in compiled}
+    assert {f"{rows} x {length}" for rows, length in met} <= set(
+        told.removeprefix("compiles micro-batches of ").split(", ")
+    )
+    assert len(compiled) == 2 * len(met), "once to train and once to evaluate"
+    assert len(read_metrics(tmp_path / "run", "loss")) == 60
