@@ -32,9 +32,10 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.models.build import compile_model, make_model
-from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
+from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
+from tokenfeed.trainer.schedule import learning_rate, rate_factor
 from tokenfeed.trainer.stall import make_meter
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
@@ -92,7 +93,7 @@ class Trainer:
                     loss = task.loss(self.model, micro_batch)
                 precision.backward(loss.sum / config.step_slots)
                 tally.add(loss, batch.num_tokens, micro_batch.num_slots)
-            set_learning_rate(self.optimizer, learning_rate(step, config))
+            set_learning_rate(self.optimizer, self._rate(step))
             correction = config.step_slots / tally.targets.clamp(min=1)
             norm = precision.step(self.model, self.optimizer, correction, config.clip_norm)
             stall.mark_step(tally.tokens)
@@ -170,7 +171,7 @@ class Trainer:
             log = StepLog(
                 step=self.step,
                 loss=loss,
-                learning_rate=learning_rate(self.step, self.config),
+                learning_rate=self._rate(self.step),
                 gradient_norm=norm if math.isfinite(norm) else None,
                 skipped_steps=int(skipped),
                 tokens=self.tokens,
@@ -297,6 +298,17 @@ class Trainer:
             device=device_name(self.device),
             precision=self.precision.name,
             versions=versions(),
+        )
+
+    def _rate(self, step: int) -> float:
+        config = self.config
+        reference_tokens = config.learning_rate_reference_tokens or config.step_slots
+        return learning_rate(
+            step,
+            schedule=config.schedule,
+            peak=config.learning_rate * rate_factor(config.step_slots, reference_tokens),
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
         )
 
     def _new_tally(self) -> Tally:

@@ -1,24 +1,18 @@
-"""What one step computes: the loss, the weight of a token, the learning rate."""
+"""What one step computes: the loss, and the weight of a token in it."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from training import make_transformer, one_document_a_row
 
-from tokenfeed.trainer.config import PrecisionName, TrainConfig
+from tokenfeed.trainer.config import PrecisionName
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optimizer import learning_rate, make_optimizer
+from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks.next_token import LanguageModelling
 
 CPU = torch.device("cpu")
 TASK = LanguageModelling(None, 0)  # type: ignore[arg-type] - the loss needs no data set
-
-
-def make_config(**changes: object) -> TrainConfig:
-    return TrainConfig(shards="out", **changes)  # type: ignore[arg-type]
 
 
 def loss_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
@@ -126,20 +120,3 @@ def test_matrices_decay_and_gains_do_not() -> None:
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in kept["params"]} == {1}
-
-
-def test_the_learning_rate_rises_to_its_peak_and_falls_to_a_tenth() -> None:
-    config = make_config(steps=100, warmup_steps=10, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(1, 101)]
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == max(rates) == 1.0
-    assert rates[-1] == pytest.approx(0.1)
-    assert sorted(rates[9:], reverse=True) == rates[9:]
-
-
-@given(steps=st.integers(1, 50), warmup_steps=st.integers(0, 80), step=st.integers(1, 50))
-def test_no_setting_leads_the_learning_rate_out_of_bounds(
-    steps: int, warmup_steps: int, step: int
-) -> None:
-    config = make_config(steps=steps, warmup_steps=warmup_steps, learning_rate=2.0)
-    assert 0.0 < learning_rate(min(step, steps), config) <= 2.0
