@@ -66,7 +66,7 @@ class Trainer:
         self.model = make_model(config, self.task.head).to(self.device)
         if config.compile:
             compile_model(self.model)
-        self.optimizer = make_optimizer(self.model, config.weight_decay)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.gauge = GpuGauge(self.device)
         self.step = self.saved_step = self.tokens = self.slots = 0

@@ -47,7 +47,7 @@ def test_gradients_that_are_not_finite_leave_no_trace(name: PrecisionName, bad: 
     def train(spoiled: int | None) -> tuple[nn.Module, dict[str, Any]]:
         torch.manual_seed(0)
         model, precision = nn.Linear(8, 8), Precision(name, CPU)
-        optimizer = make_optimizer(model, 0.1)
+        optimizer = make_optimizer(model, "adamw", 0.1)
         for step, batch in enumerate(torch.randn(5, 3, 8)):
             if step == 2 and spoiled is None:
                 continue
@@ -69,7 +69,7 @@ def test_finite_gradients_step_bit_for_bit_like_the_plain_optimizer() -> None:
     def train(step: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(8, 8)
-        optimizer = make_optimizer(model, 0.1)
+        optimizer = make_optimizer(model, "adamw", 0.1)
         for _ in range(5):
             model(torch.randn(3, 8)).square().sum().backward()
             step(model, optimizer)
