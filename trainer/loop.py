@@ -72,7 +72,7 @@ class Trainer:
         self.step = self.saved_step = self.tokens = self.slots = 0
         self.best: Best | None = None
         self.since_log = self._new_tally()
-        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.skipped = 0
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
 
@@ -142,7 +142,6 @@ class Trainer:
 
     def _after_step(self, step: int, tally: Tally, norm: Tensor) -> None:
         self.step, self.last_norm = step, norm
-        self.skipped += ~norm.isfinite()
         self.tokens += tally.tokens
         self.slots += tally.slots
         self.since_log.extend(tally)
@@ -163,6 +162,7 @@ class Trainer:
         with self.stall.cause("log"):
             interval, self.since_log = self.since_log, self._new_tally()
             loss, targets, norm, skipped = self._fetch(interval)
+            before, self.skipped = self.skipped, int(skipped)
             loss /= max(1, targets)
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}")
@@ -173,19 +173,18 @@ class Trainer:
                 loss=loss,
                 learning_rate=self._rate(self.step),
                 gradient_norm=norm if math.isfinite(norm) else None,
-                skipped_steps=int(skipped),
+                skipped_steps=self.skipped - before,
                 tokens=self.tokens,
                 real_tokens_per_s=window.tokens_per_s if window.steps else None,
                 stall=window.fraction if window.steps else None,
                 gpu=self.gauge.read(),
             )
-            self.skipped.zero_()
             self.metrics.write(dataclasses.asdict(log))
             _log.info("%s", log.line(self.config.steps))
 
     def _fetch(self, interval: Tally) -> list[float]:
-        """Summed loss, targets, latest norm and skipped steps: the wait, and only one."""
-        values = (interval.loss, interval.targets, self.last_norm, self.skipped)
+        """Summed loss, targets, latest norm and all skipped steps: the wait, and only one."""
+        values = (interval.loss, interval.targets, self.last_norm, self.precision.skips[0])
         return torch.stack([value.double() for value in values]).tolist()
 
     def _evaluate(self, *, note: bool = True) -> None:
@@ -265,6 +264,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
+        self.skipped = int(self.precision.skips[0])
         set_random_state(state["random"], self.device)
         self.step = self.saved_step = progress.step
         best = self.checkpoints.best()
