@@ -8,7 +8,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.batching import Policy, is_packed, make_policy, rows_of, shapes
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.micro_batch import Shaper
+from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
 from tokenfeed.trainer.tasks.task import Task
 
@@ -31,7 +31,7 @@ class Feeds:
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
-        self._config, self._device = config, device
+        self._config, self._device, self._manifest = config, device, task.manifest
         self._apart, self._causal = _is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
         self._training = self._policy(packed=is_packed(config, task))
@@ -50,9 +50,19 @@ class Feeds:
         the order of length would let the longest documents alone speak for it."""
         return self._open(split, self._whole, num_workers=0, epochs=1)
 
-    def shapes(self, longest: int) -> list[tuple[int, int]]:
-        """Rows and length of every micro-batch of `training`, of rows up to `longest` tokens."""
-        return shapes(self._training, longest)
+    def blanks(self) -> list[MicroBatch]:
+        """An empty micro-batch of every shape that `training` and `whole` give where --compile
+        fills them up: nothing is compiled later."""
+        found = self._blanks(self._training, self.shape)
+        if self._whole != self._training:
+            found += self._blanks(self._whole, self.shape_whole)
+        return found
+
+    def _blanks(self, policy: Policy, shape: Shaper) -> list[MicroBatch]:
+        longest = max(split.longest_row for split in self._manifest.splits.values())
+        with self._open("train", policy, num_workers=0, epochs=1) as feed:
+            like = shape(next(iter(feed)))
+        return [like.blank_like(rows, length) for rows, length in shapes(policy, longest)]
 
     def _policy(self, *, packed: bool) -> Policy:
         return make_policy(self._config, packed=packed, on_gpu=self._device.type != "cpu")

@@ -4,35 +4,32 @@
 wait is `next(feed)`; the host reads from the device at progress lines only. Everything occasional
 stands behind a step, in a bracket of the stall meter that says what it cost.
 
-Gradients are weighted by targets. Their number in a step is known only at its end, so each loss is
-divided by a constant (which keeps fp16 in range) and the sum is corrected once.
+Gradients are weighted by targets. Their number in a step is known only at its end, so the sum is
+corrected once, there.
 """
 
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import math
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.checkpoint import (
-    Best,
-    CheckpointMeta,
-    Checkpoints,
-    random_state,
-    set_random_state,
-)
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.checkpoint import Best, CheckpointMeta, Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
-from tokenfeed.trainer.models.build import compile_model, make_model
-from tokenfeed.trainer.optimizer import learning_rate, make_optimizer, set_learning_rate
+from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.origins import origins
 from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
@@ -45,6 +42,11 @@ WARMUP_STEPS = 5
 """Most steps left out of speed and stall: workers start, memory is allocated, kernels are compiled.
 Of a short session half the steps, and always the first, which follows the first evaluation."""
 
+MOST_SKIPPED = 20
+"""So many steps in a row without finite gradients end a run: nothing has been learnt since."""
+LAST_STEP_FILE = "last-step.jsonl"
+"""Files and records of the step that a run ended on, where it diverged."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,23 +58,17 @@ class Trainer:
         self._started_s = time.perf_counter()
         self.config = config
         self.device = choose_device(config.device)
-        self.precision = Precision(config.precision, self.device)
-        manifest = Manifest.read(config.shards)
-        self.task = make_task(config, manifest, self.device)
-        self.feeds = Feeds(config, self.task, self.device, self.precision.dtype)
+        self.task = make_task(config, Manifest.read(config.shards), self.device)
+        precision = Precision(config.precision, self.device)
+        self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.loader = self.feeds.training()
-        torch.manual_seed(config.seed)
-        self.model = make_model(config, self.task.head).to(self.device)
-        if config.compile:
-            compile_model(self.model)
-            _tell_shapes(self.feeds.shapes(manifest.split("train").longest_row))
-        self.optimizer = make_optimizer(self.model, config.weight_decay)
+        self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.gauge = GpuGauge(self.device)
         self.step = self.saved_step = self.tokens = self.slots = 0
         self.best: Best | None = None
         self.since_log = self._new_tally()
-        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)
+        self.skipped = 0
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
 
@@ -80,24 +76,20 @@ class Trainer:
         """Train until the last step, or until `should_stop` after some step."""
         self._begin()
         config, task, shape = self.config, self.task, self.feeds.shape
-        stall, precision = self.stall, self.precision
+        learner, stall = self.learner, self.stall
         feed = iter(self.loader)
         for step in range(self.step + 1, config.steps + 1):
-            tally = self._new_tally()
+            tally, rows = self._new_tally(), []
             for part in range(config.accumulation):
                 with stall.cause("data"):
                     batch = next(feed)
-                number = step * config.accumulation + part
-                micro_batch = task.prepare(shape(batch), number)
-                with precision.autocast():
-                    loss = task.loss(self.model, micro_batch)
-                precision.backward(loss.sum / config.step_slots)
+                micro_batch = task.prepare(shape(batch), step * config.accumulation + part)
+                loss = learner.add_gradients(micro_batch)
                 tally.add(loss, batch.num_tokens, micro_batch.num_slots)
-            set_learning_rate(self.optimizer, learning_rate(step, config))
-            correction = config.step_slots / tally.targets.clamp(min=1)
-            norm = precision.step(self.model, self.optimizer, correction, config.clip_norm)
+                rows.append(batch.rows)
+            norm = learner.step(step, tally.targets)
             stall.mark_step(tally.tokens)
-            self._after_step(step, tally, norm)
+            self._after_step(step, tally, norm, rows)
             if should_stop():
                 break
 
@@ -117,7 +109,7 @@ class Trainer:
         if self.step == self.config.steps and "test" in self.loader.manifest.splits:
             if self.best and self.best.step != self.step:
                 _, state = self.checkpoints.load(self.device, self.best.step)
-                self.model.load_state_dict(state["model"])
+                self.learner.model.load_state_dict(state["model"])
             found["test"] = self._metrics_of("test")
         return found
 
@@ -133,6 +125,8 @@ class Trainer:
         self._resources.callback(self.metrics.close)
         if config.resume:
             self._resume()
+        if config.compile:
+            self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
         config.write()
         self.stall = make_meter(self.device, _warmup_steps(config.steps - self.step))
@@ -140,9 +134,8 @@ class Trainer:
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_evaluated())
 
-    def _after_step(self, step: int, tally: Tally, norm: Tensor) -> None:
-        self.step, self.last_norm = step, norm
-        self.skipped += ~norm.isfinite()
+    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
+        self.step, self.last_norm, self.last_rows = step, norm, rows
         self.tokens += tally.tokens
         self.slots += tally.slots
         self.since_log.extend(tally)
@@ -162,30 +155,33 @@ class Trainer:
         """One line on the console and in metrics.jsonl: the one place that waits for the device."""
         with self.stall.cause("log"):
             interval, self.since_log = self.since_log, self._new_tally()
-            loss, targets, norm, skipped = self._fetch(interval)
+            loss, targets, norm, skipped, in_a_row = self._fetch(interval)
+            before, self.skipped = self.skipped, int(skipped)
             loss /= max(1, targets)
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}")
+            if in_a_row >= MOST_SKIPPED:
+                raise self._diverged(f"gradients are not finite, {in_a_row:.0f} steps in a row,")
             reading = self.stall.read()
             window, self.last_reading = reading.since(self.last_reading), reading
             log = StepLog(
                 step=self.step,
                 loss=loss,
-                learning_rate=learning_rate(self.step, self.config),
+                learning_rate=self.learner.rate(self.step),
                 gradient_norm=norm if math.isfinite(norm) else None,
-                skipped_steps=int(skipped),
+                skipped_steps=self.skipped - before,
                 tokens=self.tokens,
                 real_tokens_per_s=window.tokens_per_s if window.steps else None,
                 stall=window.fraction if window.steps else None,
                 gpu=self.gauge.read(),
             )
-            self.skipped.zero_()
             self.metrics.write(dataclasses.asdict(log))
             _log.info("%s", log.line(self.config.steps))
 
     def _fetch(self, interval: Tally) -> list[float]:
-        """Summed loss, targets, latest norm and skipped steps: the wait, and only one."""
-        values = (interval.loss, interval.targets, self.last_norm, self.skipped)
+        """Summed loss, targets, latest norm, skipped steps, and of these the last in a row: the
+        wait, and only one."""
+        values = (interval.loss, interval.targets, self.last_norm, *self.learner.precision.skips)
         return torch.stack([value.double() for value in values]).tolist()
 
     def _evaluate(self, *, note: bool = True) -> None:
@@ -206,10 +202,10 @@ class Trainer:
     def _metrics_of(self, split: str) -> Metrics:
         with self.feeds.whole(split) as feed:
             return evaluate(
-                self.model,
+                self.learner.model,
                 self.task,
                 map(self.feeds.shape_whole, itertools.islice(feed, self.config.eval_batches)),
-                self.precision,
+                self.learner.precision,
             )
 
     def _keep_if_best(self, metrics: Metrics) -> None:
@@ -221,7 +217,7 @@ class Trainer:
     def _save(self) -> None:
         """A checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
-            if not all_finite(self.model):
+            if not all_finite(self.learner.model):
                 raise self._diverged("weights have become infinite")
             progress = CheckpointMeta(
                 step=self.step,
@@ -232,20 +228,21 @@ class Trainer:
                 task=self.task.name,
                 loader=self.loader.state_dict(),
             )
-            state = {
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.precision.state_dict(),
-                "random": random_state(self.device),
-            }
-            self.checkpoints.save(progress, state)
+            self.checkpoints.save(progress, self.learner.state_dict())
         self.saved_step = self.step
 
     def _diverged(self, finding: str) -> ConfigError:
+        """What to say, with the rows of the last step: often a few of them are to blame."""
+        path = self.config.run_dir / LAST_STEP_FILE
+        places = origins(self.config.shards, "train", np.concatenate(self.last_rows))
+        lines = [json.dumps({"file": file, "record": record}) for file, record in places]
+        atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
+        file, record = places[0]
         return ConfigError(
             f"{finding} at step {self.step}. Lower --learning-rate or raise --warmup-steps, and "
             f"{self.checkpoints.way_on()}. If a checkpoint leads here again, delete it to go on "
-            "from the one before."
+            f"from the one before. The records of this step, {file} record {record} and others, "
+            f"are named in {path}."
         )
 
     def _resume(self) -> None:
@@ -262,10 +259,8 @@ class Trainer:
         vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
         _refuse_difference("vocabulary size", progress.vocabulary_size, vocabulary_size)
         self.loader.load_state_dict(progress.loader)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.precision.load_state_dict(state["scaler"])
-        set_random_state(state["random"], self.device)
+        self.learner.load_state_dict(state)
+        self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         best = self.checkpoints.best()
         self.best = best if best and best.step <= self.step else None
@@ -293,21 +288,15 @@ class Trainer:
             metrics=metrics,
             best_step=self.best.step if self.best else None,
             model=self.config.model,
-            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
             vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
             device=device_name(self.device),
-            precision=self.precision.name,
+            precision=self.learner.precision.name,
             versions=versions(),
         )
 
     def _new_tally(self) -> Tally:
         return Tally.zero(self.device)
-
-
-def _tell_shapes(shapes: list[tuple[int, int]]) -> None:
-    """Each costs a pause when it comes first."""
-    listed = ", ".join(f"{rows} x {length}" for rows, length in shapes)
-    _log.info("compiles micro-batches of %s", listed)
 
 
 def _warmup_steps(steps: int) -> int:

@@ -42,6 +42,17 @@ class MicroBatch:
         """B times T."""
         return self.ids_BT.numel()
 
+    def blank_like(self, rows: int, length: int) -> "MicroBatch":
+        """One of the same make and another shape, of which nothing can be learnt."""
+        return MicroBatch(
+            ids_BT=self.ids_BT.new_zeros((rows, length)),
+            labels=self.labels.new_full((rows, length)[: self.labels.dim()], IGNORED),
+            positions_BT=self.positions_BT.new_zeros((min(rows, len(self.positions_BT)), length)),
+            scope=self.scope.blank_like(rows, length),
+            is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
+            token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Shaper:
@@ -104,6 +115,10 @@ _FILLS: tuple[tuple[str, int], ...] = (
 )
 
 
+def _filled_like(values: Tensor | None, rows: int, length: int, fill: int) -> Tensor | None:
+    return None if values is None else values.new_full((rows, length), fill)
+
+
 def _with_rows(values: Tensor, missing: int, fill: int) -> Tensor:
     """The same with `missing` more rows at the end."""
     if not missing:
@@ -116,11 +131,12 @@ def _count(length: int, device: torch.device) -> Tensor:
 
 
 def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
-    """Offsets of segments, filled up to a power of two: a shape that comes again.
+    """Offsets of segments, filled up to a power of four: a shape that comes again.
 
     The last of them is a segment of all slots that were added; behind it come empty ones.
     """
-    number = 1 << (cu_seqlens.numel() + (slots > end)).bit_length()
+    wanted = cu_seqlens.numel() + (slots > end)
+    number = 4 ** ((wanted - 1).bit_length() + 1 >> 1)
     return F.pad(cu_seqlens, (0, number - cu_seqlens.numel()), value=slots)
 
 

@@ -1,43 +1,83 @@
-"""AdamW and its learning rate.
+"""Which optimizer updates which weight.
 
-The learning rate is a pure function of the step: nothing to save, nothing to load, nothing that can
-drift from the step count.
+AdamW for everything, or Muon for the matrices of hidden layers and AdamW for the rest. Muon makes
+an update's singular values equal, which suits a matrix that maps one hidden state to another, and
+neither a table of rows, as embeddings are, nor a head, whose outputs have meanings.
 """
 
-import math
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import OptimizerName
+from tokenfeed.trainer.muon import MuonAdamW
 
-__all__ = ["learning_rate", "make_optimizer", "set_learning_rate"]
+__all__ = ["hidden_matrices", "make_optimizer", "set_learning_rate"]
 
 _BETAS = (0.9, 0.95)
-_FINAL_FRACTION = 0.1
+_HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
+"""What the heads of models are called, here and in transformers."""
 
 
-def make_optimizer(model: nn.Module, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW, fused into one kernel per group; only matrices decay, gains of norms do not."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+def make_optimizer(
+    model: nn.Module, name: OptimizerName, weight_decay: float
+) -> torch.optim.Optimizer:
+    """The optimizer of the weights that are trainable now; its rate is `set_learning_rate`'s.
 
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warm-up, then a cosine to a tenth of the peak; `step` counts from 1."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    rest = max(1, config.steps - config.warmup_steps)
-    progress = (step - config.warmup_steps) / rest
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return config.learning_rate * (_FINAL_FRACTION + (1 - _FINAL_FRACTION) * cosine)
+    Only weights of two and more dimensions decay: biases and gains of norms do not. A model
+    without hidden matrices is trained by AdamW alone, also under the name muon.
+    """
+    matrices = hidden_matrices(model) if name == "muon" else []
+    rest = _decaying_and_kept(model, {id(matrix) for matrix in matrices}, weight_decay)
+    adamw = torch.optim.AdamW(rest, betas=_BETAS, fused=True)
+    return MuonAdamW(matrices, adamw, weight_decay) if matrices else adamw
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Use `rate` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate
+
+
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable weights of linear layers, without those of heads or tied to an embedding.
+
+    A head is what is called like one, and in transformers what surrounds a model's `base_model`.
+    A bare parameter of two dimensions is left out: it may be a table of positions or a router.
+    """
+    linear = [module for module in model.modules() if _is_linear(module)]
+    weights = dict.fromkeys(p for module in linear for p in module.parameters(recurse=False))
+    others = _of_embeddings_and_heads(model)
+    return [w for w in weights if w.requires_grad and w.dim() == 2 and id(w) not in others]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    # Conv1D: the linear layer of GPT-2 in transformers, which need not be installed.
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _of_embeddings_and_heads(model: nn.Module) -> set[int]:
+    found: set[int] = set()
+    for path, module in model.named_modules():
+        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        if is_embedding or _HEAD_NAMES.intersection(path.split(".")):
+            found |= _ids(module)
+        if hasattr(module, "base_model_prefix"):  # of transformers; it may be its own base model
+            found |= _ids(module) - _ids(cast(nn.Module, module.base_model))
+    return found
+
+
+def _ids(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters()}
+
+
+def _decaying_and_kept(
+    model: nn.Module, taken: set[int], weight_decay: float
+) -> list[dict[str, Any]]:
+    """AdamW's groups: what decays and what does not, of the trainable weights not `taken`."""
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+    return [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config import DeviceName, PrecisionName
 
-__all__ = ["Precision", "all_finite", "choose_device", "device_name"]
+__all__ = ["Precision", "all_finite", "choose_device", "device_name", "tune_convolutions"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -44,8 +44,8 @@ class Precision:
     """Autocast, and the way from a loss to a step of the optimizer.
 
     A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
-    and step count stay. With fp16 the loss is scaled up before backward and the gradients down
-    again before clipping, and such a step lowers the scale.
+    and step count stay, and the skip is counted. With fp16 the loss is scaled up before backward
+    and the gradients down again before clipping, and such a step lowers the scale.
     """
 
     def __init__(self, name: PrecisionName, device: torch.device) -> None:
@@ -53,9 +53,8 @@ class Precision:
         self._device = device
         self.dtype = _DTYPES[self.name]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
-        if device.type == "cuda":
-            # The older switch: after the newer one, whoever still reads the older gets an error.
-            torch.set_float32_matmul_precision("high")
+        self._skips = torch.zeros(2, device=device)
+        _allow_tf32(device)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -68,36 +67,93 @@ class Precision:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, scale: Tensor, clip_norm: float
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor | float,
+        clip_norm: float,
     ) -> Tensor:
         """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
 
         The norm stays on the device; where it is not finite, nothing was updated.
+
+        Args:
+            model: Whose gradients.
+            optimizer: From `make_optimizer`: one that heeds `found_inf`.
+            scale: A number, or a tensor without dimensions that nobody has waited for.
+            clip_norm: Longer gradients, after scaling, are shortened to this.
         """
+        gradients = _dense_gradients(model)
         self._scaler.unscale_(optimizer)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        torch._foreach_mul_(gradients, scale)  # pyright: ignore[reportPrivateImportUsage]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        if not self._scaler.is_enabled():  # the scaler tells the fused kernel the same by itself
-            optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self._scaler.step(optimizer)
+        norm = nn.utils.get_total_norm(gradients) * scale
+        # Scaling and clipping are one factor, so that all gradients are read and written once.
+        factor = scale * (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
+        optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
+        optimizer.step()
         self._scaler.update()
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    @property
+    def skips(self) -> Tensor:
+        """Steps skipped so far, and in a row until now: two numbers on the device, to be fetched
+        with others at once."""
+        return self._skips.clone()
+
     def state_dict(self) -> dict[str, Any]:
-        """The scaler's state; empty without one."""
-        return self._scaler.state_dict()
+        """The scaler's state, empty without one, and the skips."""
+        return {"scaler": self._scaler.state_dict(), "skips": self.skips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a scale found earlier; a run that had none starts with the default."""
-        if state and self._scaler.is_enabled():
-            self._scaler.load_state_dict(state)
+        """Go on with skips and scale found earlier; what had no scale starts with the default.
+
+        The first checkpoints hold the scaler's state alone.
+        """
+        scaler = state["scaler"] if "skips" in state else state
+        if "skips" in state:
+            self._skips.copy_(state["skips"])
+        if scaler and self._scaler.is_enabled():
+            self._scaler.load_state_dict(scaler)
+
+    def _count(self, norm: Tensor) -> Tensor:
+        """1 where this step is to be skipped, 0 elsewhere, counted."""
+        skip = (~norm.isfinite()).float()
+        self._skips += skip
+        self._skips[1] *= skip
+        return skip
+
+
+def tune_convolutions(model: nn.Module) -> None:
+    """Let cuDNN try its kernels for a model that convolves, at each new shape of a batch once.
+
+    Which one is fastest may differ between runs, and the last bits of their results with it.
+    """
+    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+    torch.backends.cudnn.benchmark = convolves
 
 
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight is a finite number; waits for the device."""
     return bool(torch.stack([p.isfinite().all() for p in model.parameters()]).all())
+
+
+def _allow_tf32(device: torch.device) -> None:
+    if device.type == "cuda":
+        # The older switch: after the newer one, whoever still reads the older gets an error.
+        torch.set_float32_matmul_precision("high")
+
+
+def _dense_gradients(model: nn.Module) -> list[Tensor]:
+    """All gradients; sparse ones are made dense, for fused kernels take no others."""
+    gradients = []
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:

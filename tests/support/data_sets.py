@@ -1,5 +1,6 @@
 """What many tests share: small data sets made by the real writer, and plans without a disk."""
 
+import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -126,11 +127,12 @@ def write_rows(
         for split, rows in splits.items()
     }
     folder.mkdir(exist_ok=True)
-    for name, content in (("empty", b""), ("tokenizer", tokenizer)):
+    source = json.dumps({"path": "corpus.txt"}).encode()
+    for name, content in (("sources", source), ("empty", b""), ("tokenizer", tokenizer)):
         (folder / name).write_bytes(content)
-    empty, made_by = (
+    sources, empty, made_by = (
         FileInfo(file=name, bytes=(folder / name).stat().st_size, xxh3=file_xxh3(folder / name))
-        for name in ("empty", "tokenizer")
+        for name in ("sources", "empty", "tokenizer")
     )
     count = sum(len(rows) for rows in splits.values())
     Manifest(
@@ -154,7 +156,7 @@ def write_rows(
         ),
         splits=infos,
         ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),
-        sources=empty,
+        sources=sources,
         rejects=empty,
     ).write(folder)
     return folder

@@ -33,6 +33,15 @@ class Scope:
     max_seqlen: int = 0
     """Bound of a segment's length, where there are `cu_seqlens`."""
 
+    def blank_like(self, rows: int, length: int) -> "Scope":
+        """One of the same make for another shape, where every slot sees all it may."""
+        mask, ends = self.mask_BHTT, self.cu_seqlens
+        if mask is not None:
+            mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))
+        if ends is not None:
+            ends = F.pad(ends[:1], (0, len(ends) - 1), value=rows * length)
+        return Scope(self.causal, mask, ends, length)
+
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether `varlen_attn` works there: CUDA of Ampere or later, half precision, torch 2.11."""

@@ -1,5 +1,7 @@
 """What may go wrong inside a training: overflows, compilation, figures of short runs."""
 
+import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,9 @@ from training import load_weights, make_config, read_metrics, run, write_countin
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer import loop
-from tokenfeed.trainer.config import PrecisionName
+from tokenfeed.trainer import learner, loop
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optimizer import make_optimizer
-from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.precision import Precision, _allow_tf32
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.telemetry import MetricsFile
 
@@ -33,57 +33,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
 def test_tf32_leaves_the_older_switches_readable() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        Precision("bf16", torch.device("cuda"))
+        _allow_tf32(torch.device("cuda"))
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_gradients_that_are_not_finite_leave_no_trace(name: PrecisionName, bad: float) -> None:
-    def train(spoiled: int | None) -> tuple[nn.Module, dict[str, Any]]:
-        torch.manual_seed(0)
-        model, precision = nn.Linear(8, 8), Precision(name, CPU)
-        optimizer = make_optimizer(model, 0.1)
-        for step, batch in enumerate(torch.randn(5, 3, 8)):
-            if step == 2 and spoiled is None:
-                continue
-            factor = bad if step == spoiled else 1.0
-            with precision.autocast():
-                loss = model(batch).square().sum() * factor
-            precision.backward(loss)
-            norm = precision.step(model, optimizer, 1.0, 1.0)
-            assert bool(norm.isfinite()) == (step != spoiled)
-        return model, optimizer.state_dict()
-
-    (model, state), (expected, expected_state) = train(spoiled=2), train(spoiled=None)
-    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-    torch.testing.assert_close(state["state"], expected_state["state"], rtol=0, atol=0)
-
-
-def test_finite_gradients_step_bit_for_bit_like_the_plain_optimizer() -> None:
-    def train(step: Callable[[nn.Module, torch.optim.Optimizer], None]) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        optimizer = make_optimizer(model, 0.1)
-        for _ in range(5):
-            model(torch.randn(3, 8)).square().sum().backward()
-            step(model, optimizer)
-        return [parameter.detach() for parameter in model.parameters()]
-
-    def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def guarded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        Precision("fp32", CPU).step(model, optimizer, 1.0, 1.0)
-
-    assert all(map(torch.equal, train(guarded), train(plain)))
 
 
 def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
@@ -178,7 +133,7 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
 
     watch(ShardLoader, "state_dict")
     watch(Transformer, "state_dict")
-    watch(loop, "random_state")
+    watch(learner, "random_state")
     watch(MetricsFile, "write")
     watch(loop._log, "info")
     run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
@@ -251,6 +206,7 @@ def test_a_resumed_compiled_run_compiles_before_its_first_step(
     assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
 
 
+@READS_GRAD
 def test_compiling_without_a_compiler_is_one_line(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,3 +218,29 @@ def test_compiling_without_a_compiler_is_one_line(
     with pytest.raises(ConfigError, match=message) as error:
         run(make_config(shards, tmp_path, compile=True))
     assert "\n" not in str(error.value)
+
+
+def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_records(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Precision.step
+
+    def spoiled(precision: Precision, model: nn.Module, *rest: Any) -> torch.Tensor:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad[..., 0] = torch.nan
+        return plain(precision, model, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    config = make_config(shards, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
+    message = r"not finite, 20 steps in a row, at step 20\..* corpus\.txt record \d+ and others"
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    named = [json.loads(line) for line in (tmp_path / "last-step.jsonl").read_text().splitlines()]
+    with loop.Feeds(  # the same rows, by the plan
+        config, loop.make_task(config, loop.Manifest.read(shards), CPU), CPU, torch.float32
+    ).training() as loader:
+        batches = list(itertools.islice(loader, 40))
+    rows = {int(row) for batch in batches[-2:] for row in batch.rows}
+    assert [place["record"] for place in named] == sorted(rows)
+    assert read_metrics(tmp_path, "skipped_steps") == {1: 1, 10: 9, 15: 5}

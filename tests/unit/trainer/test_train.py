@@ -122,6 +122,14 @@ def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
     assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
 
 
+def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
+    run(make_config(shards, tmp_path / "whole", **settings))
+    run(make_config(shards, tmp_path / "halved", **settings), stop_after=4)
+    run(make_config(shards, tmp_path / "halved", **settings, resume=True))
+    assert_same_run(tmp_path / "halved", tmp_path / "whole", 8)
+
+
 BAD_SETTINGS = [
     ({"steps": 0}, r"`--steps`: expected at least 1, got 0\."),
     ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),

@@ -1,0 +1,260 @@
+"""From gradients to a step: scaling, clipping, skipping, counting."""
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from host_waits import HostWaits
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from tokenfeed.trainer.config import OptimizerName, PrecisionName
+from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.precision import Precision, tune_convolutions
+
+CPU = torch.device("cpu")
+NO_LIMIT = 1e9
+
+every_precision = pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16"])
+every_optimizer = pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+class Training:
+    """A model, its optimizer and its precision, to be stepped."""
+
+    def __init__(self, precision_name: PrecisionName, optimizer_name: OptimizerName) -> None:
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model, optimizer_name, 0.1)
+        set_learning_rate(self.optimizer, 1e-2)
+        self.precision = Precision(precision_name, CPU)
+
+    def backward(self, number: int) -> None:
+        ids_BT = torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(number))
+        with self.precision.autocast():
+            loss = self.model(ids_BT).float().square().mean()
+        self.precision.backward(loss)
+
+    def step(self, scale: torch.Tensor | float = 1.0, clip_norm: float = NO_LIMIT) -> torch.Tensor:
+        return self.precision.step(self.model, self.optimizer, scale, clip_norm)
+
+    def content(self) -> dict[str, Any]:
+        """A copy of all that a skipped step must leave as it is."""
+        state = self.optimizer.state_dict()["state"]
+        return copy.deepcopy({"model": self.model.state_dict(), "state": state})
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            yield parameter.grad
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, torch.ones(())])
+def test_a_step_that_neither_scales_nor_clips_is_plain_adamw_bit_for_bit(
+    scale: torch.Tensor | float,
+) -> None:
+    training, plain = Training("fp32", "adamw"), Training("fp32", "adamw")
+    for number in range(5):
+        training.backward(number)
+        training.step(scale)
+        plain.backward(number)
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    assert_same(training.content(), plain.content())
+
+
+@given(
+    scale=st.floats(1e-6, 1e3),
+    clip_norm=st.floats(1e-3, 1e3),
+    on_device=st.booleans(),
+    number=st.integers(0, 1000),
+)
+def test_one_pass_scales_and_clips_as_two_passes_do(
+    scale: float, clip_norm: float, on_device: bool, number: int
+) -> None:
+    training, expected = Training("fp32", "adamw"), Training("fp32", "adamw")
+    seen: list[torch.Tensor] = []
+    training.optimizer.step = lambda: seen.extend(  # type: ignore[method-assign, assignment]
+        gradient.clone() for gradient in training.gradients()
+    )
+    training.backward(number)
+    norm = training.step(torch.tensor(scale) if on_device else scale, clip_norm)
+    expected.backward(number)
+    for gradient in expected.gradients():
+        gradient.mul_(scale)
+    expected_norm = nn.utils.clip_grad_norm_(expected.model.parameters(), clip_norm)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen, list(expected.gradients()), rtol=1e-6, atol=1e-12)
+
+
+@every_precision
+@every_optimizer
+@pytest.mark.parametrize(
+    ("spoiled", "bad"),
+    [(0, math.inf), (1, -math.inf), (2, math.nan), (3, math.inf), (4, math.nan), (6, -math.inf)],
+)
+def test_one_bad_number_in_one_gradient_leaves_no_trace(
+    precision_name: PrecisionName, optimizer_name: OptimizerName, spoiled: int, bad: float
+) -> None:
+    training = Training(precision_name, optimizer_name)
+    expected = Training(precision_name, optimizer_name)
+    for number in (0, 1):
+        training.backward(number)
+        assert training.step().isfinite()
+        expected.backward(number)
+        expected.step()
+    before = training.content()
+    training.backward(2)
+    list(training.gradients())[spoiled].view(-1)[0] = bad
+    assert not training.step().isfinite()
+    assert_same(training.content(), before)
+    if precision_name == "fp16":
+        expected.precision._scaler.update(2.0**15)  # a skip halves the scale, and that is all
+    for number in (3, 4):
+        training.backward(number)
+        assert training.step().isfinite()
+        expected.backward(number)
+        expected.step()
+    assert_same(training.content(), expected.content())
+
+
+@every_optimizer
+def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(
+    optimizer_name: OptimizerName,
+) -> None:
+    training, fresh = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
+    training.backward(0)
+    next(training.gradients()).fill_(torch.nan)
+    training.step()
+    training.backward(1)
+    training.step()
+    fresh.backward(1)
+    fresh.step()
+    assert_same(training.content(), fresh.content())
+
+
+@every_optimizer
+def test_an_overflow_in_fp16_halves_the_scale(optimizer_name: OptimizerName) -> None:
+    training = Training("fp16", optimizer_name)
+    training.backward(0)
+    scale = training.precision.state_dict()["scaler"]["scale"]
+    next(training.gradients())[0, 0] = torch.inf
+    assert not training.step().isfinite()
+    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+    training.backward(1)
+    training.step()
+    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+
+
+@every_precision
+@every_optimizer
+def test_a_step_makes_no_host_wait(
+    precision_name: PrecisionName, optimizer_name: OptimizerName
+) -> None:
+    training = Training(precision_name, optimizer_name)
+    training.backward(0)
+    targets = torch.tensor(7)
+    with HostWaits() as waits:
+        for number in range(3):
+            norm = training.step(1 / targets, 1.0)
+            torch.cat((norm.view(1), training.precision.skips))
+            training.backward(number)
+    assert waits.seen == []
+
+
+def test_host_waits_are_seen() -> None:
+    with HostWaits() as waits:
+        (torch.ones(3) > 0).nonzero()
+        if torch.ones(()) > 0:
+            torch.ones(()).item()
+    assert [line.split()[0] for line in waits.seen] == ["nonzero"] + 2 * ["_local_scalar_dense"]
+    assert all("test_precision.py" in line for line in waits.seen)
+
+
+@given(st.lists(st.booleans(), max_size=8), st.integers(0, 8))
+def test_skips_are_counted_in_all_and_in_a_row_across_a_checkpoint(
+    bad: list[bool], saved_at: int
+) -> None:
+    training = Training("bf16", "adamw")
+    for number, is_bad in enumerate(bad):
+        if number == saved_at:
+            state = training.precision.state_dict()
+            training.precision = Precision("bf16", CPU)
+            training.precision.load_state_dict(state)
+        training.backward(number)
+        training.step(math.nan if is_bad else 1.0)
+    in_a_row = len(bad) if all(bad) else bad[::-1].index(False)
+    assert training.precision.skips.tolist() == [sum(bad), in_a_row]
+
+
+def test_a_reading_of_skips_does_not_change_later() -> None:
+    training = Training("fp32", "adamw")
+    before, state = training.precision.skips, training.precision.state_dict()
+    training.backward(0)
+    training.step(math.inf)
+    assert before.tolist() == state["skips"].tolist() == [0, 0]
+    assert training.precision.skips.tolist() == [1, 1]
+
+
+def test_a_scale_survives_a_checkpoint_and_one_of_another_precision_is_no_scale() -> None:
+    half = Precision("fp16", CPU)
+    half.backward(torch.ones((), requires_grad=True))
+    half._scaler.update(512.0)
+    resumed = Precision("fp16", CPU)
+    resumed.load_state_dict(half.state_dict())
+    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+    Precision("bf16", CPU).load_state_dict(half.state_dict())
+    resumed.load_state_dict(Precision("bf16", CPU).state_dict())
+    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+
+
+@every_precision
+def test_sparse_and_missing_gradients_step_as_dense_and_none(
+    precision_name: PrecisionName,
+) -> None:
+    training = Training(precision_name, "muon")
+    expected = Training(precision_name, "muon")
+    table = training.model[0]
+    assert isinstance(table, nn.Embedding)
+    table.sparse = True
+    for number in range(3):
+        for one in (training, expected):
+            one.backward(number)
+            one.model[1].bias.grad = None  # type: ignore[union-attr]
+        torch.testing.assert_close(training.step(1.0, 0.1), expected.step(1.0, 0.1))
+    torch.testing.assert_close(training.content(), expected.content())
+
+
+@pytest.fixture
+def restored_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    yield
+    torch.backends.cudnn.benchmark = before
+
+
+CONVOLUTIONS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Conv1d(1, 1, 1),
+    lambda: nn.Conv2d(1, 1, 1),
+    lambda: nn.ConvTranspose1d(1, 1, 1),
+]
+
+
+@pytest.mark.usefixtures("restored_benchmark")
+def test_kernels_are_tried_for_models_that_convolve_and_for_no_others() -> None:
+    for make in CONVOLUTIONS:
+        tune_convolutions(nn.Sequential(nn.Linear(1, 1), nn.Sequential(make())))
+        assert torch.backends.cudnn.benchmark
+        tune_convolutions(nn.Linear(1, 1))
+        assert not torch.backends.cudnn.benchmark

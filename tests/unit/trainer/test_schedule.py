@@ -1,0 +1,98 @@
+"""The learning rate as a function of the step."""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import get_args
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tokenfeed.trainer.config import ScheduleName
+from tokenfeed.trainer.schedule import learning_rate, rate_factor
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+schedules = st.sampled_from(SCHEDULES)
+peaks = st.floats(1e-8, 1e3)
+runs = st.tuples(st.integers(1, 200), st.integers(0, 300))
+
+
+def rates(schedule: ScheduleName, peak: float, steps: int, warmup_steps: int) -> list[float]:
+    """Those of steps 1 to the last."""
+    return [
+        learning_rate(step, schedule=schedule, peak=peak, steps=steps, warmup_steps=warmup_steps)
+        for step in range(1, steps + 1)
+    ]
+
+
+@given(schedules, peaks, runs)
+def test_every_rate_is_above_zero_and_none_above_the_peak(
+    schedule: ScheduleName, peak: float, run: tuple[int, int]
+) -> None:
+    assert all(0 < rate <= peak for rate in rates(schedule, peak, *run))
+
+
+@given(schedules, peaks, runs)
+def test_the_rate_rises_in_equal_parts_and_never_again_after_the_warm_up(
+    schedule: ScheduleName, peak: float, run: tuple[int, int]
+) -> None:
+    steps, warmup_steps = run
+    found = rates(schedule, peak, *run)
+    rising, falling = found[:warmup_steps], found[max(0, warmup_steps - 1) :]
+    for step, rate in enumerate(rising, 1):
+        assert rate == pytest.approx(peak * step / warmup_steps)
+    assert all(before >= after for before, after in itertools.pairwise(falling))
+    if 0 < warmup_steps <= steps:
+        assert found[warmup_steps - 1] == peak
+
+
+def cosine(share: float) -> float:
+    return 0.55 + 0.45 * math.cos(math.pi * share)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("cosine", lambda step: cosine((step - 10) / 90)),
+        ("linear", lambda step: 0.1 + 0.9 * (100 - step) / 90),
+        ("wsd", lambda step: 1 - math.sqrt((step - 80) / 21) if step > 80 else 1.0),
+        ("constant", lambda step: 1.0),
+    ],
+)
+def test_after_the_warm_up_the_rate_is_what_the_formula_says(
+    schedule: ScheduleName, expected: Callable[[int], float]
+) -> None:
+    found = rates(schedule, 2.0, 100, 10)
+    for step in range(11, 101):
+        assert found[step - 1] == pytest.approx(2.0 * expected(step))
+
+
+def test_cosine_and_linear_end_at_a_tenth_and_wsd_just_above_zero() -> None:
+    assert rates("cosine", 1.0, 100, 10)[-1] == pytest.approx(0.1)
+    assert rates("linear", 1.0, 100, 10)[-1] == pytest.approx(0.1)
+    assert 0 < rates("wsd", 1.0, 100, 10)[-1] < 0.03
+
+
+def test_a_warm_up_into_the_last_fifth_leaves_the_rest_to_the_decay() -> None:
+    expected = [1 - math.sqrt(done / 11) for done in range(11)]
+    assert rates("wsd", 1.0, 100, 90)[89:] == pytest.approx(expected)
+
+
+@given(st.sampled_from(["wsd", "constant"]), peaks, runs, st.integers(0, 200), st.integers(1, 200))
+def test_a_longer_run_has_the_rates_of_the_shorter_until_that_decays(
+    schedule: ScheduleName, peak: float, run: tuple[int, int], more: int, step: int
+) -> None:
+    steps, warmup_steps = run
+    assume(step <= (steps if schedule == "constant" else steps - math.ceil(0.2 * steps)))
+    longer = rates(schedule, peak, steps + more, warmup_steps)
+    assert longer[step - 1] == rates(schedule, peak, steps, warmup_steps)[step - 1]
+
+
+@given(st.integers(1, 10**9), st.integers(1, 10**9))
+def test_the_factor_is_the_root_of_the_ratio(tokens: int, reference: int) -> None:
+    root = rate_factor(tokens, reference)
+    assert root * root == pytest.approx(tokens / reference)
+    assert root * rate_factor(reference, tokens) == pytest.approx(1.0)
+    assert rate_factor(tokens, tokens) == 1.0

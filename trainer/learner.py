@@ -1,0 +1,109 @@
+"""What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
+one."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenfeed.trainer.checkpoint import random_state, set_random_state
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.schedule import learning_rate, rate_factor
+from tokenfeed.trainer.tasks.task import Loss, Task
+
+__all__ = ["Learner"]
+
+_log = logging.getLogger(__name__)
+
+
+class Learner:
+    """A model in training."""
+
+    def __init__(
+        self, config: TrainConfig, task: Task, precision: Precision, device: torch.device
+    ) -> None:
+        """Draw weights from the seed, whatever was drawn before."""
+        self._config, self._task, self._device = config, task, device
+        self.precision = precision
+        torch.manual_seed(config.seed)
+        self.model = make_model(config, task.head).to(device)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self._factor = _rate_factor(config)
+
+    def compile(self, micro_batches: list[MicroBatch]) -> None:
+        """Compile the model for the shapes of some micro-batches, from which nothing is learnt."""
+        compile_model(self.model)
+        listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
+        _log.info("compiles micro-batches of %s tokens", listed)
+        random = random_state(self._device)
+        for shown in micro_batches:
+            with self.precision.autocast():
+                loss = self._task.loss(self.model, shown)
+            self.precision.backward(loss.sum)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.model.eval()
+        with torch.no_grad(), self.precision.autocast():
+            for shown in micro_batches:
+                self.model(shown)
+        self.model.train()
+        set_random_state(random, self._device)
+
+    def add_gradients(self, micro_batch: MicroBatch) -> Loss:
+        """Forward and backward; the loss is divided by a constant, which keeps fp16 in range."""
+        with self.precision.autocast():
+            loss = self._task.loss(self.model, micro_batch)
+        self.precision.backward(loss.sum / self._config.step_slots)
+        return loss
+
+    def step(self, number: int, targets: Tensor) -> Tensor:
+        """Update the weights from the gradients of so many targets; gives the gradient's norm."""
+        set_learning_rate(self.optimizer, self.rate(number))
+        correction = self._config.step_slots / targets.clamp(min=1)
+        return self.precision.step(self.model, self.optimizer, correction, self._config.clip_norm)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        config = self._config
+        return learning_rate(
+            step,
+            schedule=config.schedule,
+            peak=config.learning_rate * self._factor,
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, but for the data."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": self.precision.state_dict(),
+            "random": random_state(self._device),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["scaler"])
+        set_random_state(state["random"], self._device)
+
+
+def _rate_factor(config: TrainConfig) -> float:
+    """What --learning-rate is multiplied by for the size of a step."""
+    reference = config.learning_rate_reference_tokens
+    if reference is None:
+        return 1.0
+    factor = rate_factor(config.step_slots, reference)
+    _log.info(
+        "learning rate times %.3g: a step has %d tokens, the reference %d",
+        factor,
+        config.step_slots,
+        reference,
+    )
+    return factor
