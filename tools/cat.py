@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 import xxhash
 
@@ -14,12 +15,12 @@ from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
-    IGNORED,
-    LABEL,
-    LABELS,
     ORIGIN_FILE,
     ORIGIN_RECORD,
     PROMPT_LENGTH,
+    Column,
+    is_target,
+    role_of,
 )
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.console import print_json
@@ -56,23 +57,27 @@ class Cat:
             if self.json:
                 print_json(row)
             else:
-                print(_heading(row))
+                print(_heading(row, _targets(manifest, "row")))
                 print(row["text"])
-                if LABELS in row:
-                    tagged = zip(row["pieces"], row[LABELS], strict=True)
+                for name in _targets(manifest, "token"):
+                    tagged = zip(row["pieces"], row[name], strict=True)
                     print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
         return 0
 
 
-def _heading(row: dict[str, Any]) -> str:
+def _targets(manifest: Manifest, per: str) -> list[str]:
+    """Names of the columns with a target a row, or one a token."""
+    return [c.name for c in manifest.columns if c.per == per and role_of(c.name) == "target"]
+
+
+def _heading(row: dict[str, Any], targets: list[str]) -> str:
     """Where a row comes from, how long it is, and what it is labelled with."""
     facts = [
         f"--- {row['split']} row {row['row']}",
         f"{row['file']} record {row['record']}",
         f"{row['tokens']:,} tokens",
     ]
-    if LABEL in row:
-        facts.append(f"label {row[LABEL]}")
+    facts += [f"{name} {row[name]}" for name in targets]
     if PROMPT_LENGTH in row:
         facts.append(f"{row[PROMPT_LENGTH]:,} of them prompt")
     return " | ".join(facts)
@@ -91,26 +96,35 @@ def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dic
             "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
             "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
-            **_labels(rows, manifest, tokenizer),
+            **_values(rows, manifest, tokenizer),
             "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
         }
 
 
-def _labels(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The task's values of a single row, labels by name; beside tags the pieces they belong to."""
-    names = manifest.label_names
+def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The task's values of a single row; beside targets of tokens the pieces they belong to."""
     values: dict[str, Any] = {}
     for column in manifest.columns:
         if column.per == "row":
-            value = int(rows.per_row[column.name][0])
-            values[column.name] = names[value] if names else value
-        elif column.name == LABELS:
-            tags = rows.per_token[LABELS].tolist()
-            values[LABELS] = [None if tag == IGNORED else names[tag] for tag in tags]
-            values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
+            (values[column.name],) = _said(rows.per_row[column.name], column, manifest)
         else:
-            values[column.name] = rows.per_token[column.name].tolist()
+            values[column.name] = _said(rows.per_token[column.name], column, manifest)
+    if _targets(manifest, "token"):
+        values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
     return values
+
+
+def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
+    """Values as they are printed: targets by their names, if they have some, and None where none
+    is due; a float with the digits that tell it from others of its width."""
+    said = list(map(float, map(str, values))) if values.dtype.kind == "f" else values.tolist()
+    if role_of(column.name) != "target":
+        return said
+    names, due = manifest.label_names, is_target(values).tolist()
+    return [
+        (names[value] if names else value) if is_due else None
+        for value, is_due in zip(said, due, strict=True)
+    ]
 
 
 def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:

@@ -63,7 +63,7 @@ def test_a_plain_dataloader_gives_the_same_batches(
         assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
 
 
-@pytest.mark.parametrize("task", ["classify", "tag", "complete"])
+@pytest.mark.parametrize("task", ["classify", "score", "tag", "complete"])
 def test_labels_come_with_their_rows_from_any_process(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
@@ -71,7 +71,7 @@ def test_labels_come_with_their_rows_from_any_process(
     folder = make_dataset(realistic_lengths(), task=task, pairs=True)
     columns = {
         name: [value for path in shards_of(folder) for value in columns_of(path)[name]]
-        for name in ("label", "labels", "prompt_length", "token_type_ids")
+        for name in ("label", "score", "labels", "prompt_length", "token_type_ids")
         if name in columns_of(shards_of(folder)[0])
     }
     batching = Padded(max_tokens=4096)
@@ -84,8 +84,9 @@ def test_labels_come_with_their_rows_from_any_process(
             ids, labels = our["input_ids"][place, :length], our["labels"][place]
             types = our["token_type_ids"][place, :length]
             assert types.tolist() == columns["token_type_ids"][row][span]
-            if task == "classify":
-                assert int(labels) == columns["label"][row]
+            if task in ("classify", "score"):
+                (values,) = (columns[name] for name in ("label", "score") if name in columns)
+                assert labels.item() == values[row]
             elif task == "tag":
                 assert labels[:length].tolist() == columns["labels"][row][span]
                 assert (labels[length:] == -100).all()

@@ -215,19 +215,21 @@ def test_a_scheme_that_nobody_has_registered_is_refused() -> None:
         open_loader(there)
 
 
-@pytest.mark.parametrize(
-    ("per", "lengths"), [("row", [5, 3, 8]), ("token", [5, 3, 8])], ids=["row", "token"]
-)
+@pytest.mark.parametrize("dtype", ["int16", "float32"])
+@pytest.mark.parametrize("per", ["row", "token"])
 def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, lengths: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, dtype: str
 ) -> None:
-    grade = Column(name="grade", dtype="int16", per=per)  # type: ignore[arg-type]
+    lengths, less = [5, 3, 8], 0.25 if dtype == "float32" else 0
+    grade = Column(name="grade", dtype=dtype, per=per)  # type: ignore[arg-type]
     weight = Column(name="kind", dtype="uint8", per="token")
     monkeypatch.setitem(schema._ROLES, "grade", "target")
     monkeypatch.setitem(schema._ROLES, "kind", "input")
     rows = random_rows(np.array(lengths))
     size = len(lengths) if per == "row" else sum(lengths)
-    (rows.per_row if per == "row" else rows.per_token)["grade"] = np.arange(size, dtype=np.int16)
+    (rows.per_row if per == "row" else rows.per_token)["grade"] = (np.arange(size) + less).astype(
+        dtype
+    )
     rows.per_token["kind"] = np.ones(sum(lengths), np.uint8)
     folder = write_rows(
         tmp_path / "data", {"train": rows}, 1000, task="lm", columns=(grade, weight)
@@ -237,8 +239,9 @@ def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
     assert batch["kind"].sum() == sum(lengths)
     order = batch.rows.tolist()
     if per == "row":
-        assert batch["labels"].tolist() == order
+        assert batch["labels"].tolist() == [row + less for row in order]
     else:
         starts = np.cumsum([0, *lengths])
-        expected = [list(range(starts[row], starts[row + 1])) for row in order]
+        expected = [[at + less for at in range(starts[row], starts[row + 1])] for row in order]
+        assert batch.num_targets == sum(lengths)
         assert [labels[labels >= 0].tolist() for labels in batch["labels"]] == expected
