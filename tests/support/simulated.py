@@ -1,4 +1,5 @@
-"""A CUDA device that is simulated: streams, events, page locks, errors. Its tensors are on the CPU.
+"""A CUDA device that is simulated, or another one: streams, events, page locks, errors. Its tensors
+are on the CPU.
 
 It keeps the rules that matter here. An event passes when the test says so, or when it is waited
 for. A refused page lock stays the last error, which the launch of the next kernel raises as its
@@ -142,7 +143,7 @@ class SimulatedCuda:
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Puts on the CPU what belongs on a CUDA device."""
+    """Puts on the CPU what belongs on the device."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         super().__init__()
@@ -176,8 +177,8 @@ class _Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    """Replaces the CUDA of torch, for this thread."""
+def simulate(monkeypatch: pytest.MonkeyPatch, module: Any = torch.cuda) -> Iterator[SimulatedCuda]:
+    """Replaces the CUDA of torch, or torch's module of another device, for this thread."""
     cuda = SimulatedCuda()
 
     def new_stream(device: torch.device, priority: int = 0) -> FakeStream:
@@ -189,14 +190,15 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         assert stream is cuda.copy
         yield
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.current)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", cuda.runtime)
-    monkeypatch.setattr(torch.cuda, "device", cuda.device)
-    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.compute)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(module, "current_device", lambda: cuda.current)
+    monkeypatch.setattr(module, "device_count", lambda: 2)
+    monkeypatch.setattr(module, "device", cuda.device)
+    monkeypatch.setattr(module, "Stream", new_stream)
+    monkeypatch.setattr(module, "stream", on_stream)
+    monkeypatch.setattr(module, "current_stream", lambda device: cuda.compute)
+    if module is torch.cuda:
+        monkeypatch.setattr(module, "cudart", cuda.runtime)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: cuda.owned.append(id(tensor))
     )
@@ -260,6 +262,6 @@ def slice_of(first: int, count: int) -> RankSlice:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
+    if isinstance(value, torch.device) and value.type in ("cuda", "xpu"):
         return torch.device("cpu")
     return value

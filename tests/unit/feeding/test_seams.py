@@ -1,18 +1,24 @@
-"""What others may add is added in one place: a policy, a store, a task's column."""
+"""What others may add is added in one place: a policy, a store, a task's column, an accelerator."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from data_sets import random_rows, write_rows
 from delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+from simulated import simulate
 
-from tokenfeed import Manifest, Mixture, Padded
+from tokenfeed import Manifest, Mixture, Packed, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.feeding import devices
+from tokenfeed.pipeline.feeding.page_lock import PageLock
+from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
@@ -245,3 +251,43 @@ def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
         expected = [[at + less for at in range(starts[row], starts[row + 1])] for row in order]
         assert batch.num_targets == sum(lengths)
         assert [labels[labels >= 0].tolist() for labels in batch["labels"]] == expected
+
+
+class Xpu(devices.Accelerator):
+    """An accelerator of another maker, which locks what it is asked to."""
+
+    locked: ClassVar[list[int]] = []
+
+    def lock(self, address: int, num_bytes: int) -> str | None:
+        self.locked.append(address)
+        return None
+
+    def unlock(self, address: int) -> None:
+        self.locked.remove(address)
+
+
+@pytest.mark.parametrize("batching", [Padded(2048), Packed(64, 4)], ids=str)
+def test_an_accelerator_is_a_class_and_a_line_of_one_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batching: Batching
+) -> None:
+    host = list(open_loader(folder, batching))
+    with pytest.raises(ConfigError, match="`device`='xpu' is not supported: cpu and cuda are"):
+        open_loader(folder, batching, device="xpu")
+    monkeypatch.setitem(devices.ACCELERATORS, "xpu", Xpu)
+    with pytest.raises(ConfigError, match="`device`='xpu': torch finds no XPU device"):
+        open_loader(folder, batching, device="xpu")
+    with (
+        simulate(monkeypatch, torch.xpu) as xpu,
+        open_loader(folder, batching, device="xpu") as ours,
+    ):
+        assert ours.device == torch.device("xpu:0")
+        for batch, expected in zip(ours, host, strict=True):
+            assert {id(tensor) for tensor in batch.tensors()} <= set(xpu.owned)
+            assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert xpu.made == [(0, -1)]
+        assert xpu.compute.waited == xpu.copy.recorded[: len(xpu.compute.waited)]
+        ours.close()
+    unlock = PageLock(ours.device, Counters()).lock(mmap.mmap(-1, 4096))
+    assert len(Xpu.locked) == 1
+    unlock()
+    assert not Xpu.locked
