@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.reading import error_line
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
@@ -23,18 +23,22 @@ from tokenfeed.pipeline.format.schema import (
     role_of,
 )
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Cat"]
+__all__ = ["Cat", "DataSet"]
+
+DataSet = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
+"""As it was typed: `Path` would take a slash from `s3://bucket/data`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cat:
     """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
 
-    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-    """Output folder of `pretokenize`."""
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
     split: str = "train"
     """Split to read."""
     start: int = 0
@@ -46,14 +50,15 @@ class Cat:
 
     def run(self) -> int:
         """Print the rows."""
-        manifest = Manifest.read(self.out)
+        store = open_store(self.out)
+        manifest = Manifest.read(store)
         num_rows = manifest.split(self.split).rows
         if not 0 <= self.start < num_rows or self.rows < 1:
             raise ConfigError(
                 f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
                 f"to {num_rows - 1:,}, and at least one must be asked for."
             )
-        for row in _decoded_rows(self.out, manifest, self):
+        for row in _decoded_rows(store, manifest, self):
             if self.json:
                 print_json(row)
             else:
@@ -83,11 +88,11 @@ def _heading(row: dict[str, Any], targets: list[str]) -> str:
     return " | ".join(facts)
 
 
-def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
-    tokenizer = _stored_tokenizer(folder, manifest)
-    sources = _checked_bytes(folder, manifest.sources).splitlines()
+def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    tokenizer = _stored_tokenizer(store, manifest)
+    sources = _checked_bytes(store, manifest.sources).splitlines()
     end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
-    for row, rows in _wanted_rows(folder, manifest, wanted):
+    for row, rows in _wanted_rows(store, manifest, wanted):
         ids = rows.ids.tolist()
         text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
         yield {
@@ -127,29 +132,29 @@ def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
     ]
 
 
-def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
-    json_bytes = _checked_bytes(folder, manifest.tokenizer)
-    return TextTokenizer.load(json_bytes, origin=folder / manifest.tokenizer.file)
+def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
+    json_bytes = _checked_bytes(store, manifest.tokenizer)
+    return TextTokenizer.load(json_bytes, origin=store.path(manifest.tokenizer.file))
 
 
-def _checked_bytes(folder: Path, info: FileInfo) -> bytes:
+def _checked_bytes(store: Store, info: FileInfo) -> bytes:
     """The content of a side file, if it is the one the manifest names."""
-    path = folder / info.file
+    path = store.path(info.file)
     try:
-        content = path.read_bytes()
+        content = store.read(info.file)
     except OSError as error:
-        raise ManifestError(f"{path}: cannot be read: {error.strerror}. Restore it.") from error
+        raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
     if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
         raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
     return content
 
 
-def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
+def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
     """Single rows from `wanted.start` on, with their number in the split."""
     start, stop = wanted.start, wanted.start + wanted.rows
     for shard in manifest.split(wanted.split).shards:
         if start < shard.rows and stop > 0:
-            reader = ShardReader.open(folder, manifest, shard)
+            reader = ShardReader.open(store, manifest, shard)
             first = wanted.start - start
             for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
                 yield first + row, rows

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from data_sets import random_rows, write_rows
 from delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
 from simulated import simulate
+from stores import MemoryStore, keep_in_memory
 
 from tokenfeed import Manifest, Mixture, Packed, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
@@ -145,38 +145,10 @@ def test_a_class_elsewhere_that_is_called_like_a_policy_of_ours_changes_no_state
     open_loader(folder, Padded(2048)).load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class MemoryStore:
-    """The files of a data set as bytes."""
-
-    name: str
-    files: dict[str, bytes]
-
-    def path(self, name: str) -> str:
-        return f"{self.name}/{name}"
-
-    def size(self, name: str) -> int:
-        return len(self.read(name))
-
-    def open(self, name: str, size: int) -> pa.NativeFile:
-        return pa.BufferReader(self.read(name))
-
-    def read(self, name: str) -> bytes:
-        if name not in self.files:
-            raise FileNotFoundError(2, "No such file", self.path(name))
-        return self.files[name]
-
-
 @pytest.fixture
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The files of `folder`, which `memory://data` names."""
-    files = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    monkeypatch.setitem(store.STORES, "memory", lambda path: MemoryStore(path, files))
-    return files
+    return keep_in_memory(monkeypatch, folder)
 
 
 @pytest.mark.usefixtures("remote")

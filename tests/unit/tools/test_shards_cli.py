@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import call, run
+from command import call, files_of, run
+from stores import keep_in_memory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
@@ -100,7 +101,7 @@ def test_verify_says_in_json_that_the_manifest_is_damaged(
 ) -> None:
     path = out / "manifest.json"
     path.write_bytes(damage) if damage else path.unlink()
-    assert Verify(out=out, json=True).run() == 1
+    assert Verify(out=str(out), json=True).run() == 1
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] is False
     assert [str(path) in problem for problem in result["problems"]] == [True]
@@ -189,7 +190,7 @@ def test_cat_leaves_out_an_end_token_only_where_it_ends_the_row(
         tokenizer=dataclasses.replace(made_by, end_id=end_id),
         sources=replace_file(folder, manifest.sources, b'{"path": "in.txt"}'),
     ).write(folder)
-    assert Cat(out=folder, json=True).run() == 0
+    assert Cat(out=str(folder), json=True).run() == 0
     assert json.loads(capsys.readouterr().out)["text"] == shown
 
 
@@ -228,3 +229,60 @@ def test_inspect_shows_splits_lengths_and_ledger(made: Path) -> None:
 def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
     (out / "sources.jsonl").write_bytes(damage)
     assert "sources.jsonl: is not the file that the manifest names" in shards("cat", out, expect=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "--json"],
+        ["verify"],
+        ["verify", "--json"],
+        ["cat", "--json", "--start", 30, "--rows", 60],
+        ["cat", "--split", "validation"],
+    ],
+    ids=str,
+)
+def test_commands_say_of_a_store_what_they_say_of_a_folder(
+    made: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object]
+) -> None:
+    keep_in_memory(monkeypatch, made)
+    command, *options = arguments
+    there = shards(command, "memory://some/data", *options)
+    assert there.replace("memory://some/data", str(made)) == shards(command, made, *options)
+
+
+def test_damage_in_a_store_is_named_as_the_store_names_it(
+    made: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = keep_in_memory(monkeypatch, made)
+    files["train/00000.arrow"] = files["train/00000.arrow"][:-1]
+    files["rejects.jsonl"] += b"\n"
+    del files["sources.jsonl"], files["tokenizer.json"]
+    said = shards("verify", "memory://data", expect=1)
+    for problem in (
+        "memory://data/train/00000.arrow: expected ",
+        "memory://data/rejects.jsonl: expected ",
+        "memory://data/sources.jsonl: cannot be read: No such file",
+        "memory://data: damaged, problems found: 4",
+    ):
+        assert problem in said
+    said = shards("cat", "memory://data", expect=1)
+    assert "memory://data/tokenizer.json: cannot be read: No such file. Restore it." in said
+
+
+def test_a_store_is_shuffled_into_a_folder(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_in_memory(monkeypatch, made)
+    for source, out in (made, "ours"), ("memory://data", "theirs"):
+        shards("shuffle", source, tmp_path / out, "--workers", 1)
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cat", "shuffle"])
+def test_an_address_without_a_store_is_refused_as_what_it_is(command: str, tmp_path: Path) -> None:
+    out = [tmp_path / "out"] if command == "shuffle" else []
+    said = shards(command, "s3://bucket/data", *out, expect=2)
+    assert "s3://bucket/data: no store for `s3://` (known: none)." in said
+    assert said.count("\n") == 1
