@@ -1,6 +1,5 @@
 """Under a plain DataLoader the batches are those of the loader."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,17 @@ import pytest
 import torch
 from delivery import (
     POLICIES,
-    WINDOW_TOKENS,
     MakeDataset,
     open_loader,
     realistic_lengths,
     small_batches,
     spans,
 )
+from plain import open_dataset, plain
 from pyarrow import ipc
-from torch.utils.data import DataLoader
 
-from tokenfeed import Batch, Padded, ShardDataset
+from tokenfeed import Padded
 from tokenfeed.pipeline.planning.policy import Batching
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = None) -> list[Batch]:
-    """The batches of a plain DataLoader."""
-    shares = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-    return [batch for share in islice(shares, windows) for batch in share]
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -43,10 +29,6 @@ def columns_of(path: Path) -> dict[str, list[Any]]:
     with ipc.open_file(path) as reader:
         columns: dict[str, list[Any]] = reader.read_all().to_pydict()
     return columns
-
-
-def open_dataset(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardDataset:
-    return ShardDataset(folder, batching, **{"window_tokens": WINDOW_TOKENS} | options)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -9,15 +9,19 @@ own. After a failed kernel every call fails. Whatever is current when it is call
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from delivery import open_loader
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import Lease
@@ -25,7 +29,17 @@ from tokenfeed.pipeline.windows.index import Index, PieceIndex, RoundIndex
 from tokenfeed.pipeline.windows.layout import Sequences, lay_out
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-__all__ = ["FakeEvent", "FakeSource", "FakeStream", "SimulatedCuda", "simulate"]
+__all__ = [
+    "CUDA_1",
+    "FakeEvent",
+    "FakeSource",
+    "FakeStream",
+    "SimulatedCuda",
+    "simulate",
+    "started",
+]
+
+CUDA_1 = torch.device("cuda:1")
 
 _REFUSED = 2  # cudaErrorMemoryAllocation
 _NOT_KERNELS = ("empty", "_to_copy", "copy_", "view", "detach", "slice", "alias", "lift_fresh")
@@ -206,6 +220,13 @@ def simulate(monkeypatch: pytest.MonkeyPatch, module: Any = torch.cuda) -> Itera
     with _OnTheCpu(cuda), _Kernels(cuda):
         yield cuda
     transfer.copy_stream.cache_clear()
+
+
+def started(folder: Path, count: int = 5, **options: Any) -> ShardLoader:
+    """A loader on the simulated device that has delivered some batches and copies the next."""
+    loader = open_loader(folder, **{"device": CUDA_1, "num_workers": 1, "epochs": None} | options)
+    assert len(list(islice(loader, count))) == count
+    return loader
 
 
 class FakeSource:
