@@ -122,7 +122,9 @@ def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[st
 def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
     """Values as they are printed: targets by their names, if they have some, and None where none
     is due; a float with the digits that tell it from others of its width."""
-    said = list(map(float, map(str, values))) if values.dtype.kind == "f" else values.tolist()
+    said: list[Any] = values.tolist()
+    if values.dtype.kind == "f":
+        said = list(map(float, map(str, values)))
     if role_of(column.name) != "target":
         return said
     names, due = manifest.label_names, is_target(values).tolist()

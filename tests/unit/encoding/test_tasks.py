@@ -9,16 +9,13 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
-import torch
-from command import WORDS, call, run
+from command import run
 from hypothesis import given
 from hypothesis import strategies as st
-from pyarrow import feather
 from tokenizers import Encoding, Tokenizer, models, normalizers, processors
 from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
-from tokenfeed import Fixed, ShardLoader
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
@@ -31,7 +28,6 @@ from tokenfeed.tools.encoding.labels import Labels, find_labels
 from tokenfeed.tools.encoding.task import Task
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.shards import main
 
 Row = dict[str, Any]
 GONE = "\u200b\x00\x07"
@@ -377,47 +373,6 @@ def test_the_command_writes_good_records_and_accounts_for_all(task: str, tmp_pat
     for reject, (number, words) in zip(rejects, reasons.items(), strict=True):
         assert (Path(reject["file"]).name, reject["record"]) == ("a.train.jsonl", number)
         assert reject["reason"].startswith(words)
-
-
-def scored(path: Path) -> Path:
-    """A data set of texts, each with a score: its number divided by 7."""
-    records = [{"text": text, "to": "dog", "score": at / 7} for at, text in enumerate(WORDS)]
-    data = datasets.Dataset.from_list(records)
-    match path.suffix:
-        case ".arrow":
-            feather.write_feather(data.data.table, str(path))
-        case ".parquet":
-            data.to_parquet(path)
-        case ".jsonl":
-            write_lines(path, records)
-        case suffix:
-            data.to_csv(path, sep="," if suffix == ".csv" else "\t", index=False)
-    tokenizer, out = path.with_name("tokenizer.json"), path.with_name("out")
-    oracle("word-piece").save(str(tokenizer))
-    options = ("--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
-    run(path, out, "--task", "score", "--field", "pair=to", *options)
-    return out
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "csv", "tsv"])
-def test_scores_of_every_format_reach_the_batches_as_they_were(suffix: str, tmp_path: Path) -> None:
-    out = scored(tmp_path / f"a.{suffix}")
-    batches = list(ShardLoader(out, batching=Fixed(2), num_workers=0))
-    assert all(batch["labels"].dtype == torch.float32 for batch in batches)
-    assert sum(batch.num_targets for batch in batches) == len(WORDS)
-    pairs = [pair for b in batches for pair in zip(b.rows, b["labels"].tolist(), strict=True)]
-    assert sorted(pairs) == [(row, float(np.float32(row / 7))) for row in range(len(WORDS))]
-
-
-def test_a_data_set_of_scores_is_inspected_verified_and_read_back(tmp_path: Path) -> None:
-    out = scored(tmp_path / "a.jsonl")
-    inspected, verified = (call(main, name, out).stdout for name in ("inspect", "verify"))
-    assert "columns input_ids, token_type_ids, score, " in inspected
-    assert verified.startswith(f"{out}: good")
-    lines = call(main, "cat", out, "--json", "--rows", len(WORDS)).stdout.splitlines()
-    scores = [json.loads(line)["score"] for line in lines]
-    assert scores == [float(str(np.float32(row / 7))) for row in range(len(WORDS))]
-    assert "tokens | score 0.2857143\n" in call(main, "cat", out, "--start", 2).stdout
 
 
 def test_digits_with_a_leading_zero_are_a_label_too(tmp_path: Path) -> None:
