@@ -6,13 +6,14 @@ A new kind is a member here and a line of `_SCALARS` or `_ITEMS`: readers of eve
 import contextlib
 from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["Fields", "Kind", "Unusable", "checked", "fits", "is_text", "json_type"]
+__all__ = ["Fields", "Kind", "Unusable", "checker", "fits", "is_text", "json_type"]
 
 _MOST = float(np.finfo(np.float32).max)
 
@@ -46,7 +47,7 @@ class Unusable(Exception):
 
 
 def json_type(kind: Kind) -> Any:
-    """What JSON must hold for a kind, as msgspec is told it; a value is `checked` all the same."""
+    """What JSON must hold for a kind, as msgspec is told it; that does not spare the check."""
     return list[json_type(kind.item)] if kind.item else _SCALARS[kind].json  # type: ignore[misc]
 
 
@@ -60,18 +61,12 @@ def fits(column: pa.DataType, kind: Kind) -> bool:
     return is_text(column) or any(is_type(column) for is_type in _SCALARS[kind].columns)
 
 
-def checked(value: Any, kind: Kind) -> Any:
-    """A value as its kind is given.
-
-    Raises:
-        Unusable: It is not of this kind, or cannot be written in UTF-8.
-    """
-    if not kind.item:
-        return _SCALARS[kind].check(value)
-    if not isinstance(value, list):
-        raise _not(kind, value)
-    check = _SCALARS[kind.item].check
-    return [check(one) for one in value]
+def checker(kind: Kind) -> Callable[[Any], Any]:
+    """What takes any value and gives it as its kind is given, or raises `Unusable`; asked once for
+    many values."""
+    if kind.item:
+        return partial(_list, kind, _SCALARS[kind.item].check)
+    return _SCALARS[kind].check
 
 
 def is_text(column: pa.DataType) -> bool:
@@ -85,6 +80,12 @@ def is_text(column: pa.DataType) -> bool:
         or types.is_binary(column)
         or types.is_large_binary(column)
     )
+
+
+def _list(kind: Kind, check: Callable[[Any], Any], value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _not(kind, value)
+    return [check(one) for one in value]
 
 
 def _text(value: Any) -> bytes:

@@ -2,16 +2,16 @@
 
 A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad one costs
 itself only and becomes a reject. Readers give many at once, field by field; a field has a kind,
-and `kinds.checked` decides, for every format alike, whether a value is of that kind.
+and `kinds.checker` decides, for every format alike, whether a value is of that kind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checked
+from tokenfeed.tools.corpus.kinds import Fields, Unusable, checker
 
 __all__ = ["Records", "Reject", "records_of", "rejected"]
 
@@ -54,6 +54,7 @@ def records_of(
         fields: What is wanted of each.
         weight_bytes: Passed on.
     """
+    checks = {name: checker(kind) for name, kind in fields.items()}
     numbers: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in fields}
     rejects: list[Reject] = []
@@ -61,7 +62,7 @@ def records_of(
         try:
             if isinstance(row, Unusable):
                 raise row
-            found = [_field(row, name, kind) for name, kind in fields.items()]
+            found = [_field(row, name, check) for name, check in checks.items()]
         except Unusable as reason:
             rejects.append(Reject(number, str(reason)))
             continue
@@ -77,12 +78,12 @@ def rejected(record: int, fields: Fields, reason: str) -> Records:
     return Records(np.empty(0, np.uint64), no_values, [Reject(record, reason)])
 
 
-def _field(row: dict[str, Any], name: str, kind: Kind) -> Any:
+def _field(row: dict[str, Any], name: str, check: Callable[[Any], Any]) -> Any:
     if name not in row:
         raise Unusable(f"no field `{name}`")
     try:
         if isinstance(row[name], Unusable):
             raise row[name]
-        return checked(row[name], kind)
+        return check(row[name])
     except Unusable as reason:
         raise Unusable(f"field `{name}` {reason}") from None

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.tools.corpus.kinds import Kind, checked
+from tokenfeed.tools.corpus.kinds import Kind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engine import ReferenceEngine
@@ -106,7 +106,7 @@ def listed(ragged: Ragged) -> list[list[int]]:
 
 def encoded(task: Task, kind: str, **values: Any) -> dict[str, list[Any]]:
     """What the task makes of records, by column: a list of rows each."""
-    given = {name: [checked(v, of) for v in values[name]] for name, of in task.fields.items()}
+    given = {name: [*map(checker(of), values[name])] for name, of in task.fields.items()}
     tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)
     samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.template(tokenizer))
     columns = {name: ragged.values for name, ragged in samples.per_token.items()} | samples.per_row

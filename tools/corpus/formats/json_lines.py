@@ -24,7 +24,7 @@ import numpy as np
 from tokenfeed.tools.corpus.blocks import whole_lines
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.lines import cut_lines
-from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checked, json_type
+from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker, json_type
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of
 from tokenfeed.tools.corpus.utf8 import is_utf8
@@ -115,7 +115,7 @@ def _column(values: list[Any], kind: Kind) -> list[Any]:
         return list(map(str.encode, values))
     if kind is Kind.WORDS:
         return [list(map(str.encode, words)) for words in values]
-    return [checked(value, kind) for value in values]
+    return list(map(checker(kind), values))
 
 
 def _parsed(line: bytes) -> dict[str, Any] | Unusable:
