@@ -13,12 +13,12 @@
 `prepare` must not get the loader: it would deal its batches a second time.
 """
 
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -26,7 +26,7 @@ __all__ = ["accelerated_loader"]
 
 
 def accelerated_loader(
-    accelerator: Accelerator, path: str | Path | Mixture, *, batching: Batching, **settings: Any
+    accelerator: Accelerator, path: StorePath | Mixture, *, batching: Batching, **settings: Any
 ) -> ShardLoader:
     """A loader on the accelerator's device, dealt to its ranks.
 

@@ -17,7 +17,6 @@ that state would skip a step. Here the state travels with its step, and the modu
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -25,6 +24,7 @@ from lightning.pytorch import LightningDataModule
 from tokenfeed.integrations.steps import Step, steps
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -40,7 +40,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
     def __init__(
         self,
-        path: str | Path | Mixture,
+        path: StorePath | Mixture,
         *,
         batching: Batching,
         validation: str | None = None,

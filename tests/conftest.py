@@ -2,14 +2,16 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 # Before their import: an assertion of a helper tells its values then.
 pytest.register_assert_rewrite(
-    "command", "corpora", "data_sets", "delivery", "simulated", "training"
+    "command", "corpora", "data_sets", "delivery", "plain", "simulated", "states", "training"
 )
 
 from command import WORDS, texts
@@ -21,11 +23,15 @@ from data_sets import (
     rows_of_ids,
     write_rows,
 )
+from documents import make_documents
 from false_engine import trained
 from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
+
+if TYPE_CHECKING:
+    from simulated import SimulatedCuda
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
@@ -83,6 +89,30 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
         )
 
     return make
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Rows of real lengths, in three shards and several windows."""
+    from delivery import realistic_lengths, small_batches  # with torch, which some tests never need
+
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(), num_shards=3)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
+    """A CUDA device that is simulated."""
+    from simulated import simulate
+
+    with simulate(monkeypatch) as cuda:
+        yield cuda
+
+
+@pytest.fixture(scope="session")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A data set of several shards, both splits, with one reject; only to be read."""
+    return make_documents(tmp_path_factory.mktemp("documents"))
 
 
 @pytest.fixture(scope="session")

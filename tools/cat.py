@@ -3,37 +3,42 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.reading import error_line
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
-    IGNORED,
-    LABEL,
-    LABELS,
     ORIGIN_FILE,
     ORIGIN_RECORD,
     PROMPT_LENGTH,
+    Column,
+    is_target,
+    role_of,
 )
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Cat"]
+__all__ = ["Cat", "DataSet"]
+
+DataSet = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
+"""As it was typed: `Path` would take a slash from `s3://bucket/data`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cat:
     """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
 
-    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-    """Output folder of `pretokenize`."""
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
     split: str = "train"
     """Split to read."""
     start: int = 0
@@ -45,44 +50,49 @@ class Cat:
 
     def run(self) -> int:
         """Print the rows."""
-        manifest = Manifest.read(self.out)
+        store = open_store(self.out)
+        manifest = Manifest.read(store)
         num_rows = manifest.split(self.split).rows
         if not 0 <= self.start < num_rows or self.rows < 1:
             raise ConfigError(
                 f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
                 f"to {num_rows - 1:,}, and at least one must be asked for."
             )
-        for row in _decoded_rows(self.out, manifest, self):
+        for row in _decoded_rows(store, manifest, self):
             if self.json:
                 print_json(row)
             else:
-                print(_heading(row))
+                print(_heading(row, _targets(manifest, "row")))
                 print(row["text"])
-                if LABELS in row:
-                    tagged = zip(row["pieces"], row[LABELS], strict=True)
+                for name in _targets(manifest, "token"):
+                    tagged = zip(row["pieces"], row[name], strict=True)
                     print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
         return 0
 
 
-def _heading(row: dict[str, Any]) -> str:
+def _targets(manifest: Manifest, per: str) -> list[str]:
+    """Names of the columns with a target a row, or one a token."""
+    return [c.name for c in manifest.columns if c.per == per and role_of(c.name) == "target"]
+
+
+def _heading(row: dict[str, Any], targets: list[str]) -> str:
     """Where a row comes from, how long it is, and what it is labelled with."""
     facts = [
         f"--- {row['split']} row {row['row']}",
         f"{row['file']} record {row['record']}",
         f"{row['tokens']:,} tokens",
     ]
-    if LABEL in row:
-        facts.append(f"label {row[LABEL]}")
+    facts += [f"{name} {row[name]}" for name in targets]
     if PROMPT_LENGTH in row:
         facts.append(f"{row[PROMPT_LENGTH]:,} of them prompt")
     return " | ".join(facts)
 
 
-def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
-    tokenizer = _stored_tokenizer(folder, manifest)
-    sources = _checked_bytes(folder, manifest.sources).splitlines()
+def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    tokenizer = _stored_tokenizer(store, manifest)
+    sources = _checked_bytes(store, manifest.sources).splitlines()
     end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
-    for row, rows in _wanted_rows(folder, manifest, wanted):
+    for row, rows in _wanted_rows(store, manifest, wanted):
         ids = rows.ids.tolist()
         text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
         yield {
@@ -91,51 +101,62 @@ def _decoded_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[dic
             "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
             "record": int(rows.per_row[ORIGIN_RECORD][0]),
             "tokens": len(ids),
-            **_labels(rows, manifest, tokenizer),
+            **_values(rows, manifest, tokenizer),
             "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
         }
 
 
-def _labels(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The task's values of a single row, labels by name; beside tags the pieces they belong to."""
-    names = manifest.label_names
+def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The task's values of a single row; beside targets of tokens the pieces they belong to."""
     values: dict[str, Any] = {}
     for column in manifest.columns:
         if column.per == "row":
-            value = int(rows.per_row[column.name][0])
-            values[column.name] = names[value] if names else value
-        elif column.name == LABELS:
-            tags = rows.per_token[LABELS].tolist()
-            values[LABELS] = [None if tag == IGNORED else names[tag] for tag in tags]
-            values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
+            (values[column.name],) = _said(rows.per_row[column.name], column, manifest)
         else:
-            values[column.name] = rows.per_token[column.name].tolist()
+            values[column.name] = _said(rows.per_token[column.name], column, manifest)
+    if _targets(manifest, "token"):
+        values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
     return values
 
 
-def _stored_tokenizer(folder: Path, manifest: Manifest) -> TextTokenizer:
-    json_bytes = _checked_bytes(folder, manifest.tokenizer)
-    return TextTokenizer.load(json_bytes, origin=folder / manifest.tokenizer.file)
+def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
+    """Values as they are printed: targets by their names, if they have some, and None where none
+    is due; a float with the digits that tell it from others of its width."""
+    said: list[Any] = values.tolist()
+    if values.dtype.kind == "f":
+        said = list(map(float, map(str, values)))
+    if role_of(column.name) != "target":
+        return said
+    names, due = manifest.label_names, is_target(values).tolist()
+    return [
+        (names[value] if names else value) if is_due else None
+        for value, is_due in zip(said, due, strict=True)
+    ]
 
 
-def _checked_bytes(folder: Path, info: FileInfo) -> bytes:
+def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
+    json_bytes = _checked_bytes(store, manifest.tokenizer)
+    return TextTokenizer.load(json_bytes, origin=store.path(manifest.tokenizer.file))
+
+
+def _checked_bytes(store: Store, info: FileInfo) -> bytes:
     """The content of a side file, if it is the one the manifest names."""
-    path = folder / info.file
+    path = store.path(info.file)
     try:
-        content = path.read_bytes()
+        content = store.read(info.file)
     except OSError as error:
-        raise ManifestError(f"{path}: cannot be read: {error.strerror}. Restore it.") from error
+        raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
     if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
         raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
     return content
 
 
-def _wanted_rows(folder: Path, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
+def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
     """Single rows from `wanted.start` on, with their number in the split."""
     start, stop = wanted.start, wanted.start + wanted.rows
     for shard in manifest.split(wanted.split).shards:
         if start < shard.rows and stop > 0:
-            reader = ShardReader.open(folder, manifest, shard)
+            reader = ShardReader.open(store, manifest, shard)
             first = wanted.start - start
             for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
                 yield first + row, rows

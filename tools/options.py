@@ -46,8 +46,8 @@ class Options:
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
     of an interrupted run."""
     task: TaskName = "lm"
-    """What a record is: a document; a text and its label; words and their tags; a prompt and its
-    completion."""
+    """What a record is: a document; a text and its label, or its score; words and their tags; a
+    prompt and its completion."""
     tokenizer: Annotated[
         str | None,
         tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),

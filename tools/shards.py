@@ -2,8 +2,7 @@
 shuffle it."""
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 from rich import box
@@ -13,7 +12,8 @@ from rich.table import Table
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.tools.cat import Cat
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.cat import Cat, DataSet
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.shuffling.command import ShuffleRows
@@ -22,15 +22,12 @@ from tokenfeed.tools.verify import find_problems
 __all__ = ["Cat", "Inspect", "ShuffleRows", "Verify", "main"]
 
 
-_Out = tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
     """Show what is inside: splits, shards, tokenizer, ledger, lengths of rows."""
 
-    out: _Out
-    """Output folder of `pretokenize`."""
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
     json: bool = False
     """Print the manifest as JSON."""
 
@@ -52,30 +49,31 @@ class Inspect:
 class Verify:
     """Check every checksum, every record batch and the ledger; exit code 1 if anything is wrong."""
 
-    out: _Out
-    """Output folder of `pretokenize`."""
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
         """Check it, print every problem."""
+        store = open_store(self.out)
         try:
-            manifest = Manifest.read(self.out)
+            manifest = Manifest.read(store)
         except ManifestError as error:
             if not self.json:
                 raise
             print_json({"ok": False, "problems": [str(error)]})
             return 1
-        problems = list(find_problems(self.out, manifest))
+        problems = list(find_problems(store, manifest))
         num_shards = sum(len(split.shards) for split in manifest.splits.values())
         num_batches = sum(split.batches for split in manifest.splits.values())
         if self.json:
             print_json({"ok": not problems, "problems": problems})
         elif problems:
             print("\n".join(problems))
-            print(f"{self.out}: damaged, problems found: {len(problems):,}")
+            print(f"{store.name}: damaged, problems found: {len(problems):,}")
         else:
-            print(f"{self.out}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
+            print(f"{store.name}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
         return 1 if problems else 0
 
 

@@ -5,10 +5,11 @@ and decodes every token: as fast as one core decompresses, about 500 M tokens/s.
 """
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
+import xxhash
 
 from tokenfeed.pipeline.errors import ShardFormatError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
@@ -18,42 +19,48 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     length_histogram,
 )
+from tokenfeed.pipeline.format.reading import error_line
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["find_problems"]
 
 
-def find_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Everything about the data set in `folder` that is not as `manifest` says, a line each."""
+def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
+    """Everything about the data set at `path` that is not as `manifest` says, a line each."""
+    store = open_store(path)
     for info, check in (
         (manifest.tokenizer, _check_tokenizer),
         (manifest.sources, _check_sources),
         (manifest.rejects, _check_rejects),
     ):
-        yield from _check_file(folder, info) or check(folder / info.file, manifest)
+        yield from _check_file(store, info, partial(check, manifest))
     for split in manifest.splits:
-        yield from _SplitCheck(folder, manifest, split).problems()
+        yield from _SplitCheck(store, manifest, split).problems()
 
 
-def _check_file(folder: Path, info: FileInfo) -> list[str]:
-    path = folder / info.file
+def _check_file(
+    store: Store, info: FileInfo, check: Callable[[str, bytes], list[str]]
+) -> list[str]:
+    """Compare a side file with the manifest, and have its content checked if it is the same."""
+    path = store.path(info.file)
     try:
-        num_bytes, xxh3 = path.stat().st_size, file_xxh3(path)
+        content = store.read(info.file)
     except OSError as error:
-        return [f"{path}: cannot be read: {error.strerror}."]
-    if num_bytes != info.bytes:
-        return [f"{path}: expected {info.bytes:,} bytes, got {num_bytes:,}."]
+        return [f"{path}: cannot be read: {error_line(error)}."]
+    if len(content) != info.bytes:
+        return [f"{path}: expected {info.bytes:,} bytes, got {len(content):,}."]
+    xxh3 = xxhash.xxh3_64_hexdigest(content)
     if xxh3 != info.xxh3:
         return [f"{path}: the file has checksum {xxh3}, expected {info.xxh3}."]
-    return []
+    return check(path, content)
 
 
-def _check_tokenizer(path: Path, manifest: Manifest) -> list[str]:
+def _check_tokenizer(manifest: Manifest, path: str, content: bytes) -> list[str]:
     try:
-        tokenizer = TextTokenizer.load(path.read_bytes(), origin=path)
+        tokenizer = TextTokenizer.load(content, origin=path)
     except TokenizerError as error:
         return [str(error)]
     actual, expected = tokenizer.vocabulary_size, manifest.tokenizer.vocabulary_size
@@ -62,8 +69,8 @@ def _check_tokenizer(path: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def _check_sources(path: Path, manifest: Manifest) -> list[str]:
-    rows = [json.loads(line) for line in path.read_bytes().splitlines()]
+def _check_sources(manifest: Manifest, path: str, content: bytes) -> list[str]:
+    rows = [json.loads(line) for line in content.splitlines()]
     names = ("bytes", "read", "written", "empty", "rejected")
     actual = Ledger(files=len(rows), **{name: sum(row[name] for row in rows) for name in names})
     if actual != manifest.ledger:
@@ -71,8 +78,8 @@ def _check_sources(path: Path, manifest: Manifest) -> list[str]:
     return []
 
 
-def _check_rejects(path: Path, manifest: Manifest) -> list[str]:
-    actual, expected = len(path.read_bytes().splitlines()), manifest.ledger.rejected
+def _check_rejects(manifest: Manifest, path: str, content: bytes) -> list[str]:
+    actual, expected = len(content.splitlines()), manifest.ledger.rejected
     if actual != expected:
         return [f"{path}: has {actual:,} lines, the ledger counts {expected:,} rejects."]
     return []
@@ -81,8 +88,8 @@ def _check_rejects(path: Path, manifest: Manifest) -> list[str]:
 class _SplitCheck:
     """Decodes all of one split and compares it with the manifest."""
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
-        self._folder = folder
+    def __init__(self, store: Store, manifest: Manifest, split: str) -> None:
+        self._store = store
         self._manifest = manifest
         self._split = split
         self._expected = manifest.splits[split]
@@ -96,7 +103,7 @@ class _SplitCheck:
             histogram = sum(map(length_histogram, shards), length_histogram(np.empty(0)))
             if tuple(histogram.tolist()) != self._expected.length_histogram:
                 self._problems.append(
-                    f"{self._folder}: split `{self._split}` has other row lengths than the "
+                    f"{self._store.name}: split `{self._split}` has other row lengths than the "
                     "manifest's histogram."
                 )
         return self._problems
@@ -104,7 +111,7 @@ class _SplitCheck:
     def _check_shard(self, info: ShardInfo) -> np.ndarray:
         """Check one shard and return the lengths of its good rows."""
         try:
-            reader = ShardReader.open(self._folder, self._manifest, info)
+            reader = ShardReader.open(self._store, self._manifest, info)
         except ShardFormatError as error:
             self._problems.append(str(error))
             return np.empty(0, np.int64)

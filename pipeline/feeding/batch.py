@@ -9,11 +9,12 @@ Shapes: B sequences, T padded length, P pieces, S segments.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Recipe",
     "Tensors",
     "build_on_host",
+    "no_targets_like",
     "paddings",
 ]
 
@@ -51,6 +53,7 @@ class Batch(Mapping[str, torch.Tensor]):
     - `labels`: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
       model compares position t + 1 with t), without the first token of every piece, which has no
       context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
+      Regression: [B] float32, a number; NaN in a filler.
     """
 
     def __init__(
@@ -173,7 +176,7 @@ def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
         name: _padded(ragged, name, fill, mask) for name, fill in paddings(ragged, pad_id).items()
     }
     if ragged.is_filler and TARGETS in tensors:
-        tensors[TARGETS].fill_(IGNORED)
+        tensors[TARGETS] = no_targets_like(tensors[TARGETS])
     if mask is not None and not ragged.is_packed:
         tensors[ATTENTION_MASK] = torch.from_numpy(mask)
     batch = Batch(ragged, tensors, _BUILT_WHEN_ASKED)
@@ -181,10 +184,18 @@ def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
     return batch
 
 
-def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, int]:
+def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, float]:
     """What fills the padding of each column with a value a token."""
-    special = {INPUT_IDS: pad_id, TARGETS: IGNORED}
+    special: dict[str, float] = {INPUT_IDS: pad_id}
+    if TARGETS in ragged.token_columns:
+        is_float = ragged.of_tokens(TARGETS).dtype.kind == "f"
+        special[TARGETS] = no_target(is_float=is_float)
     return {name: special.get(name, 0) for name in ragged.token_columns}
+
+
+def no_targets_like(labels: torch.Tensor) -> torch.Tensor:
+    """The labels of a filler: as many, and none of them due."""
+    return torch.full_like(labels, no_target(is_float=labels.is_floating_point()))
 
 
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
@@ -193,21 +204,28 @@ def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
     return (INPUT_IDS, where, *inputs, TARGETS)
 
 
-def _padded(ragged: RaggedBatch, name: str, fill: int, mask_BT: np.ndarray | None) -> torch.Tensor:
-    """A column with a value a token, widened and padded: [B, T] int64."""
+def _padded(
+    ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None
+) -> torch.Tensor:
+    """A column with a value a token, widened and padded: [B, T]."""
     values = ragged.of_tokens(name)
     if ragged.is_full:
-        return torch.from_numpy(values.astype(np.int64).reshape(ragged.shape))
+        return torch.from_numpy(values.astype(_wide(values)).reshape(ragged.shape))
     if mask_BT is None:
         return torch.from_numpy(_copied_rows(ragged, values, fill))
-    padded = np.full(ragged.shape, fill, np.int64)
+    padded = np.full(ragged.shape, fill, _wide(values))
     padded[mask_BT] = values
     return torch.from_numpy(padded)
 
 
-def _copied_rows(ragged: RaggedBatch, values: np.ndarray, fill: int) -> np.ndarray:
+def _wide(values: np.ndarray) -> np.dtype[Any]:
+    """The dtype that values have in a batch: whole numbers are widened, floats stay."""
+    return np.dtype(np.int64) if values.dtype.kind in "iu" else values.dtype
+
+
+def _copied_rows(ragged: RaggedBatch, values: np.ndarray, fill: float) -> np.ndarray:
     """Pad a few long rows, each with a copy of its own."""
-    padded = np.empty(ragged.shape, np.int64)
+    padded = np.empty(ragged.shape, _wide(values))
     start = 0
     for row, length in zip(padded, ragged.sequence_lengths.tolist(), strict=True):
         row[:length] = values[start : start + length]
@@ -246,10 +264,10 @@ def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
 
 def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     if (targets := ragged.row_targets) is not None:
-        labels = torch.from_numpy(targets.astype(np.int64))
-        return labels.fill_(IGNORED) if ragged.is_filler else labels
+        labels = torch.from_numpy(targets.astype(_wide(targets)))
+        return no_targets_like(labels) if ragged.is_filler else labels
     if ragged.is_filler:
-        return torch.full_like(tensors[INPUT_IDS], IGNORED)
+        return no_targets_like(tensors[INPUT_IDS])
     labels_BT = tensors[INPUT_IDS].numpy().copy()
     if not ragged.is_full:
         np.copyto(labels_BT, IGNORED, where=~_mask(ragged))

@@ -39,7 +39,7 @@ class Feed:
     ) -> None:
         """Start nothing yet: the first batch does."""
         copies = page_lock = None
-        if device.type == "cuda":
+        if device.type != "cpu":
             copies, page_lock = copy_stream(device), PageLock(device, counters)
         self._pool: WorkerPool | None = None
         self._source: WindowSource

@@ -25,8 +25,9 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
+from tokenfeed.pipeline.feeding.devices import resolve_device
 from tokenfeed.pipeline.feeding.feed import Feed
-from tokenfeed.pipeline.feeding.placement import resolve_device, resolve_ranks, resolve_workers
+from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.data_set import open_splits

@@ -18,6 +18,7 @@ from tokenfeed.pipeline.feeding.batch import (
     Batch,
     Recipe,
     Tensors,
+    no_targets_like,
     paddings,
 )
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS
@@ -55,16 +56,18 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
     ids_N = inputs[INPUT_IDS]
     unsigned = (1 << 8 * ids_N.element_size()) - 1
     tensors = {
-        name: grid.lay(ids_N.long() & unsigned if name == INPUT_IDS else inputs[name].long(), fill)
+        name: grid.lay(
+            ids_N.long() & unsigned if name == INPUT_IDS else _widened(inputs[name]), fill
+        )
         for name, fill in paddings(ragged, pad_id).items()
     }
     if "row_targets" in inputs:
-        tensors[TARGETS] = inputs["row_targets"].long()
+        tensors[TARGETS] = _widened(inputs["row_targets"])
     elif TARGETS not in tensors:
         tensors[TARGETS] = grid.copy(tensors[INPUT_IDS], IGNORED)
         _ignore_without_context(tensors[TARGETS], inputs)
     if ragged.is_filler:
-        tensors[TARGETS].fill_(IGNORED)
+        tensors[TARGETS] = no_targets_like(tensors[TARGETS])
     if SEGMENTS in inputs:
         tensors[SEGMENTS] = inputs[SEGMENTS]
     elif grid.mask_BT is not None:
@@ -96,7 +99,7 @@ class _Grid:
         source_BT = (first_B[:, None] + column_T).clamp_(max=len(inputs[INPUT_IDS]) - 1)
         return cls(ragged.shape, column_T < lengths_B[:, None], source_BT)
 
-    def lay(self, values_N: torch.Tensor, fill: int) -> torch.Tensor:
+    def lay(self, values_N: torch.Tensor, fill: float) -> torch.Tensor:
         """Values of tokens in [B, T], with padding."""
         if self.mask_BT is None:
             return values_N.view(self.shape)
@@ -107,6 +110,11 @@ class _Grid:
         if self.mask_BT is None:
             return values_BT.clone()
         return torch.where(self.mask_BT, values_BT, fill)
+
+
+def _widened(values: torch.Tensor) -> torch.Tensor:
+    """Whole numbers as int64, floats as they are."""
+    return values if values.is_floating_point() else values.long()
 
 
 def _ignore_without_context(labels_BT: torch.Tensor, inputs: Tensors) -> None:

@@ -15,19 +15,18 @@ from functools import partial
 import numpy as np
 import torch
 
+from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 __all__ = ["PageLock"]
-
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
 
 class PageLock:
     """Page-locks memory for one device; the first refusal is a warning, and stands in the stats."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
-        self._device, self._counters = device, counters
+        self._accelerator, self._counters = accelerator(device), counters
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> Callable[[], None]:
@@ -37,10 +36,8 @@ class PageLock:
             What undoes it; to be called before the memory goes, and when nothing is copied from it.
         """
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        with torch.cuda.device(self._device):  # the current one may be another rank's
-            refusal = self._call("cudaHostRegister", address, len(memory), _PORTABLE)
-        if refusal:
-            self._say(f"CUDA error {refusal}")
+        if refusal := self._accelerator.lock(address, len(memory)):
+            self._say(refusal)
             return _nothing
         return partial(self._unlock, address)
 
@@ -58,25 +55,16 @@ class PageLock:
     def _unlock(self, address: int) -> None:
         if os.getpid() != self._process:
             return  # a forked child, whose parent goes on
-        with contextlib.suppress(RuntimeError), torch.cuda.device(self._device):  # it has failed
-            self._call("cudaHostUnregister", address)
-
-    def _call(self, name: str, *arguments: int) -> int:
-        """Call the CUDA runtime: its error, which nothing raises later, or 0."""
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(getattr(runtime, name)(*arguments))
-        if error:  # stays the thread's last one until a kernel's launch raises it as its own
-            with contextlib.suppress(RuntimeError):
-                torch.ones(1, device=self._device)
-        return error
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            self._accelerator.unlock(address)
 
     def _say(self, refusal: str) -> None:
         if not self._counters.pageable:
             self._counters.pageable = True
             warnings.warn(
-                f"the system refused to page-lock memory for {self._device} ({refusal}): copies to "
-                "it are right but slower. Raise the limit (`ulimit -l`; memlock of a container), "
-                "or lower `num_workers` or `window_tokens`.",
+                f"the system refused to page-lock memory for {self._accelerator.device} "
+                f"({refusal}): copies to it are right but slower. Raise the limit (`ulimit -l`; "
+                "memlock of a container), or lower `num_workers` or `window_tokens`.",
                 RuntimeWarning,
                 stacklevel=1,
             )

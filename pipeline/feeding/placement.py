@@ -1,9 +1,8 @@
-"""Where a loader stands: on which device, as which rank of how many, with how many workers."""
+"""Where a loader stands: as which rank of how many, with how many workers."""
 
 import os
 from dataclasses import dataclass
 
-import torch
 import torch.distributed
 
 from tokenfeed.pipeline import checks
@@ -11,7 +10,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.feeding.process import check_workers_can_run
 
-__all__ = ["Ranks", "resolve_device", "resolve_ranks", "resolve_workers"]
+__all__ = ["Ranks", "resolve_ranks", "resolve_workers"]
 
 _WORKERS_PER_CORE = 16
 """More could only be a slip of the finger, and would bring the machine down."""
@@ -64,25 +63,6 @@ def resolve_ranks(rank: int | None, world_size: int | None, num_streams: int = 1
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
     rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
     return Ranks(rank, world_size, num_streams)
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of torch that is meant.
-
-    Raises:
-        ConfigError: torch knows no such device, finds none, or it is no CPU and no CUDA device.
-    """
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ConfigError(f"`device`={device!r} is no device of torch: try cpu or cuda.") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise ConfigError(f"`device`={device!r} is not supported: cpu and cuda are.")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"`device`={device!r}: torch finds no CUDA device. Use cpu.")
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())  # another may be current later
-    return resolved
 
 
 def resolve_workers(num_workers: int) -> int:

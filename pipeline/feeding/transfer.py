@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.feeding.source import Lease, WindowSource
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
@@ -38,8 +39,8 @@ class CopyStream:
     """A device's stream for copies and padding."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream = torch.cuda.Stream(device, _URGENT)  # type: ignore[no-untyped-call]
+        self.accelerator = accelerator(device)
+        self.stream = self.accelerator.new_stream(_URGENT)
         self._process = os.getpid()
 
     def wait(self) -> None:
@@ -62,7 +63,7 @@ class _Copy:
     ragged: RaggedBatch
     lease: Lease
     """The window's memory, which the copy reads until `ready` has passed."""
-    ready: torch.cuda.Event | torch.Event
+    ready: torch.Event
 
 
 def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches:
@@ -97,9 +98,9 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
 
 
 def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: int) -> _Copy:
-    with torch.cuda.stream(copies.stream):
+    with copies.accelerator.on(copies.stream):
         inputs = {
-            name: tensor.to(copies.device, non_blocking=True)
+            name: tensor.to(copies.accelerator.device, non_blocking=True)
             for name, tensor in device_inputs(ragged).items()
         }
         batch = build_on_device(inputs, ragged, pad_id)
@@ -116,7 +117,7 @@ def _give_back(used: deque[_Copy], keep: int | None = None) -> None:
 
 def _hand_over(copy: _Copy, copies: CopyStream) -> tuple[Batch, RaggedBatch]:
     """Make the stream that computes wait for the copy, and own its tensors."""
-    compute_stream = torch.cuda.current_stream(copies.device)
+    compute_stream = copies.accelerator.current_stream()
     compute_stream.wait_event(copy.ready)
     for tensor in copy.batch.tensors():
         tensor.record_stream(compute_stream)  # allocated on the copy stream, used on this one

@@ -5,6 +5,7 @@ and the wire to the GPU all shrink with them. They are widened to int64 on the d
 """
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -22,11 +23,13 @@ __all__ = [
     "ORIGIN_FILE",
     "ORIGIN_RECORD",
     "PROMPT_LENGTH",
-    "TASKS",
+    "SCORE",
     "TOKEN_TYPE_IDS",
     "Column",
     "Role",
     "Task",
+    "is_target",
+    "no_target",
     "role_of",
     "shard_schema",
     "task_columns",
@@ -35,7 +38,7 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-Task = Literal["lm", "classify", "tag", "complete"]
+Task = Literal["lm", "classify", "score", "tag", "complete"]
 Role = Literal["input", "target", "context"]
 """What a batch makes of a task's column.
 
@@ -43,8 +46,8 @@ Role = Literal["input", "target", "context"]
     target   is what a loss compares with: a label a token, or one a row
     context  is how many of a row's first tokens are given, and no target
 """
-Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64"]
-TASKS: tuple[Task, ...] = ("lm", "classify", "tag", "complete")
+Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64", "float32"]
+"""A batch has whole numbers as int64, and floats as they are."""
 ENDED_TASKS: tuple[Task, ...] = ("lm", "complete")
 """Their rows end in the tokenizer's end token, where it has one."""
 
@@ -53,6 +56,8 @@ TOKEN_TYPE_IDS = "token_type_ids"
 """Which text of a pair each token belongs to: 0 or 1, unless the tokenizer has it otherwise."""
 LABEL = "label"
 """The class of the row: a place in the manifest's label names."""
+SCORE = "score"
+"""The number that a regression of the row is to give."""
 LABELS = "labels"
 """The tag of each token: a place in the manifest's label names, or -100 where none is due."""
 PROMPT_LENGTH = "prompt_length"
@@ -63,7 +68,7 @@ ORIGIN_RECORD = "origin_record"
 """Which record of that file: line or row number, counted from 0; 0 where a file is one document."""
 
 IGNORED = -100
-"""The label of a token without one: what torch's losses ignore by default."""
+"""The label of a token without one: what torch's losses ignore by default. See `no_target`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +89,14 @@ _TYPES = Column(name=TOKEN_TYPE_IDS, dtype="uint8", per="token")
 _OF_TASK: dict[Task, tuple[Column, ...]] = {
     "lm": (),
     "classify": (Column(name=LABEL, dtype="int32", per="row"),),
+    "score": (Column(name=SCORE, dtype="float32", per="row"),),
     "tag": (Column(name=LABELS, dtype="int16", per="token"),),
     "complete": (Column(name=PROMPT_LENGTH, dtype="uint32", per="row"),),
 }
 _ROLES: dict[str, Role] = {
     TOKEN_TYPE_IDS: "input",
     LABEL: "target",
+    SCORE: "target",
     LABELS: "target",
     PROMPT_LENGTH: "context",
 }
@@ -104,6 +111,18 @@ def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
 def role_of(column: str) -> Role | None:
     """What a batch makes of a column; None for the ids and for a row's origin."""
     return _ROLES.get(column)
+
+
+def no_target(*, is_float: bool) -> float:
+    """What stands where no target is due: `IGNORED`, and NaN among floats, where -100 would pass
+    for a target. A loss that forgets to leave it out is NaN, and not wrong without a sign."""
+    return math.nan if is_float else IGNORED
+
+
+def is_target(values: np.ndarray) -> np.ndarray:
+    """Which values of a column of targets are due, bool."""
+    found: np.ndarray = ~np.isnan(values) if values.dtype.kind == "f" else values != IGNORED
+    return found
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:

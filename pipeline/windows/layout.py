@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges, round_up
-from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.format.schema import is_target
 
 __all__ = ["Layout", "Sequences", "lay_out"]
 
@@ -79,7 +79,7 @@ def lay_out(
         multiple_of: Padded lengths are rounded up to this.
         packs: Whether sequences hold several documents.
         row_targets: Whether a row has one target, and its tokens none.
-        token_targets: The target of each token, shape (N,), `IGNORED` where it has none; None for
+        token_targets: The target of each token, shape (N,), `no_target` where it has none; None for
             the token after it.
         context: Leading tokens of each piece that are given and no target, shape (P,).
     """
@@ -95,7 +95,7 @@ def lay_out(
     if row_targets:
         num_targets = np.diff(pieces)
     elif token_targets is not None:
-        num_targets = np.diff(offsets_of(token_targets != IGNORED)[tokens])
+        num_targets = np.diff(offsets_of(is_target(token_targets))[tokens])
     elif context is not None:
         given = np.clip(context, 1, sequences.lengths)  # the first token never has a context
         ignored = ranges(slots.of_pieces(), given).astype(np.int32)

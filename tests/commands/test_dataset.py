@@ -1,6 +1,5 @@
 """Under a plain DataLoader the batches are those of the loader."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,30 +7,17 @@ import pytest
 import torch
 from delivery import (
     POLICIES,
-    WINDOW_TOKENS,
     MakeDataset,
     open_loader,
     realistic_lengths,
     small_batches,
     spans,
 )
+from plain import open_dataset, plain
 from pyarrow import ipc
-from torch.utils.data import DataLoader
 
-from tokenfeed import Batch, Padded, ShardDataset
+from tokenfeed import Padded
 from tokenfeed.pipeline.planning.policy import Batching
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = None) -> list[Batch]:
-    """The batches of a plain DataLoader."""
-    shares = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-    return [batch for share in islice(shares, windows) for batch in share]
 
 
 def shards_of(folder: Path) -> list[Path]:
@@ -43,10 +29,6 @@ def columns_of(path: Path) -> dict[str, list[Any]]:
     with ipc.open_file(path) as reader:
         columns: dict[str, list[Any]] = reader.read_all().to_pydict()
     return columns
-
-
-def open_dataset(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardDataset:
-    return ShardDataset(folder, batching, **{"window_tokens": WINDOW_TOKENS} | options)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -63,7 +45,7 @@ def test_a_plain_dataloader_gives_the_same_batches(
         assert (our.is_filler, our.ends_step) == (their.is_filler, their.ends_step)
 
 
-@pytest.mark.parametrize("task", ["classify", "tag", "complete"])
+@pytest.mark.parametrize("task", ["classify", "score", "tag", "complete"])
 def test_labels_come_with_their_rows_from_any_process(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
@@ -71,7 +53,7 @@ def test_labels_come_with_their_rows_from_any_process(
     folder = make_dataset(realistic_lengths(), task=task, pairs=True)
     columns = {
         name: [value for path in shards_of(folder) for value in columns_of(path)[name]]
-        for name in ("label", "labels", "prompt_length", "token_type_ids")
+        for name in ("label", "score", "labels", "prompt_length", "token_type_ids")
         if name in columns_of(shards_of(folder)[0])
     }
     batching = Padded(max_tokens=4096)
@@ -84,8 +66,9 @@ def test_labels_come_with_their_rows_from_any_process(
             ids, labels = our["input_ids"][place, :length], our["labels"][place]
             types = our["token_type_ids"][place, :length]
             assert types.tolist() == columns["token_type_ids"][row][span]
-            if task == "classify":
-                assert int(labels) == columns["label"][row]
+            if task in ("classify", "score"):
+                (values,) = (columns[name] for name in ("label", "score") if name in columns)
+                assert labels.item() == values[row]
             elif task == "tag":
                 assert labels[:length].tolist() == columns["labels"][row][span]
                 assert (labels[length:] == -100).all()

@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 from delivery import (
-    MakeDataset,
     Ranks,
     Span,
     joined,
     realistic_lengths,
-    small_batches,
     times_delivered,
 )
 from places import SUPPORT
@@ -64,12 +62,6 @@ dist.destroy_process_group()
 PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
 Step = tuple[list[int], int, list[Span]]
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 def launch(

@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,42 +12,17 @@ from typing import Any
 import pytest
 import torch
 from delivery import (
-    MakeDataset,
     open_loader,
-    realistic_lengths,
     run_script,
-    small_batches,
     workers_of,
 )
 from places import SUPPORT
-from simulated import SimulatedCuda, simulate
+from simulated import CUDA_1, SimulatedCuda, started
 
 from tokenfeed import ShardLoader
 from tokenfeed.pipeline.feeding import transfer
 
-CUDA_1 = torch.device("cuda:1")
-
-
 TOO_EARLY = "unregister while it is copied from"
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    with simulate(monkeypatch) as cuda:
-        yield cuda
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def started(folder: Path, count: int = 5, **options: Any) -> ShardLoader:
-    """A loader on the simulated device that has delivered some batches and copies the next."""
-    loader = open_loader(folder, **{"device": CUDA_1, "num_workers": 1, "epochs": None} | options)
-    assert len(list(islice(loader, count))) == count
-    return loader
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -165,7 +140,7 @@ def test_the_end_of_the_interpreter_waits_for_copies_too(folder: Path) -> None:
         sys.path.insert(0, {str(SUPPORT)!r})
         import pytest
         from delivery import open_loader
-        from simulated import simulate
+        from simulated import CUDA_1, started, simulate
         with simulate(pytest.MonkeyPatch()) as cuda:
             weakref.finalize(cuda, lambda: print(json.dumps(cuda.marks)))  # after the loader's
             loader = open_loader({str(folder)!r}, device="cuda:1", num_workers=1, epochs=None)

@@ -10,24 +10,15 @@ from typing import Any
 import pytest
 from delivery import (
     PREAMBLE,
-    MakeDataset,
     is_alive,
     open_loader,
-    realistic_lengths,
     run_script,
-    small_batches,
     spans,
     workers_of,
 )
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import pool
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 def in_a_fork(work: Callable[[], object]) -> str:

@@ -1,37 +1,16 @@
 """Parquet and Arrow files that are damaged, or cut short under the reader."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-
-ROWS, GROUP = 30_000, 10_000
-
-
-def texts(count: int = ROWS) -> list[str]:
-    return [f"{number:06} {os.urandom(20).hex()}" for number in range(count)]
-
-
-def write_batches(path: Path, rows: list[str], compression: str | None) -> list[int]:
-    """Where the record batches begin, each of `GROUP` rows."""
-    table = pa.table({"text": rows})
-    with open(path, "wb") as file:
-        starts = []
-        options = pa.ipc.IpcWriteOptions(compression=compression)
-        with pa.ipc.new_file(file, table.schema, options=options) as writer:
-            for batch in table.to_batches(max_chunksize=GROUP):
-                starts.append(file.tell())
-                writer.write_batch(batch)
-    return starts
-
+from tables import random_texts, write_batches
 
 CUT_SHORT = """
 import os, sys
 from pathlib import Path
 from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.pipeline.errors import CorpusError
@@ -50,7 +29,7 @@ except CorpusError as error:
 
 
 def test_an_arrow_file_cut_short_under_the_reader_is_an_error_and_no_crash(tmp_path: Path) -> None:
-    write_batches(tmp_path / "a.arrow", texts(), None)
+    write_batches(tmp_path / "a.arrow", random_texts(), None)
     command = [sys.executable, "-c", CUT_SHORT, str(tmp_path / "a.arrow")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.returncode

@@ -13,24 +13,15 @@ from typing import Any
 
 import pytest
 from delivery import (
-    MakeDataset,
     children_of,
     open_files,
     open_loader,
-    realistic_lengths,
-    small_batches,
     spans,
     workers_of,
 )
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError
 from tokenfeed.pipeline.feeding import worker
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 @pytest.fixture

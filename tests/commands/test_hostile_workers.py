@@ -10,24 +10,16 @@ from pathlib import Path
 import pytest
 from delivery import (
     PREAMBLE,
-    MakeDataset,
     eventually,
     is_alive,
     open_files,
     open_loader,
     realistic_lengths,
-    small_batches,
     workers_of,
 )
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import pool
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 def start(script: str, folder: Path) -> "subprocess.Popen[str]":

@@ -26,7 +26,6 @@ from delivery import (
     realistic_lengths,
     resident,
     run_script,
-    small_batches,
     spans,
     workers_of,
 )
@@ -34,12 +33,6 @@ from delivery import (
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import process
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

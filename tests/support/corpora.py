@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 

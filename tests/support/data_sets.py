@@ -71,6 +71,8 @@ def random_rows(
             "prompt_length": (0, int(lengths.max()) + 2),
         }.get(column.name, (0, 2))
         values = rng.integers(least, most, size)
+        if column.dtype == "float32":
+            values = values + rng.random(size)
         columns[column.name] = np.where(values < 0, -100, values).astype(column.dtype)
     return rows
 

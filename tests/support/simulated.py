@@ -1,4 +1,5 @@
-"""A CUDA device that is simulated: streams, events, page locks, errors. Its tensors are on the CPU.
+"""A CUDA device that is simulated, or another one: streams, events, page locks, errors. Its tensors
+are on the CPU.
 
 It keeps the rules that matter here. An event passes when the test says so, or when it is waited
 for. A refused page lock stays the last error, which the launch of the next kernel raises as its
@@ -8,15 +9,19 @@ own. After a failed kernel every call fails. Whatever is current when it is call
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from delivery import open_loader
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import Lease
@@ -24,7 +29,17 @@ from tokenfeed.pipeline.windows.index import Index, PieceIndex, RoundIndex
 from tokenfeed.pipeline.windows.layout import Sequences, lay_out
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-__all__ = ["FakeEvent", "FakeSource", "FakeStream", "SimulatedCuda", "simulate"]
+__all__ = [
+    "CUDA_1",
+    "FakeEvent",
+    "FakeSource",
+    "FakeStream",
+    "SimulatedCuda",
+    "simulate",
+    "started",
+]
+
+CUDA_1 = torch.device("cuda:1")
 
 _REFUSED = 2  # cudaErrorMemoryAllocation
 _NOT_KERNELS = ("empty", "_to_copy", "copy_", "view", "detach", "slice", "alias", "lift_fresh")
@@ -142,7 +157,7 @@ class SimulatedCuda:
 
 
 class _OnTheCpu(TorchFunctionMode):
-    """Puts on the CPU what belongs on a CUDA device."""
+    """Puts on the CPU what belongs on the device."""
 
     def __init__(self, cuda: SimulatedCuda) -> None:
         super().__init__()
@@ -176,8 +191,8 @@ class _Kernels(TorchDispatchMode):
 
 
 @contextmanager
-def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    """Replaces the CUDA of torch, for this thread."""
+def simulate(monkeypatch: pytest.MonkeyPatch, module: Any = torch.cuda) -> Iterator[SimulatedCuda]:
+    """Replaces the CUDA of torch, or torch's module of another device, for this thread."""
     cuda = SimulatedCuda()
 
     def new_stream(device: torch.device, priority: int = 0) -> FakeStream:
@@ -189,14 +204,15 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
         assert stream is cuda.copy
         yield
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.current)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "cudart", cuda.runtime)
-    monkeypatch.setattr(torch.cuda, "device", cuda.device)
-    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
-    monkeypatch.setattr(torch.cuda, "stream", on_stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cuda.compute)
+    monkeypatch.setattr(module, "is_available", lambda: True)
+    monkeypatch.setattr(module, "current_device", lambda: cuda.current)
+    monkeypatch.setattr(module, "device_count", lambda: 2)
+    monkeypatch.setattr(module, "device", cuda.device)
+    monkeypatch.setattr(module, "Stream", new_stream)
+    monkeypatch.setattr(module, "stream", on_stream)
+    monkeypatch.setattr(module, "current_stream", lambda device: cuda.compute)
+    if module is torch.cuda:
+        monkeypatch.setattr(module, "cudart", cuda.runtime)
     monkeypatch.setattr(
         torch.Tensor, "record_stream", lambda tensor, stream: cuda.owned.append(id(tensor))
     )
@@ -204,6 +220,13 @@ def simulate(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
     with _OnTheCpu(cuda), _Kernels(cuda):
         yield cuda
     transfer.copy_stream.cache_clear()
+
+
+def started(folder: Path, count: int = 5, **options: Any) -> ShardLoader:
+    """A loader on the simulated device that has delivered some batches and copies the next."""
+    loader = open_loader(folder, **{"device": CUDA_1, "num_workers": 1, "epochs": None} | options)
+    assert len(list(islice(loader, count))) == count
+    return loader
 
 
 class FakeSource:
@@ -260,6 +283,6 @@ def slice_of(first: int, count: int) -> RankSlice:
 
 
 def _on_the_cpu(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
+    if isinstance(value, torch.device) and value.type in ("cuda", "xpu"):
         return torch.device("cpu")
     return value

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, rejected
+from tokenfeed.tools.corpus.records import Records, rejected
 
 __all__ = ["read_records", "read_texts"]
 

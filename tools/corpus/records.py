@@ -2,34 +2,18 @@
 
 A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad one costs
 itself only and becomes a reject. Readers give many at once, field by field; a field has a kind,
-and `checked` decides, for every format alike, whether a value is of that kind.
+and `kinds.checker` decides, for every format alike, whether a value is of that kind.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Fields", "Kind", "Records", "Reject", "Unusable", "checked", "records_of", "rejected"]
+from tokenfeed.tools.corpus.kinds import Fields, Unusable, checker
 
-
-class Kind(Enum):
-    """What a field must hold, and how it is given."""
-
-    TEXT = "text"
-    """A text, given as UTF-8 bytes."""
-    WORDS = "a list of texts"
-    """A list of texts, each given as UTF-8 bytes."""
-    LABEL = "a name or a whole number from 0"
-    """Given as str, whatever it was: numbers by their digits, booleans as `false` and `true`."""
-    LABELS = "a list of names or of whole numbers from 0"
-    """A list of labels."""
-
-
-Fields = dict[str, Kind]
-"""The fields that a task needs, by name."""
+__all__ = ["Records", "Reject", "records_of", "rejected"]
 
 
 class Reject(NamedTuple):
@@ -37,10 +21,6 @@ class Reject(NamedTuple):
 
     record: int
     reason: str
-
-
-class Unusable(Exception):
-    """Why a value is not of its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +54,7 @@ def records_of(
         fields: What is wanted of each.
         weight_bytes: Passed on.
     """
+    checks = {name: checker(kind) for name, kind in fields.items()}
     numbers: list[int] = []
     values: dict[str, list[Any]] = {name: [] for name in fields}
     rejects: list[Reject] = []
@@ -81,7 +62,7 @@ def records_of(
         try:
             if isinstance(row, Unusable):
                 raise row
-            found = [_field(row, name, kind) for name, kind in fields.items()]
+            found = [_field(row, name, check) for name, check in checks.items()]
         except Unusable as reason:
             rejects.append(Reject(number, str(reason)))
             continue
@@ -97,60 +78,12 @@ def rejected(record: int, fields: Fields, reason: str) -> Records:
     return Records(np.empty(0, np.uint64), no_values, [Reject(record, reason)])
 
 
-def checked(value: Any, kind: Kind) -> Any:
-    """A value as its kind is given.
-
-    Raises:
-        Unusable: It is not of this kind, or cannot be written in UTF-8.
-    """
-    if kind is Kind.TEXT:
-        return _text(value)
-    if kind is Kind.LABEL:
-        return _label(value)
-    if not isinstance(value, list):
-        raise _not(kind, value)
-    return [_text(one) if kind is Kind.WORDS else _label(one) for one in value]
-
-
-def _field(row: dict[str, Any], name: str, kind: Kind) -> Any:
+def _field(row: dict[str, Any], name: str, check: Callable[[Any], Any]) -> Any:
     if name not in row:
         raise Unusable(f"no field `{name}`")
     try:
         if isinstance(row[name], Unusable):
             raise row[name]
-        return checked(row[name], kind)
+        return check(row[name])
     except Unusable as reason:
         raise Unusable(f"field `{name}` {reason}") from None
-
-
-def _text(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        try:
-            value.decode()
-        except UnicodeDecodeError as error:
-            raise Unusable(f"has invalid UTF-8 at byte {error.start}") from None
-        return value
-    if not isinstance(value, str):
-        raise _not(Kind.TEXT, value)
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        reason = f"has a lone surrogate at character {error.start}: no UTF-8 can express it"
-        raise Unusable(reason) from None
-
-
-def _label(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str | bytes):
-        if not value:
-            raise Unusable(f"is empty, expected {Kind.LABEL.value}")
-        return _text(value).decode()
-    if isinstance(value, int) and value >= 0:
-        return str(value)
-    raise _not(Kind.LABEL, value)
-
-
-def _not(kind: Kind, value: Any) -> Unusable:
-    shown = "null" if value is None else repr(value) if isinstance(value, int | float) else ""
-    return Unusable(f"is {shown or type(value).__name__}, expected {kind.value}")

@@ -17,8 +17,8 @@ from typing import Self
 import numpy as np
 
 from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.reader import read_texts
-from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import (
     Engine,

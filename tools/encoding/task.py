@@ -11,7 +11,7 @@ import numpy as np
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.schema import ENDED_TASKS, Column, task_columns
 from tokenfeed.pipeline.format.schema import Task as TaskName
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer

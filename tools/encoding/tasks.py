@@ -1,13 +1,15 @@
 """Tasks: what each makes of records. Fields in, rows with their columns out, a batch at a time.
 
-    lm        a text                      -> ids
-    classify  a text, or two, and a label -> ids, label
-    tag       words and their tags        -> ids, a label a token
-    complete  a prompt and a completion   -> ids, prompt_length
+    lm        a text                       -> ids
+    classify  a text, or two, and a label  -> ids, label
+    score     a text, or two, and a number -> ids, score
+    tag       words and their tags         -> ids, a label a token
+    complete  a prompt and a completion    -> ids, prompt_length
 
 A record whose texts give no token at all becomes an empty row, which is counted and not written.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import ClassVar
@@ -21,17 +23,18 @@ from tokenfeed.pipeline.format.schema import (
     LABEL,
     LABELS,
     PROMPT_LENGTH,
+    SCORE,
     TOKEN_TYPE_IDS,
     Column,
     task_columns,
 )
 from tokenfeed.pipeline.format.schema import Task as TaskName
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.encoding.task import Encode, FieldValues, Labelled, Samples, Task
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["TASK_CLASSES", "Classify", "Complete", "Lm", "Tag"]
+__all__ = ["TASK_CLASSES", "Classify", "Complete", "Lm", "Score", "Tag"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,14 +56,11 @@ class Lm(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify(Labelled):
-    """Classification of texts or of pairs of texts."""
+class _OfTexts(Task):
+    """A task whose rows are texts or pairs of texts, each with a value."""
 
-    name: ClassVar[TaskName] = "classify"
-    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "label": Kind.LABEL}
     text: str = "text"
     pair: str | None = None
-    label: str = "label"
 
     @property
     def columns(self) -> tuple[Column, ...]:
@@ -86,10 +86,39 @@ class Classify(Labelled):
         per_token = {INPUT_IDS: template.around(*texts)}
         if self.pair:
             per_token[TOKEN_TYPE_IDS] = template.types_around(*texts)
-        numbers = map(self.labels.numbers.__getitem__, values[self.label])
-        label = np.fromiter(numbers, np.int32, len(texts[0]))
         has_text = np.add.reduce([text.lengths for text in texts]) > 0
-        return Samples(per_token, {LABEL: label}, has_text)
+        return Samples(per_token, self.per_row(values), has_text)
+
+    @abstractmethod
+    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
+        """The value of each record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify(_OfTexts, Labelled):
+    """Classification of texts or of pairs of texts."""
+
+    name: ClassVar[TaskName] = "classify"
+    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "label": Kind.LABEL}
+    label: str = "label"
+
+    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
+        """The number of each record's label."""
+        numbers = map(self.labels.numbers.__getitem__, values[self.label])
+        return {LABEL: np.fromiter(numbers, np.int32, len(values[self.label]))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score(_OfTexts):
+    """Regression of texts or of pairs of texts."""
+
+    name: ClassVar[TaskName] = "score"
+    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "score": Kind.NUMBER}
+    score: str = "score"
+
+    def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
+        """The number of each record."""
+        return {SCORE: np.array(values[self.score], np.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +195,6 @@ class Complete(Task):
 
 
 TASK_CLASSES: dict[TaskName, type[Task]] = {
-    task.name: task for task in (Lm, Classify, Tag, Complete)
+    task.name: task for task in (Lm, Classify, Score, Tag, Complete)
 }
 """Every task, by its name."""

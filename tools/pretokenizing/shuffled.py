@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tokenfeed.pipeline.errors import ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
+from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
@@ -44,7 +45,9 @@ def make_shuffled_dataset(options: Options, server: Server | None = None) -> Sum
         with kept_from_others(options.out):
             summary = make_dataset(options, server, hidden)
         manifest = Manifest.read(hidden)
-        shuffled = shuffle_into(options.out, hidden, manifest, settings, made_by(hidden))
+        shuffled = shuffle_into(
+            options.out, open_store(hidden), manifest, settings, made_by(hidden)
+        )
     seconds = time.perf_counter() - started
     read_mb = summary.mb_per_s * (summary.seconds - summary.tokenizer_seconds)
     return dataclasses.replace(

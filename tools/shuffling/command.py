@@ -26,8 +26,8 @@ class ShuffleRows:
     the room of OUT for temporary files in OUT, of a large IN about as much as OUT.
     """
 
-    source: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="IN")]]
-    """A finished data set; it is only read."""
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="IN")]]
+    """A finished data set, or an address that a store is registered for; it is only read."""
     out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
     """A new or empty folder, or the one of an interrupted run."""
     seed: int = 0

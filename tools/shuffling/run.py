@@ -20,6 +20,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, Shuffled, SplitInfo
 from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, claim, recognise, remember, state_of
 from tokenfeed.tools.run.crew import Crew, Server
 from tokenfeed.tools.run.interruption import saying_what_is_kept
@@ -58,14 +59,15 @@ class Settings:
     """Processes, as far as they find room in the memory."""
 
 
-def shuffle_dataset(source: Path, out: Path, settings: Settings) -> ShuffleSummary:
-    """Shuffle the finished data set in `source` into `out`, or finish doing so.
+def shuffle_dataset(path: StorePath, out: Path, settings: Settings) -> ShuffleSummary:
+    """Shuffle the finished data set at `path` into `out`, or finish doing so.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
             and the same settings continue it.
     """
     started = time.perf_counter()
+    source = open_store(path)
     manifest = Manifest.read(source)
     _check_apart(source, out)
     recipe = _describe(manifest, settings)
@@ -86,13 +88,13 @@ def shuffle_dataset(source: Path, out: Path, settings: Settings) -> ShuffleSumma
 
 
 def shuffle_into(
-    out: Path, source: Path, manifest: Manifest, settings: Settings, recipe: dict[str, Any]
+    out: Path, source: Store, manifest: Manifest, settings: Settings, recipe: dict[str, Any]
 ) -> ShuffleSummary:
     """Shuffle a data set into a folder that is new, or where the same was begun.
 
     Args:
         out: The folder.
-        source: Folder of the data set.
+        source: Where the data set is.
         manifest: Its manifest.
         settings: How it is to be shuffled.
         recipe: What is said to have made the result: all that it depends on.
@@ -190,11 +192,13 @@ class _Run:
             yield crew
 
 
-def _check_apart(source: Path, out: Path) -> None:
-    inner, outer = os.path.realpath(out), os.path.realpath(source)
+def _check_apart(source: Store, out: Path) -> None:
+    if not isinstance(source, LocalStore):
+        return
+    inner, outer = os.path.realpath(out), os.path.realpath(source.root)
     if os.path.commonpath([inner, outer]) == outer:
         raise ConfigError(
-            f"{out}: is or lies in the data set that is to be shuffled, {source}. "
+            f"{out}: is or lies in the data set that is to be shuffled, {source.name}. "
             "Give a folder elsewhere."
         )
 
@@ -214,20 +218,18 @@ def _has_room(out: Path, num_bytes: int) -> bool:
     return num_bytes < min(memory_bytes, shutil.disk_usage(out).free) // _ROOM
 
 
-def _copy(source: Path, info: FileInfo, out: Path) -> None:
+def _copy(source: Store, info: FileInfo, out: Path) -> None:
     """Copy a side file, if it is the one the manifest names."""
-    digest = xxhash.xxh3_64()
+    digest, path = xxhash.xxh3_64(), source.path(info.file)
     try:
-        with open(source / info.file, "rb") as file, atomic_file(out / info.file) as copy:
+        with source.open(info.file, info.bytes) as file, atomic_file(out / info.file) as copy:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
                 copy.write(block)
             if digest.hexdigest() != info.xxh3:
-                raise ManifestError(
-                    f"{source / info.file}: is not the file that the manifest names. Restore it."
-                )
+                raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
     except FileNotFoundError:
-        raise ManifestError(f"{source / info.file}: is missing. Restore it.") from None
+        raise ManifestError(f"{path}: is missing. Restore it.") from None
 
 
 def _committed(manifest: Manifest, seed: int, layout: Layout, journal: Journal[Done]) -> Manifest:

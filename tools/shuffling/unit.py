@@ -19,6 +19,7 @@ from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
 from tokenfeed.pipeline.format.rows import Picker, Rows
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.store import Store
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 from tokenfeed.tools.shuffling.buffer import RowBuffer
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter, SplitLayout
@@ -69,11 +70,11 @@ class Shuffle:
 
     @classmethod
     def from_manifest(
-        cls, folder: Path, manifest: Manifest, out: Path, layout: Layout, *, compresses: bool
+        cls, source: Store, manifest: Manifest, out: Path, layout: Layout, *, compresses: bool
     ) -> Self:
-        """What shuffles the data set in `folder` into `out`."""
+        """What shuffles the data set of `source` into `out`."""
         sources = {
-            name: OpenedSplit.from_manifest(folder, manifest, manifest.splits[name])
+            name: OpenedSplit.from_manifest(source, manifest, manifest.splits[name])
             for name in layout.splits
         }
         return cls(

@@ -8,22 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import Found, read
+from tables import GROUP, ROWS, random_texts, write_batches
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.damage import damage_reason
+from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
-ROWS, GROUP = 30_000, 10_000
-
-
 ZSTD_FRAME = b"\x28\xb5\x2f\xfd"
-
-
-def texts(count: int = ROWS) -> list[str]:
-    return [f"{number:06} {os.urandom(20).hex()}" for number in range(count)]
 
 
 def damage(path: Path, place: int) -> None:
@@ -45,7 +39,7 @@ def check_one_group_is_lost(found: Found, rows: list[str], group: int) -> None:
 @pytest.mark.parametrize("group", [0, 1, 2])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_corrupt_page_costs_its_row_group(tmp_path: Path, group: int, late: bool) -> None:
-    path, rows = tmp_path / "a.parquet", texts()
+    path, rows = tmp_path / "a.parquet", random_texts()
     table = pa.table({"text": rows})
     options = {"use_dictionary": False, "data_page_size": 1 << 16, "write_page_checksum": True}
     pq.write_table(table, path, row_group_size=GROUP, **options)
@@ -56,21 +50,8 @@ def test_a_corrupt_page_costs_its_row_group(tmp_path: Path, group: int, late: bo
     check_one_group_is_lost(read(path, shard_bytes=1 << 20), rows, group)
 
 
-def write_batches(path: Path, rows: list[str], compression: str | None) -> list[int]:
-    """Where the record batches begin, each of `GROUP` rows."""
-    table = pa.table({"text": rows})
-    with open(path, "wb") as file:
-        starts = []
-        options = pa.ipc.IpcWriteOptions(compression=compression)
-        with pa.ipc.new_file(file, table.schema, options=options) as writer:
-            for batch in table.to_batches(max_chunksize=GROUP):
-                starts.append(file.tell())
-                writer.write_batch(batch)
-    return starts
-
-
 def test_a_corrupt_record_batch_costs_itself(tmp_path: Path) -> None:
-    path, rows = tmp_path / "a.arrow", texts()
+    path, rows = tmp_path / "a.arrow", random_texts()
     starts = write_batches(path, rows, "zstd")
     damage(path, path.read_bytes().index(ZSTD_FRAME, starts[1]))
     good, bad = read(path)
@@ -81,7 +62,7 @@ def test_a_corrupt_record_batch_costs_itself(tmp_path: Path) -> None:
 
 
 def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> None:
-    path, rows = tmp_path / "a.arrow", texts()
+    path, rows = tmp_path / "a.arrow", random_texts()
     starts = write_batches(path, rows, None)
     data = bytearray(path.read_bytes())
     place = data.index((47).to_bytes(4, "little") + (94).to_bytes(4, "little"), starts[1])
@@ -96,7 +77,7 @@ def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> No
 def test_a_file_cut_short_under_the_reader_is_one_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name == "a.parquet":
-        pq.write_table(pa.table({"text": texts()}), path, row_group_size=GROUP)
+        pq.write_table(pa.table({"text": random_texts()}), path, row_group_size=GROUP)
     else:
         row = b'{"text": "some words"}\n' if name == "a.jsonl" else b"text\n"
         path.write_bytes(row * (1 << 20))

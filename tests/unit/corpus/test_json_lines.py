@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
 from tokenfeed.tools.corpus.formats.json_list import is_json_list
-from tokenfeed.tools.corpus.records import Fields, Kind, Records
+from tokenfeed.tools.corpus.kinds import Fields, Kind
+from tokenfeed.tools.corpus.records import Records
 
 FIELDS: list[Fields] = [
     {"text": Kind.TEXT},
     {"text": Kind.TEXT, "label": Kind.LABEL},
     {"words": Kind.WORDS, "labels": Kind.LABELS},
+    {"text": Kind.TEXT, "score": Kind.NUMBER},
     {"label": Kind.LABEL, "words": Kind.WORDS, "text": Kind.TEXT, "labels": Kind.LABELS},
 ]
 
@@ -43,11 +45,14 @@ WILD = st.recursive(
 SOUND_LABELS = SOUND_STRINGS | st.integers(0).map(str) | st.sampled_from(["true", "false", "-0"])
 SOUND = {
     "text": SOUND_STRINGS,
+    "score": st.floats(width=32).map(str) | NUMBERS | st.sampled_from(['"2.5"', '" 1"', '"1e39"']),
     "label": SOUND_LABELS,
     "words": st.lists(SOUND_STRINGS, max_size=3).map(lambda items: f"[{', '.join(items)}]"),
     "labels": st.lists(SOUND_LABELS, max_size=3).map(lambda items: f"[{','.join(items)}]"),
 }
-KEYS = st.sampled_from(['"text"', '"label"', '"other"', r'"\u0074ext"', '"text "', '""', '"}\\n{"'])
+KEYS = st.sampled_from(
+    ['"text"', '"label"', '"other"', r'"\u0074ext"', '"score"', '"text "', '""', '"}\\n{"']
+)
 NEWLINES = st.sampled_from(["\n"] * 6 + ["\r\n", "\n\n", " \n", "\n \n", "", " ", "\f\n", "\r"])
 LINES = st.sampled_from(["", "{}", "[]", "null", "{", "}", "}{", "[1]", "5", '"x"', "\ufeff", "//"])
 BYTES = st.sampled_from([b"\xff", b"\xed\xa0\x80", b"\xc0\x80", b"\xf4\x90\x80\x80", b"\xc3"])
@@ -112,9 +117,9 @@ def test_any_block_gives_what_the_careful_path_gives(
 
 
 GOOD = [
-    '{"text": "a", "words": ["b", "é"], "label": 1, "labels": ["x", 2, true], "other": {"y": [1]}}',
-    '{"labels": [], "other": [{}, {}], "label": "z", "words": [], "text": "{} 🎉 \\"}\\n{"}',
-    '{"label": false, "text": "", "text": "last", "words": [""], "labels": [0]}',
+    '{"text": "a", "score": 2.5, "words": ["b"], "label": 1, "labels": ["x", 2, true], "o": [{}]}',
+    '{"labels": [], "o": [{}, {}], "label": "z", "words": [], "score": 3, "text": "{} é \\"}\\n{"}',
+    '{"label": false, "text": "", "text": "last", "score": "-1e9", "words": [""], "labels": [0]}',
 ]
 
 

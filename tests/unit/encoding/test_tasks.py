@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from command import run
 from hypothesis import given
@@ -19,7 +20,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.tools.corpus.records import Kind, checked
+from tokenfeed.tools.corpus.kinds import Kind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engine import ReferenceEngine
@@ -105,7 +106,7 @@ def listed(ragged: Ragged) -> list[list[int]]:
 
 def encoded(task: Task, kind: str, **values: Any) -> dict[str, list[Any]]:
     """What the task makes of records, by column: a list of rows each."""
-    given = {name: [checked(v, of) for v in values[name]] for name, of in task.fields.items()}
+    given = {name: [*map(checker(of), values[name])] for name, of in task.fields.items()}
     tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)
     samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.template(tokenizer))
     columns = {name: ragged.values for name, ragged in samples.per_token.items()} | samples.per_row
@@ -279,6 +280,7 @@ def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict
 
 FIELDS = {
     "classify": ("text", "label"),
+    "score": ("text", "score"),
     "tag": ("tokens", "tags"),
     "complete": ("prompt", "completion"),
 }
@@ -293,6 +295,19 @@ RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
         ("a", None, "field `label` is null, expected a name or"),
         ("a", -1, "field `label` is -1, expected a name or"),
         ("lazy", "of validation", "good"),
+    ],
+    "score": [
+        ("quick fox", 2.5, "good"),
+        ("a dog", -3, "good"),
+        ("lazy", "0.1", "good"),
+        ("", 1.0, "empty"),
+        ("a", ..., "no field `score`"),
+        ("a", None, "field `score` is null, expected a finite number"),
+        ("a", True, "field `score` is True, expected a finite number"),
+        ("a", float("nan"), "field `score` is nan, expected a finite number"),
+        ("a", 1e39, "field `score` is 1e+39, expected a finite number"),
+        ("a", "a lot", "field `score` is 'a lot', expected a finite number"),
+        ("the", 0, "good"),
     ],
     "tag": [
         (["quick", GONE, "foxes"], ["B", "lost", "I"], "good"),
@@ -323,6 +338,9 @@ RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
 def expected_row(task: str, first: Any, second: Any) -> Row:
     if task == "classify":
         return {"input_ids": oracle("word-piece").encode(first).ids, "label": second}
+    if task == "score":
+        ids = oracle("word-piece").encode(first).ids
+        return {"input_ids": ids, "score": float(np.float32(second))}
     if task == "tag":
         encoding = word_encoding("word-piece", first, True)
         return {"input_ids": encoding.ids, "labels": tags_of(encoding, second, None)}

@@ -25,6 +25,8 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
 PAD = 9
+NOTHING = -7.5
+"""Stands for NaN, which equals nothing."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Case:
             self.batching,
             step_size=self.micro_batches_per_step,
             draw=order.draw(0, 0),
-            labels=self.rows.per_row.get("label"),
+            labels=self.rows.per_row.get("label", self.rows.per_row.get("score")),
         )
         batches = [batch for step in spans_of(planned) for batch in step]
         rounds = deal_rounds(
@@ -75,13 +77,13 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    task: Task = draw(st.sampled_from(["lm", "classify", "tag", "complete"]))
+    task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete"]))
     lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
     policies = [
         st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8])),
         st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8])),
     ]
-    if task != "classify":
+    if task not in ("classify", "score"):
         policies += [
             st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8])),
             st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans()),
@@ -134,9 +136,10 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
         row_of["document_ids"] += [documents for _ in padding]
         documents += bool(padding)
     made: dict[str, Any] = tables
-    if "label" in rows.per_row:
-        classes = rows.per_row["label"].tolist()
-        made["labels"] = [IGNORED if filler else classes[row] for [(row, _, _)] in sequences]
+    for name, none in ("label", IGNORED), ("score", NOTHING):
+        if name in rows.per_row:
+            values = rows.per_row[name].tolist()
+            made["labels"] = [none if filler else values[row] for [(row, _, _)] in sequences]
     if "token_type_ids" not in rows.per_token:
         del made["token_type_ids"]
     if not isinstance(case.batching, Packed):
@@ -146,7 +149,7 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
 
 
 def listed(batch: Batch) -> dict[str, Any]:
-    made = {name: tensor.tolist() for name, tensor in batch.items()}
+    made = {name: tensor.nan_to_num(NOTHING).tolist() for name, tensor in batch.items()}
     return made | ({"document_ids": batch.document_ids.tolist()} if "position_ids" in made else {})
 
 
@@ -174,8 +177,12 @@ def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case
         assert list(host) == list(device)
         for name in host:
             assert host[name].dtype == device[name].dtype
-            assert torch.equal(host[name], device[name]), name
-            assert host[name].dtype == (torch.bool if name == "attention_mask" else torch.int64)
+            assert torch.equal(host[name].nan_to_num(NOTHING), device[name].nan_to_num(NOTHING)), (
+                name
+            )
+            is_score = name == "labels" and "score" in case.rows.per_row
+            whole = torch.bool if name == "attention_mask" else torch.int64
+            assert host[name].dtype == (torch.float32 if is_score else whole)
         if "position_ids" in host:
             assert host.cu_seqlens.dtype == device.cu_seqlens.dtype == torch.int32
             assert torch.equal(host.cu_seqlens, device.cu_seqlens)
@@ -199,7 +206,8 @@ def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
         batch = build_on_host(ragged, PAD)
         pieces = [span for sequence in sequences for span in sequence]
         sizes = [stop - start for _, start, stop in pieces]
-        assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
+        labels = batch["labels"]
+        assert batch.num_targets == int(((labels != IGNORED) & ~labels.isnan()).sum())
         assert batch.num_slots == batch["input_ids"].numel()
         assert batch.num_tokens == (0 if filler else sum(sizes))
         assert batch.lengths.tolist() == [sum(b - a for _, a, b in s) for s in sequences]

@@ -1,40 +1,16 @@
 """Under a plain DataLoader the batches are those of the loader."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 from delivery import (
-    POLICIES,
-    WINDOW_TOKENS,
-    MakeDataset,
     open_loader,
-    realistic_lengths,
-    small_batches,
     spans,
 )
-from torch.utils.data import DataLoader
+from plain import open_dataset, plain
 
-from tokenfeed import Batch, ShardDataset
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
-from tokenfeed.pipeline.planning.policy import Batching
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def plain(dataset: ShardDataset, num_workers: int = 0, windows: int | None = None) -> list[Batch]:
-    """The batches of a plain DataLoader."""
-    shares = DataLoader(dataset, batch_size=None, num_workers=num_workers)
-    return [batch for share in islice(shares, windows) for batch in share]
-
-
-def open_dataset(folder: Path, batching: Batching = POLICIES[0], **options: Any) -> ShardDataset:
-    return ShardDataset(folder, batching, **{"window_tokens": WINDOW_TOKENS} | options)
 
 
 def test_epochs_without_an_end_run_over_the_seam(folder: Path) -> None:

@@ -1,49 +1,20 @@
 """The way to a GPU where things go wrong: refused page locks, failed kernels, ends of all kinds."""
 
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from delivery import (
-    MakeDataset,
     open_loader,
-    realistic_lengths,
-    small_batches,
     spans,
 )
-from simulated import FakeSource, SimulatedCuda, simulate
+from simulated import CUDA_1, FakeSource, SimulatedCuda, started
 
-from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
 from tokenfeed.pipeline.feeding.source import InlineSource
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
-
-CUDA_1 = torch.device("cuda:1")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    with simulate(monkeypatch) as cuda:
-        yield cuda
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def started(folder: Path, count: int = 5, **options: Any) -> ShardLoader:
-    """A loader on the simulated device that has delivered some batches and copies the next."""
-    loader = open_loader(folder, **{"device": CUDA_1, "num_workers": 1, "epochs": None} | options)
-    assert len(list(islice(loader, count))) == count
-    return loader
 
 
 def test_the_current_device_is_resolved_once(folder: Path, cuda: SimulatedCuda) -> None:

@@ -1,18 +1,24 @@
-"""What others may add is added in one place: a policy, a store, a task's column."""
+"""What others may add is added in one place: a policy, a store, a task's column, an accelerator."""
 
+import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 import pytest
+import torch
 from data_sets import random_rows, write_rows
 from delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+from simulated import simulate
+from stores import MemoryStore, keep_in_memory
 
-from tokenfeed import Manifest, Mixture, Padded
+from tokenfeed import Manifest, Mixture, Packed, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.feeding import devices
+from tokenfeed.pipeline.feeding.page_lock import PageLock
+from tokenfeed.pipeline.feeding.stats import Counters
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
@@ -139,38 +145,10 @@ def test_a_class_elsewhere_that_is_called_like_a_policy_of_ours_changes_no_state
     open_loader(folder, Padded(2048)).load_state_dict(state)
 
 
-@dataclass(frozen=True)
-class MemoryStore:
-    """The files of a data set as bytes."""
-
-    name: str
-    files: dict[str, bytes]
-
-    def path(self, name: str) -> str:
-        return f"{self.name}/{name}"
-
-    def size(self, name: str) -> int:
-        return len(self.read(name))
-
-    def open(self, name: str, size: int) -> pa.NativeFile:
-        return pa.BufferReader(self.read(name))
-
-    def read(self, name: str) -> bytes:
-        if name not in self.files:
-            raise FileNotFoundError(2, "No such file", self.path(name))
-        return self.files[name]
-
-
 @pytest.fixture
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     """The files of `folder`, which `memory://data` names."""
-    files = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    monkeypatch.setitem(store.STORES, "memory", lambda path: MemoryStore(path, files))
-    return files
+    return keep_in_memory(monkeypatch, folder)
 
 
 @pytest.mark.usefixtures("remote")
@@ -215,19 +193,21 @@ def test_a_scheme_that_nobody_has_registered_is_refused() -> None:
         open_loader(there)
 
 
-@pytest.mark.parametrize(
-    ("per", "lengths"), [("row", [5, 3, 8]), ("token", [5, 3, 8])], ids=["row", "token"]
-)
+@pytest.mark.parametrize("dtype", ["int16", "float32"])
+@pytest.mark.parametrize("per", ["row", "token"])
 def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, lengths: list[int]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, per: str, dtype: str
 ) -> None:
-    grade = Column(name="grade", dtype="int16", per=per)  # type: ignore[arg-type]
+    lengths, less = [5, 3, 8], 0.25 if dtype == "float32" else 0
+    grade = Column(name="grade", dtype=dtype, per=per)  # type: ignore[arg-type]
     weight = Column(name="kind", dtype="uint8", per="token")
     monkeypatch.setitem(schema._ROLES, "grade", "target")
     monkeypatch.setitem(schema._ROLES, "kind", "input")
     rows = random_rows(np.array(lengths))
     size = len(lengths) if per == "row" else sum(lengths)
-    (rows.per_row if per == "row" else rows.per_token)["grade"] = np.arange(size, dtype=np.int16)
+    (rows.per_row if per == "row" else rows.per_token)["grade"] = (np.arange(size) + less).astype(
+        dtype
+    )
     rows.per_token["kind"] = np.ones(sum(lengths), np.uint8)
     folder = write_rows(
         tmp_path / "data", {"train": rows}, 1000, task="lm", columns=(grade, weight)
@@ -237,8 +217,49 @@ def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
     assert batch["kind"].sum() == sum(lengths)
     order = batch.rows.tolist()
     if per == "row":
-        assert batch["labels"].tolist() == order
+        assert batch["labels"].tolist() == [row + less for row in order]
     else:
         starts = np.cumsum([0, *lengths])
-        expected = [list(range(starts[row], starts[row + 1])) for row in order]
+        expected = [[at + less for at in range(starts[row], starts[row + 1])] for row in order]
+        assert batch.num_targets == sum(lengths)
         assert [labels[labels >= 0].tolist() for labels in batch["labels"]] == expected
+
+
+class Xpu(devices.Accelerator):
+    """An accelerator of another maker, which locks what it is asked to."""
+
+    locked: ClassVar[list[int]] = []
+
+    def lock(self, address: int, num_bytes: int) -> str | None:
+        self.locked.append(address)
+        return None
+
+    def unlock(self, address: int) -> None:
+        self.locked.remove(address)
+
+
+@pytest.mark.parametrize("batching", [Padded(2048), Packed(64, 4)], ids=str)
+def test_an_accelerator_is_a_class_and_a_line_of_one_table(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, batching: Batching
+) -> None:
+    host = list(open_loader(folder, batching))
+    with pytest.raises(ConfigError, match="`device`='xpu' is not supported: cpu and cuda are"):
+        open_loader(folder, batching, device="xpu")
+    monkeypatch.setitem(devices.ACCELERATORS, "xpu", Xpu)
+    with pytest.raises(ConfigError, match="`device`='xpu': torch finds no XPU device"):
+        open_loader(folder, batching, device="xpu")
+    with (
+        simulate(monkeypatch, torch.xpu) as xpu,
+        open_loader(folder, batching, device="xpu") as ours,
+    ):
+        assert ours.device == torch.device("xpu:0")
+        for batch, expected in zip(ours, host, strict=True):
+            assert {id(tensor) for tensor in batch.tensors()} <= set(xpu.owned)
+            assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        assert xpu.made == [(0, -1)]
+        assert xpu.compute.waited == xpu.copy.recorded[: len(xpu.compute.waited)]
+        ours.close()
+    unlock = PageLock(ours.device, Counters()).lock(mmap.mmap(-1, 4096))
+    assert len(Xpu.locked) == 1
+    unlock()
+    assert not Xpu.locked

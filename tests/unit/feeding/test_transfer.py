@@ -1,7 +1,6 @@
 """The handover between copy stream and compute stream, on simulated streams, events and leases."""
 
 import mmap
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,8 @@ from delivery import (
     POLICIES,
     MakeDataset,
     open_loader,
-    realistic_lengths,
-    small_batches,
 )
-from simulated import FakeSource, SimulatedCuda, simulate
+from simulated import FakeSource, SimulatedCuda
 
 from tokenfeed import Batch
 from tokenfeed.pipeline.errors import ShardFormatError
@@ -30,12 +27,6 @@ from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 DEVICE = torch.device("cuda:0")
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedCuda]:
-    with simulate(monkeypatch) as cuda:
-        yield cuda
 
 
 def feed_of(source: FakeSource) -> transfer.Batches:
@@ -144,12 +135,6 @@ def test_memory_is_page_locked_until_undone_and_only_if_that_worked(
     undo()
     assert cuda.marks == (["register"] if refuses else ["register", "unregister"])
     memory.close()  # nothing holds on to it
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
 
 
 def test_what_is_asked_for_later_is_built_from_what_was_handed_over(

@@ -292,6 +292,7 @@ def test_impossible_policies_are_refused(make: object, message: str) -> None:
         ("tag", Packed(49, 2, long_rows="refuse"), "longest row has 50 tokens.* takes 49"),
         ("classify", Padded(49), "longest row has 50 tokens.* cannot be cut"),
         ("classify", Packed(50, 2), "cannot be packed"),
+        ("score", Packed(50, 2), "cannot be packed"),
         ("lm", Padded(50, long_rows="refuse"), None),
         ("lm", Padded(49), None),
         ("lm", Packed(50, 2, long_rows="refuse"), None),

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.options import Options, parse_options
 from tokenfeed.tools.pretokenizing import make as make_module

@@ -133,7 +133,14 @@ def test_as_many_workers_run_as_find_room_in_the_memory(gigabytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("task", "pairs"),
-    [("lm", False), ("classify", False), ("classify", True), ("tag", False), ("complete", False)],
+    [
+        ("lm", False),
+        ("classify", False),
+        ("score", True),
+        ("classify", True),
+        ("tag", False),
+        ("complete", False),
+    ],
 )
 def test_every_row_is_there_once_with_all_its_columns(
     make_dataset: MakeDataset, tmp_path: Path, task: str, pairs: bool

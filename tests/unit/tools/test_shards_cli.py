@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import call, run
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from command import call, files_of
+from documents import DOCUMENTS
+from stores import keep_in_memory
+from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.shards import Cat, Verify, main
 from tokenfeed.tools.verify import find_problems
-
-TEXTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
 
 
 def shards(*arguments: object, expect: int = 0) -> str:
@@ -25,31 +25,10 @@ def shards(*arguments: object, expect: int = 0) -> str:
     return result.stdout if expect == 0 or result.stdout else result.stderr
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set of several shards, both splits, with one reject."""
-    folder = tmp_path_factory.mktemp("made")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>"]
-    trainer = trainers.BpeTrainer(
-        initial_alphabet=alphabet, special_tokens=special, vocab_size=300, show_progress=False
-    )
-    tokenizer.train_from_iterator(TEXTS[:3], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
-    (folder / "in.jsonl").write_text(lines + "{\n")
-    options = ("--tokenizer", folder, "--shard-size", "40KB", "--validation", 0.2)
-    run(folder / "in.jsonl", folder / "out", *options)
-    return folder / "out"
-
-
 @pytest.fixture
-def out(made: Path, tmp_path: Path) -> Path:
+def out(documents: Path, tmp_path: Path) -> Path:
     """A copy to damage."""
-    return Path(shutil.copytree(made, tmp_path / "out"))
+    return Path(shutil.copytree(documents, tmp_path / "out"))
 
 
 def problems(folder: Path) -> list[str]:
@@ -63,9 +42,9 @@ def replace_file(folder: Path, info: FileInfo, data: bytes) -> FileInfo:
     return dataclasses.replace(info, bytes=len(data), xxh3=file_xxh3(path))
 
 
-def test_verify_finds_nothing_in_a_good_data_set(made: Path) -> None:
-    assert "good, shards: " in shards("verify", made)
-    assert json.loads(shards("verify", made, "--json")) == {"ok": True, "problems": []}
+def test_verify_finds_nothing_in_a_good_data_set(documents: Path) -> None:
+    assert "good, shards: " in shards("verify", documents)
+    assert json.loads(shards("verify", documents, "--json")) == {"ok": True, "problems": []}
 
 
 def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
@@ -100,7 +79,7 @@ def test_verify_says_in_json_that_the_manifest_is_damaged(
 ) -> None:
     path = out / "manifest.json"
     path.write_bytes(damage) if damage else path.unlink()
-    assert Verify(out=out, json=True).run() == 1
+    assert Verify(out=str(out), json=True).run() == 1
     result = json.loads(capsys.readouterr().out)
     assert result["ok"] is False
     assert [str(path) in problem for problem in result["problems"]] == [True]
@@ -152,17 +131,17 @@ def test_verify_finds_wrong_counts_and_another_vocabulary(out: Path) -> None:
     assert "tokenizer.json: has 2 ids, the manifest says " in found
 
 
-def test_cat_gives_back_the_texts_with_their_origin(made: Path) -> None:
+def test_cat_gives_back_the_texts_with_their_origin(documents: Path) -> None:
     found = {}
     for split in ("train", "validation"):
-        rows = Manifest.read(made).split(split).rows
-        printed = shards("cat", made, "--split", split, "--rows", rows, "--json")
+        rows = Manifest.read(documents).split(split).rows
+        printed = shards("cat", documents, "--split", split, "--rows", rows, "--json")
         for number, line in enumerate(printed.splitlines()):
             row = json.loads(line)
             assert (row["split"], row["row"]) == (split, number)
             assert row["file"].endswith("in.jsonl")
             found[row["record"]] = row["text"]
-    assert found == dict(enumerate(TEXTS))
+    assert found == dict(enumerate(DOCUMENTS))
 
 
 @pytest.mark.parametrize(("task", "shown"), [("lm", "a label"), ("classify", "a label</s>")])
@@ -189,37 +168,37 @@ def test_cat_leaves_out_an_end_token_only_where_it_ends_the_row(
         tokenizer=dataclasses.replace(made_by, end_id=end_id),
         sources=replace_file(folder, manifest.sources, b'{"path": "in.txt"}'),
     ).write(folder)
-    assert Cat(out=folder, json=True).run() == 0
+    assert Cat(out=str(folder), json=True).run() == 0
     assert json.loads(capsys.readouterr().out)["text"] == shown
 
 
-def test_cat_starts_anywhere_and_crosses_shards(made: Path) -> None:
-    manifest = Manifest.read(made)
+def test_cat_starts_anywhere_and_crosses_shards(documents: Path) -> None:
+    manifest = Manifest.read(documents)
     first = manifest.split("train").shards[0].rows
-    whole = shards("cat", made, "--rows", first + 3, "--json").splitlines()
-    part = shards("cat", made, "--start", first - 2, "--rows", 5, "--json").splitlines()
+    whole = shards("cat", documents, "--rows", first + 3, "--json").splitlines()
+    part = shards("cat", documents, "--start", first - 2, "--rows", 5, "--json").splitlines()
     assert part == whole[first - 2 :]
-    header, *text = shards("cat", made, "--start", 1, "--rows", 1).splitlines()
+    header, *text = shards("cat", documents, "--start", 1, "--rows", 1).splitlines()
     row = json.loads(whole[1])
     assert header.startswith(f"--- train row 1 | {row['file']} record {row['record']} | ")
     assert "\n".join(text) == row["text"]
 
 
-def test_cat_refuses_what_is_not_there(made: Path, out: Path) -> None:
-    assert "--start` 100000" in shards("cat", made, "--start", 100_000, expect=2)
-    assert "no split `test`" in shards("cat", made, "--split", "test", expect=1)
+def test_cat_refuses_what_is_not_there(documents: Path, out: Path) -> None:
+    assert "--start` 100000" in shards("cat", documents, "--start", 100_000, expect=2)
+    assert "no split `test`" in shards("cat", documents, "--split", "test", expect=1)
     (out / "tokenizer.json").write_bytes((out / "tokenizer.json").read_bytes() + b" ")
     assert "tokenizer.json: is not the file that the manifest names" in shards("cat", out, expect=1)
 
 
-def test_inspect_shows_splits_lengths_and_ledger(made: Path) -> None:
-    manifest = Manifest.read(made)
-    printed = shards("inspect", made)
+def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
+    manifest = Manifest.read(documents)
+    printed = shards("inspect", documents)
     assert "tokens per row, validation" in printed
     assert f"{manifest.split('train').tokens:,}" in printed
     assert "121 documents read = 120 written + 0 empty + 1 rejected" in printed
     assert manifest.fingerprint in printed
-    content = json.loads(shards("inspect", made, "--json"))
+    content = json.loads(shards("inspect", documents, "--json"))
     assert content["fingerprint"] == manifest.fingerprint
     assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
 
@@ -228,3 +207,61 @@ def test_inspect_shows_splits_lengths_and_ledger(made: Path) -> None:
 def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
     (out / "sources.jsonl").write_bytes(damage)
     assert "sources.jsonl: is not the file that the manifest names" in shards("cat", out, expect=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "--json"],
+        ["verify"],
+        ["verify", "--json"],
+        ["cat", "--json", "--start", 30, "--rows", 60],
+        ["cat", "--split", "validation"],
+    ],
+    ids=str,
+)
+def test_commands_say_of_a_store_what_they_say_of_a_folder(
+    documents: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[object]
+) -> None:
+    keep_in_memory(monkeypatch, documents)
+    command, *options = arguments
+    there = shards(command, "memory://some/data", *options)
+    here = shards(command, documents, *options)
+    assert there.replace("memory://some/data", str(documents)) == here
+
+
+def test_damage_in_a_store_is_named_as_the_store_names_it(
+    documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = keep_in_memory(monkeypatch, documents)
+    files["train/00000.arrow"] = files["train/00000.arrow"][:-1]
+    files["rejects.jsonl"] += b"\n"
+    del files["sources.jsonl"], files["tokenizer.json"]
+    said = shards("verify", "memory://data", expect=1)
+    for problem in (
+        "memory://data/train/00000.arrow: expected ",
+        "memory://data/rejects.jsonl: expected ",
+        "memory://data/sources.jsonl: cannot be read: No such file",
+        "memory://data: damaged, problems found: 4",
+    ):
+        assert problem in said
+    said = shards("cat", "memory://data", expect=1)
+    assert "memory://data/tokenizer.json: cannot be read: No such file. Restore it." in said
+
+
+def test_a_store_is_shuffled_into_a_folder(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_in_memory(monkeypatch, documents)
+    for source, out in (documents, "ours"), ("memory://data", "theirs"):
+        shards("shuffle", source, tmp_path / out, "--workers", 1)
+    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "cat", "shuffle"])
+def test_an_address_without_a_store_is_refused_as_what_it_is(command: str, tmp_path: Path) -> None:
+    out = [tmp_path / "out"] if command == "shuffle" else []
+    said = shards(command, "s3://bucket/data", *out, expect=2)
+    assert "s3://bucket/data: no store for `s3://` (known: none)." in said
+    assert said.count("\n") == 1

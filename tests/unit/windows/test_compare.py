@@ -1,34 +1,17 @@
 """An compare names the first difference between two runs, and which of them left the plan."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
-from delivery import MakeDataset, open_loader, realistic_lengths, small_batches
+from delivery import open_loader
+from states import State, state_after
 
 from tokenfeed import Fixed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ResumeError
-
-State = dict[str, Any]
-
-
-@pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
-    small_batches(monkeypatch)
-    return make_dataset(realistic_lengths(), num_shards=3)
-
-
-def state_after(folder: Path, batches: int, **options: Any) -> State:
-    with open_loader(folder, **{"epochs": None} | options) as loader:
-        for _ in islice(loader, batches):
-            pass
-        state: State = json.loads(json.dumps(loader.state_dict()))
-    return state
 
 
 def deviate(loader: ShardLoader, after: int) -> State:

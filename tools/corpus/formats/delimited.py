@@ -16,8 +16,9 @@ from tokenfeed.pipeline.format.ragged import binaries
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.quoting import Lines, QuotedRows, whole_rows
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
+from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, Reject, rejected
+from tokenfeed.tools.corpus.records import Records, Reject, rejected
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["CSV", "TSV"]
@@ -45,7 +46,7 @@ def _records(
         CorpusError: A field is to hold a list.
         ValueError: There is no header, or a row is too long to be one.
     """
-    if {Kind.WORDS, Kind.LABELS} & set(fields.values()):
+    if any(kind.item for kind in fields.values()):
         raise CorpusError(
             f"{name}: `{'` and `'.join(fields)}` must hold lists, and CSV and TSV have none. Make "
             "it JSON Lines or Parquet, or leave it out by `--exclude`."

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
-from tokenfeed.tools.corpus.records import Fields, Records
+from tokenfeed.tools.corpus.records import Records
 
 __all__ = ["Format"]
 

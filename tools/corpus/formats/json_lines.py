@@ -24,18 +24,13 @@ import numpy as np
 from tokenfeed.tools.corpus.blocks import whole_lines
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.lines import cut_lines
+from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker, json_type
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, checked, records_of
+from tokenfeed.tools.corpus.records import Records, records_of
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["JSON_LINES", "JsonLines", "has_field", "is_json_lines", "json_object"]
 
-_TYPES: dict[Kind, Any] = {
-    Kind.TEXT: str,
-    Kind.WORDS: list[str],
-    Kind.LABEL: str | int | bool,
-    Kind.LABELS: list[str | int | bool],
-}
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -44,7 +39,7 @@ class JsonLines:
 
     def __init__(self, fields: Fields) -> None:
         self._fields = fields
-        names = [(f"field{index}", _TYPES[kind]) for index, kind in enumerate(fields.values())]
+        names = [(f"field{index}", json_type(kind)) for index, kind in enumerate(fields.values())]
         renamed = {f"field{index}": name for index, name in enumerate(fields)}
         try:
             line = msgspec.defstruct("Line", names, rename=renamed, gc=False)
@@ -120,7 +115,7 @@ def _column(values: list[Any], kind: Kind) -> list[Any]:
         return list(map(str.encode, values))
     if kind is Kind.WORDS:
         return [list(map(str.encode, words)) for words in values]
-    return [checked(value, kind) for value in values]
+    return list(map(checker(kind), values))
 
 
 def _parsed(line: bytes) -> dict[str, Any] | Unusable:

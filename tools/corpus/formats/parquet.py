@@ -9,7 +9,8 @@ import pyarrow as pa
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, cut_table, numbered, read_table
-from tokenfeed.tools.corpus.records import Fields, Records, rejected
+from tokenfeed.tools.corpus.kinds import Fields
+from tokenfeed.tools.corpus.records import Records, rejected
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq

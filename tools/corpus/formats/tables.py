@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, Unusable, records_of, rejected
+from tokenfeed.tools.corpus.records import Records, records_of, rejected
 
 __all__ = ["BATCH_ROWS", "batch_records", "column_problem", "cut_table", "numbered", "read_table"]
 
@@ -86,7 +87,7 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
             return f"no column `{name}`; it has: {', '.join(schema.names)}"
         if schema.names.count(name) > 1:
             return f"has {schema.names.count(name)} columns `{name}`"
-        if not _fits(schema.field(name).type, kind):
+        if not fits(schema.field(name).type, kind):
             return f"column `{name}` is {schema.field(name).type}, expected {kind.value}"
     return None
 
@@ -112,40 +113,17 @@ def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) ->
     return records_of(zip(numbers.tolist(), rows, strict=True), fields)
 
 
-def _fits(kind: pa.DataType, wanted: Kind) -> bool:
-    if pa.types.is_dictionary(kind):
-        return _fits(kind.value_type, wanted)
-    if wanted in (Kind.WORDS, Kind.LABELS):
-        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
-        return is_list and _fits(kind.value_type, Kind.TEXT if wanted is Kind.WORDS else Kind.LABEL)
-    if wanted is Kind.LABEL and (pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        return True
-    return _is_text(kind)
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    types = pa.types
-    return bool(
-        types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-        or types.is_binary(kind)
-        or types.is_large_binary(kind)
-    )
-
-
 def _plain(column: pa.Array, kind: Kind) -> pa.Array:
     """The column without dictionary encoding, texts as bytes: they may not be valid UTF-8."""
     if pa.types.is_dictionary(column.type):
         _check_dictionary(column)
         column = column.dictionary_decode()
-    if kind in (Kind.WORDS, Kind.LABELS) and pa.types.is_dictionary(column.type.value_type):
+    if kind.item and pa.types.is_dictionary(column.type.value_type):
         _check_dictionary(column.values)
         column = column.cast(pa.large_list(column.type.value_type.value_type))
     if pa.types.is_string(column.type) or pa.types.is_string_view(column.type):
         column = column.cast(pa.large_string())
-    if _is_text(column.type):
+    if is_text(column.type):
         column = column.cast(pa.large_binary())
         column.validate(full=True)  # damaged offsets would be followed anywhere
     return column

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, records_of
+from tokenfeed.tools.corpus.records import Records, records_of
 
 __all__ = ["TEXT"]
 
