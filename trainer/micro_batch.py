@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
-from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS
+from tokenfeed.pipeline.format.schema import INPUT_IDS, TOKEN_TYPE_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.models.attention import Scope
 
@@ -46,7 +46,7 @@ class MicroBatch:
         """One of the same make and another shape, of which nothing can be learnt."""
         return MicroBatch(
             ids_BT=self.ids_BT.new_zeros((rows, length)),
-            labels=self.labels.new_full((rows, length)[: self.labels.dim()], IGNORED),
+            labels=self.labels.new_full((rows, length)[: self.labels.dim()], _none(self.labels)),
             positions_BT=self.positions_BT.new_zeros((min(rows, len(self.positions_BT)), length)),
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
@@ -71,11 +71,12 @@ class Shaper:
         """A batch with its documents; queues a few kernels, and never waits for the device."""
         filling = self._missing_rows(batch)
         rows = {key: _with_rows(batch[key], filling, fill) for key, fill in _FILLS if key in batch}
+        labels = batch[TARGETS]
         packed, length = ATTENTION_MASK not in batch, batch[INPUT_IDS].shape[1]
         by_document = packed and self.apart
         return MicroBatch(
             ids_BT=rows[INPUT_IDS],
-            labels=rows[TARGETS],
+            labels=_with_rows(labels, filling, _none(labels)),
             positions_BT=rows[POSITION_IDS] if by_document else _count(length, batch.device),
             scope=self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK]),
             is_token_BT=None if packed else rows[ATTENTION_MASK],
@@ -108,7 +109,6 @@ class Shaper:
 
 _FILLS: tuple[tuple[str, int], ...] = (
     (INPUT_IDS, 0),
-    (TARGETS, IGNORED),
     (POSITION_IDS, 0),
     (ATTENTION_MASK, 1),  # a row that sees nothing at all would be a softmax of nothing
     (TOKEN_TYPE_IDS, 0),
@@ -119,7 +119,12 @@ def _filled_like(values: Tensor | None, rows: int, length: int, fill: int) -> Te
     return None if values is None else values.new_full((rows, length), fill)
 
 
-def _with_rows(values: Tensor, missing: int, fill: int) -> Tensor:
+def _none(labels: Tensor) -> float:
+    """The label of a row or token that has none."""
+    return no_target(is_float=labels.is_floating_point())
+
+
+def _with_rows(values: Tensor, missing: int, fill: float) -> Tensor:
     """The same with `missing` more rows at the end."""
     if not missing:
         return values

@@ -129,14 +129,15 @@ def write_rows(
         for split, rows in splits.items()
     }
     folder.mkdir(exist_ok=True)
-    source = json.dumps({"path": "corpus.txt"}).encode()
+    count = sum(len(rows) for rows in splits.values())
+    ledger = {"read": count, "written": count, "empty": 0, "rejected": 0}
+    source = json.dumps({"path": "corpus.txt", "bytes": 0} | ledger).encode()
     for name, content in (("sources", source), ("empty", b""), ("tokenizer", tokenizer)):
         (folder / name).write_bytes(content)
     sources, empty, made_by = (
         FileInfo(file=name, bytes=(folder / name).stat().st_size, xxh3=file_xxh3(folder / name))
         for name in ("sources", "empty", "tokenizer")
     )
-    count = sum(len(rows) for rows in splits.values())
     Manifest(
         format_version=1,
         task=task,
@@ -157,7 +158,7 @@ def write_rows(
             special_tokens_added=False,
         ),
         splits=infos,
-        ledger=Ledger(files=1, bytes=0, read=count, written=count, empty=0, rejected=0),
+        ledger=Ledger(files=1, bytes=0, **ledger),
         sources=sources,
         rejects=empty,
     ).write(folder)

@@ -10,6 +10,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.tasks.classify import Classify
 from tokenfeed.trainer.tasks.masked import Masked
 from tokenfeed.trainer.tasks.next_token import Completion, LanguageModelling
+from tokenfeed.trainer.tasks.score import Score
 from tokenfeed.trainer.tasks.special import SpecialIds
 from tokenfeed.trainer.tasks.tag import Tag
 from tokenfeed.trainer.tasks.task import Task
@@ -17,7 +18,7 @@ from tokenfeed.trainer.tasks.task import Task
 __all__ = ["TASKS", "make_task"]
 
 TASKS: dict[str, Callable[[Manifest, int], Task]] = {
-    task.name: task for task in (LanguageModelling, Completion, Classify, Tag)
+    task.name: task for task in (LanguageModelling, Completion, Classify, Score, Tag)
 }
 """What is trained on shards, by the task in their manifest."""
 

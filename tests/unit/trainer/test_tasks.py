@@ -26,6 +26,7 @@ from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.masked import Masked
 from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.score import ScoreScores
 from tokenfeed.trainer.tasks.special import SpecialIds
 
 CPU = torch.device("cpu")
@@ -33,15 +34,16 @@ TASKS: list[tuple[Task, ObjectiveName]] = [
     ("lm", "auto"),
     ("complete", "auto"),
     ("classify", "auto"),
+    ("score", "auto"),
     ("tag", "auto"),
     ("lm", "masked"),
 ]
-PACKED = [task for task in TASKS if task[0] != "classify"]
+PACKED = [task for task in TASKS if task[0] not in ("classify", "score")]
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Task, Path]:
-    names: list[Task] = ["lm", "complete", "classify", "tag"]
+    names: list[Task] = ["lm", "complete", "classify", "score", "tag"]
     return {name: write_labelled(tmp_path_factory.mktemp(name) / "shards", name) for name in names}
 
 
@@ -241,3 +243,25 @@ def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Pat
             before, after = model(shown), model(changed)
         torch.testing.assert_close(before[~first], after[~first])
         assert not torch.allclose(before[first], after[first])
+
+
+@given(st.data())
+def test_the_scores_of_a_regression_are_those_of_numpy(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 30))
+    numbers = st.floats(-50, 50, width=32)
+    true = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
+    guess = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
+    missing = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    scores = ScoreScores(CPU)
+    for part in np.array_split(np.arange(size), 3):
+        targets = torch.from_numpy(np.where(missing, np.nan, true).astype(np.float32)[part])
+        scores.add(torch.from_numpy(guess[part])[:, None], targets)
+    found, true, guess = scores.result(), true[~missing], guess[~missing]
+    if len(true) == 0:
+        assert set(found.values()) == {0.0}
+        return
+    error = guess.astype(float) - true
+    assert found["rmse"] == pytest.approx(np.sqrt((error**2).mean()), abs=1e-4)
+    assert found["mean_rmse"] == pytest.approx(true.astype(float).std(), abs=1e-4)
+    if true.std() > 0.01 and guess.std() > 0.01:
+        assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-3)
