@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.format.storage import (
     TEMPORARY_SUFFIX,
     atomic_file,
@@ -194,13 +195,13 @@ def _refusal_of_disk(error: BaseException | None) -> OSError | None:
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:
     """The state of torch's random generators: the host's, and the device's where it has its own."""
     state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type != "cpu":
+        state[device.type] = accelerator(device).module.get_rng_state(device)
     return state
 
 
 def set_random_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
     """Go on with random numbers where `random_state` was taken; on another device, start anew."""
     torch.set_rng_state(state["cpu"].cpu())
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
+    if device.type != "cpu" and device.type in state:
+        accelerator(device).module.set_rng_state(state[device.type].cpu(), device)

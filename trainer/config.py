@@ -22,7 +22,6 @@ __all__ = [
     "CONFIG_FILE",
     "AttentionName",
     "BatchingName",
-    "DeviceName",
     "ObjectiveName",
     "OptimizerName",
     "PrecisionName",
@@ -37,7 +36,6 @@ BatchingName = Literal["auto", "packed", "padded"]
 AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
-DeviceName = Literal["auto", "cpu", "cuda"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 CONFIG_FILE = "config.yaml"
@@ -96,8 +94,8 @@ class TrainConfig:
     """Of the built-in models."""
     init_from: str | None = None
     """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
-    device: DeviceName = "auto"
-    """auto: cuda where there is one, else cpu."""
+    device: str = "auto"
+    """cpu, cuda; auto: cuda where there is one."""
     precision: PrecisionName = "auto"
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
     compile: bool = False

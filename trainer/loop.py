@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoint import Best, CheckpointMeta, Checkpoints
@@ -30,7 +31,7 @@ from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.origins import origins
-from tokenfeed.trainer.precision import Precision, all_finite, choose_device, device_name
+from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
 from tokenfeed.trainer.tasks.registry import make_task
@@ -57,7 +58,7 @@ class Trainer:
         config.check()
         self._started_s = time.perf_counter()
         self.config = config
-        self.device = choose_device(config.device)
+        self.device = _choose_device(config.device)
         self.task = make_task(config, Manifest.read(config.shards), self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
@@ -297,6 +298,10 @@ class Trainer:
 
     def _new_tally(self) -> Tally:
         return Tally.zero(self.device)
+
+
+def _choose_device(name: str) -> torch.device:
+    return default_device() if name == "auto" else resolve_device(name)
 
 
 def _warmup_steps(steps: int) -> int:

@@ -11,33 +11,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config import DeviceName, PrecisionName
+from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.trainer.config import PrecisionName
 
-__all__ = ["Precision", "all_finite", "choose_device", "device_name", "tune_convolutions"]
+__all__ = ["Precision", "all_finite", "device_name", "tune_convolutions"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(name: DeviceName) -> torch.device:
-    """The device that `name` means on this machine.
-
-    Raises:
-        ConfigError: cuda is asked for, and there is none.
-    """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f"`--device`: cuda asked for, but torch {torch.__version__} finds no CUDA device. "
-            "Use --device cpu, or install a CUDA build of torch and its driver."
-        )
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def device_name(device: torch.device) -> str:
     """For the report: the GPU's model, or cpu."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type == "cpu":
+        return device.type
+    return str(accelerator(device).module.get_device_name(device))
 
 
 class Precision:
@@ -160,4 +146,4 @@ def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
     if device.type == "cpu":
         return "fp32"
     # Older GPUs emulate bf16, several times slower than their native fp16.
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+    return "bf16" if accelerator(device).has_bfloat16() else "fp16"

@@ -16,15 +16,18 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
+
+from tokenfeed.pipeline.feeding.devices import accelerator
 
 __all__ = [
     "CAUSES",
     "Cause",
     "Clock",
-    "CudaClock",
+    "EventClock",
     "HostClock",
     "StallMeter",
     "StallReading",
@@ -84,7 +87,7 @@ class HostClock:
         """Nothing to take back."""
 
 
-class CudaClock:
+class EventClock:
     """The clock of a GPU: timing events on the current stream, kept in a pool.
 
     Events are resolved with `query`, never waited for. An elapsed time is a 32-bit float of
@@ -92,28 +95,29 @@ class CudaClock:
     """
 
     method = (
-        "CUDA events around data, log, checkpoint and evaluation: GPU time in which nothing of the "
+        "events around data, log, checkpoint and evaluation: GPU time in which nothing of the "
         "training was queued; idle time inside forward, backward and optimizer is not seen"
     )
 
-    def __init__(self) -> None:
-        self._pool: list[torch.cuda.Event] = []
+    def __init__(self, device: torch.device) -> None:
+        self._new_event = partial(accelerator(device).module.Event, enable_timing=True)
+        self._pool: list[torch.Event] = []
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> torch.Event:
         """Record an event on the current stream."""
-        event = self._pool.pop() if self._pool else _timing_event()
+        event = self._pool.pop() if self._pool else self._new_event()
         event.record()
         return event
 
-    def passed(self, mark: torch.cuda.Event) -> bool:
+    def passed(self, mark: torch.Event) -> bool:
         """Whether the event has happened."""
-        return bool(mark.query())  # type: ignore[no-untyped-call]
+        return bool(mark.query())
 
-    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+    def seconds(self, earlier: torch.Event, later: torch.Event) -> float:
         """GPU time between two events."""
         return float(earlier.elapsed_time(later)) / 1e3
 
-    def recycle(self, mark: torch.cuda.Event) -> None:
+    def recycle(self, mark: torch.Event) -> None:
         """Keep the event for a later mark."""
         self._pool.append(mark)
 
@@ -240,13 +244,9 @@ class StallMeter(Generic[Mark]):
 
 def make_meter(device: torch.device, skipped_steps: int) -> StallMeter[Any]:
     """A meter on the clock of `device`."""
-    if device.type == "cuda":
-        return StallMeter(CudaClock(), skipped_steps)
-    return StallMeter(HostClock(), skipped_steps)
-
-
-def _timing_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    if device.type == "cpu":
+        return StallMeter(HostClock(), skipped_steps)
+    return StallMeter(EventClock(device), skipped_steps)
 
 
 def _no_seconds() -> dict[Cause, float]:

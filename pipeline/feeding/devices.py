@@ -14,7 +14,7 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["ACCELERATORS", "Accelerator", "accelerator", "resolve_device"]
+__all__ = ["ACCELERATORS", "Accelerator", "accelerator", "default_device", "resolve_device"]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all devices
 
@@ -44,6 +44,10 @@ class Accelerator(ABC):
         """The stream of this thread, which computes."""
         stream: torch.Stream = self.module.current_stream(self.device)
         return stream
+
+    def has_bfloat16(self) -> bool:
+        """Whether it computes in bf16 by itself, and does not merely emulate it."""
+        return bool(self.module.is_bf16_supported(including_emulation=False))
 
     @abstractmethod
     def lock(self, address: int, num_bytes: int) -> str | None:
@@ -86,6 +90,15 @@ ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
 def accelerator(device: torch.device) -> Accelerator:
     """The accelerator that a device of `resolve_device` is; the CPU is none."""
     return ACCELERATORS[device.type](device)
+
+
+def default_device() -> torch.device:
+    """The current device of the first kind of accelerator that is here, else the CPU."""
+    for kind in ACCELERATORS:
+        module = torch.get_device_module(kind)
+        if module.is_available():
+            return torch.device(kind, module.current_device())
+    return torch.device("cpu")
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

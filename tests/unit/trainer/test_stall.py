@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.stall import CAUSES, CudaClock, HostClock, StallMeter, StallReading
+from tokenfeed.trainer.stall import CAUSES, EventClock, HostClock, StallMeter, StallReading
 
 
 class SimulatedGpu:
@@ -180,7 +180,7 @@ def test_the_host_clock_charges_a_bracket_its_own_seconds() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
     busy_cycles = 400_000_000  # some 0.2 s on any recent GPU
-    meter = StallMeter(CudaClock(), 1)
+    meter = StallMeter(EventClock(torch.device("cuda")), 1)
     for _ in range(4):
         torch.cuda._sleep(busy_cycles)
         with meter.cause("data"):

@@ -154,7 +154,7 @@ def test_a_setting_that_cannot_work_is_named_with_its_value(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
 def test_asking_for_a_missing_gpu_is_refused(shards: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"`--device`: cuda asked for, but .* finds no CUDA"):
+    with pytest.raises(ConfigError, match=r"`device`=.cuda.: torch finds no CUDA device"):
         run(make_config(shards, tmp_path / "run", device="cuda"))
 
 
