@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.format.storage import (
     TEMPORARY_SUFFIX,
@@ -27,11 +27,17 @@ from tokenfeed.pipeline.format.storage import (
     file_xxh3,
     sync_folder,
 )
-from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
+from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, TrainConfig
 
 __all__ = ["Best", "CheckpointMeta", "Checkpoints", "random_state", "set_random_state"]
 
 KEPT = 2
+_WORDS = {
+    "model": "--model",
+    "task": "task",
+    "vocabulary_size": "vocabulary size",
+    "optimizer": "--optimizer",
+}
 _STATE, _PROGRESS, _BEST = "state.pt", "progress.json", "best.json"
 _NAME = re.compile(r"step-\d{8}")
 
@@ -49,9 +55,30 @@ class CheckpointMeta:
     model: str
     vocabulary_size: int
     task: str = "lm"
-    """What was trained; the first checkpoints lack it."""
+    """What was trained; the first checkpoints lack it, and the optimizer."""
+    optimizer: str = "adamw"
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`."""
+
+    def check(self, config: TrainConfig, ours: "CheckpointMeta") -> None:
+        """Refuse to go on with another model, or with fewer steps than were trained.
+
+        Raises:
+            ConfigError: The run is asked for fewer steps.
+            ResumeError: It trains something else than `ours`, a new run by `config`.
+        """
+        if self.step > config.steps:
+            raise ConfigError(
+                f"`--steps`={config.steps}: {config.run_dir} has trained {self.step} steps "
+                "already. Raise it to go on."
+            )
+        for name in ("model", "task", "vocabulary_size", "optimizer"):
+            saved, wanted = getattr(self, name), getattr(ours, name)
+            if saved != wanted:
+                raise ResumeError(
+                    f"cannot resume: the checkpoint has {_WORDS[name]} {saved}, this run has "
+                    f"{wanted}. Use the same, or start a new run in another --run-dir."
+                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

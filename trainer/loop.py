@@ -11,7 +11,6 @@ corrected once, there.
 import contextlib
 import dataclasses
 import itertools
-import json
 import logging
 import math
 import time
@@ -21,16 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoint import Best, CheckpointMeta, Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.origins import origins
+from tokenfeed.trainer.origins import write_origins
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter
@@ -220,45 +218,37 @@ class Trainer:
         with self.stall.cause("checkpoint"):
             if not all_finite(self.learner.model):
                 raise self._diverged("weights have become infinite")
-            progress = CheckpointMeta(
-                step=self.step,
-                tokens=self.tokens,
-                slots=self.slots,
-                model=self.config.model,
-                vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
-                task=self.task.name,
-                loader=self.loader.state_dict(),
-            )
-            self.checkpoints.save(progress, self.learner.state_dict())
+            self.checkpoints.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step
+
+    def _meta(self) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=self.step,
+            tokens=self.tokens,
+            slots=self.slots,
+            model=self.config.model,
+            vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
+            task=self.task.name,
+            optimizer=self.config.optimizer,
+            loader=self.loader.state_dict(),
+        )
 
     def _diverged(self, finding: str) -> ConfigError:
         """What to say, with the rows of the last step: often a few of them are to blame."""
         path = self.config.run_dir / LAST_STEP_FILE
-        places = origins(self.config.shards, "train", np.concatenate(self.last_rows))
-        lines = [json.dumps({"file": file, "record": record}) for file, record in places]
-        atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
-        file, record = places[0]
+        first = write_origins(path, self.config.shards, np.concatenate(self.last_rows))
         return ConfigError(
             f"{finding} at step {self.step}. Lower --learning-rate or raise --warmup-steps, and "
             f"{self.checkpoints.way_on()}. If a checkpoint leads here again, delete it to go on "
-            f"from the one before. The records of this step, {file} record {record} and others, "
-            f"are named in {path}."
+            f"from the one before. The records of this step, {first} and others, are named in "
+            f"{path}."
         )
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
         config = self.config
         progress, state = self.checkpoints.load(self.device)
-        if progress.step > config.steps:
-            raise ConfigError(
-                f"`--steps`={config.steps}: {config.run_dir} has trained {progress.step} steps "
-                "already. Raise it to go on."
-            )
-        _refuse_difference("--model", progress.model, config.model)
-        _refuse_difference("task", progress.task, self.task.name)
-        vocabulary_size = self.loader.manifest.tokenizer.vocabulary_size
-        _refuse_difference("vocabulary size", progress.vocabulary_size, vocabulary_size)
+        progress.check(config, self._meta())
         self.loader.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
@@ -306,11 +296,3 @@ def _choose_device(name: str) -> torch.device:
 
 def _warmup_steps(steps: int) -> int:
     return max(1, min(WARMUP_STEPS, steps // 2))
-
-
-def _refuse_difference(name: str, saved: object, ours: object) -> None:
-    if saved != ours:
-        raise ResumeError(
-            f"cannot resume: the checkpoint has {name} {saved}, this run has {ours}. Use the same, "
-            "or start a new run in another --run-dir."
-        )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -9,9 +10,19 @@ from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
-__all__ = ["origins"]
+__all__ = ["origins", "write_origins"]
+
+
+def write_origins(path: Path, shards: StorePath, rows: np.ndarray) -> str:
+    """Write a line for each of some rows of the train split; gives the first, for a message."""
+    places = origins(shards, "train", rows)
+    lines = [json.dumps({"file": file, "record": record}) for file, record in places]
+    atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
+    file, record = places[0]
+    return f"{file} record {record}"
 
 
 def origins(shards: StorePath, split: str, rows: np.ndarray) -> list[tuple[str, int]]:

@@ -222,6 +222,7 @@ def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": "mini"}, "the checkpoint has --model tiny, this run has mini"),
+        ({"optimizer": "muon"}, "the checkpoint has --optimizer adamw, this run has muon"),
         ({"seed": 1}, "seed=0, this loader has seed=1"),
         ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
     ],
