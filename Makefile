@@ -43,9 +43,9 @@ test-fast: setup
 test-slow: setup
 	$(RUN_CHECKS) pytest -q -m 'slow or commands' $(PARALLEL)
 
-# What needs a CUDA device, for who has one; elsewhere all of it is skipped.
+# For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
 gpu: setup
-	$(RUN_CHECKS) pytest -q -m cuda -rs
+	$(BIN)/python benchmarks/gpu.py
 
 check: lint types editor
 

@@ -1,16 +1,18 @@
 """What tests of training share: a corpus small enough to be learnt in seconds, runs of it, and what
 they leave."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from data_sets import random_rows, write_rows
 
-from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
 from tokenfeed.trainer.config import SizeName, TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope
@@ -18,13 +20,17 @@ from tokenfeed.trainer.models.head import Head, HeadKind
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
+from tokenfeed.trainer.stall import Cause, StallMeter
+from tokenfeed.trainer.tasks.registry import TASKS
 
 __all__ = [
     "LONGEST",
+    "RUNS",
     "VOCABULARY",
     "Ids",
     "assert_same_run",
     "counting_rows",
+    "follow_brackets",
     "load_weights",
     "make_config",
     "make_head",
@@ -33,6 +39,7 @@ __all__ = [
     "read_metrics",
     "run",
     "write_counting",
+    "write_every_task",
     "write_labelled",
 ]
 
@@ -48,18 +55,48 @@ _NAMES: dict[Task, tuple[str, ...]] = {
 }
 
 
-def write_labelled(folder: Path, name: Task, count: int = 40) -> Path:
+RUNS: dict[str, dict[str, Any]] = {
+    f"{task} {batching}": {"shards": task, "batching": batching}
+    for task in TASKS
+    for batching in ("packed", "padded")
+    if not (TASKS[task].kind == "row" and batching == "packed")  # one label a row is not packed
+} | {
+    "pairs padded": {"shards": "pairs", "batching": "padded"},
+    "masked packed": {"shards": "lm", "objective": "masked", "batching": "packed"},
+    "masked padded": {"shards": "lm", "objective": "masked", "batching": "padded"},
+}
+"""Settings of all that is learnt, each way; `shards` is in the folder of `write_every_task`."""
+
+
+def write_every_task(folder: Path) -> Path:
+    """A data set of each task, and one of pairs of texts."""
+    for task in TASKS:
+        write_labelled(folder / task, task, count=150)
+    write_labelled(folder / "pairs", "classify", count=150, pairs=True)
+    return folder
+
+
+def write_labelled(folder: Path, name: Task, count: int = 40, *, pairs: bool = False) -> Path:
     """Random rows of a task, for training, validation and test."""
     rng = np.random.default_rng(1)
     splits = {
         split: random_rows(
-            rng.integers(2, LONGEST + 1, rows).astype(np.int64), name, vocabulary_size=VOCABULARY
+            rng.integers(2, LONGEST + 1, rows).astype(np.int64),
+            name,
+            pairs=pairs,
+            vocabulary_size=VOCABULARY,
         )
         for split, rows in (("train", count), ("validation", 12), ("test", 9))
     }
     tokenizer = json.dumps({"added_tokens": []}).encode()
     return write_rows(
-        folder, splits, VOCABULARY, task=name, label_names=_NAMES.get(name, ()), tokenizer=tokenizer
+        folder,
+        splits,
+        VOCABULARY,
+        task=name,
+        columns=task_columns(name, pairs=pairs),
+        label_names=_NAMES.get(name, ()),
+        tokenizer=tokenizer,
     )
 
 
@@ -126,6 +163,24 @@ def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:
     asked = iter(range(1, 1_000_000))
     return train(config, lambda: next(asked) == stop_after)
+
+
+def follow_brackets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Cause | None]:
+    """Says in which bracket of a stall meter the loop is; None within a step."""
+    entered: list[Cause] = []
+    bracket = StallMeter.cause
+
+    @contextlib.contextmanager
+    def follow(meter: StallMeter[Any], name: Cause) -> Iterator[None]:
+        with bracket(meter, name):
+            entered.append(name)
+            try:
+                yield
+            finally:
+                entered.pop()
+
+    monkeypatch.setattr(StallMeter, "cause", follow)
+    return lambda: entered[-1] if entered else None
 
 
 def read_metrics(run_dir: Path, key: str) -> dict[int, float]:

@@ -1,0 +1,82 @@
+"""benchmarks/gpu.py, as far as it goes without a GPU: what was not measured is not claimed."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from places import ROOT
+from training import write_labelled
+
+from tokenfeed.trainer.tasks.registry import TASKS
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make gpu` is for this machine")
+
+
+def run_gpu(*options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, options)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_without_a_gpu_one_line_says_that_nothing_was_measured() -> None:
+    ended = run_gpu()
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("no CUDA device")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_the_sanitizer_watches_runs(tmp_path: Path) -> None:
+    write_labelled(tmp_path / "lm", "lm")
+    script = ROOT / "benchmarks" / "gpu_case.py"
+    command = [sys.executable, script, "races", tmp_path, "--device", "cpu", "--small"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(ended.stdout)["batches"] > 0
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("data")
+
+
+def outcomes(folder: Path) -> dict[str, str]:
+    found = json.loads((folder / "gpu-cpu.json").read_text())
+    assert found["environment"]["device"] == "cpu"
+    assert {"commit", "date", "torch", "cpu"} <= set(found["environment"])
+    for entry in found["results"]:
+        assert ("tokens_per_s" in entry) == (entry["outcome"] == "passed")
+    return {entry["part"]: entry["outcome"] for entry in found["results"]}
+
+
+@pytest.mark.slow
+def test_parts_that_need_no_gpu_are_measured_and_the_others_skipped(
+    tmp_path: Path, data: Path
+) -> None:
+    ended = run_gpu("--device", "cpu", "--small", "--results", tmp_path, "--data", data)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = outcomes(tmp_path)
+    measured = {part for part, outcome in found.items() if outcome == "passed"}
+    skipped = {part for part, outcome in found.items() if outcome == "skipped: no CUDA"}
+    assert skipped | measured == set(found)
+    assert {"tests", "races", *(f"waits {task}" for task in TASKS)} <= skipped
+    assert {"loader", *(f"train {task}" for task in TASKS)} <= measured
+
+
+@pytest.mark.slow
+def test_a_part_that_fails_says_why_and_the_others_are_kept(tmp_path: Path, data: Path) -> None:
+    (data / "tag").mkdir(exist_ok=True)
+    (data / "tag" / "manifest.json").write_text("{}")
+    options = ("--device", "cpu", "--small", "--results", tmp_path, "--data", data)
+    ended = run_gpu(*options, "--parts", "train tag", "loader")
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "failed: train tag"
+    found = outcomes(tmp_path)
+    assert found["loader"] == "passed"
+    assert re.fullmatch(r"failed: .*tag/manifest\.json.*", found["train tag"])

@@ -1,0 +1,144 @@
+"""Whole steps of the real loop on a CUDA device in name only: what a GPU would be told to do."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import named_cuda
+import pytest
+import torch
+from places import SUPPORT
+from training import RUNS, write_every_task
+
+LACKING = named_cuda.why_not()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
+
+Seen = dict[str, Any]
+
+NARROW = {"bf16": "bfloat16", "fp16": "float16"}
+CASES: dict[str, dict[str, Any]] = {
+    f"{run} {precision}": settings | {"precision": precision}
+    for run, settings in RUNS.items()
+    for precision in NARROW
+} | {
+    "chosen": RUNS["lm packed"] | {"num_workers": 1},
+    "fp32": RUNS["complete packed"] | {"precision": "fp32"},
+    "muon": RUNS["tag padded"] | {"optimizer": "muon"},
+    "muon fp16": RUNS["lm packed"] | {"optimizer": "muon", "precision": "fp16"},
+}
+FAULTS = {fault: RUNS["lm packed"] | {"fault": fault} for fault in ("value", "copy", "device")}
+
+FLASH, MASKED = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+BY_ENDS = (
+    "_varlen_attn" if torch.torch_version.TorchVersion(torch.__version__) >= "2.11" else MASKED
+)
+ATTENTION = {
+    "lm packed": FLASH,
+    "lm padded": FLASH,
+    "complete packed": BY_ENDS,
+    "complete padded": FLASH,
+    "classify padded": MASKED,
+    "pairs padded": MASKED,
+    "score padded": MASKED,
+    "tag packed": BY_ENDS,
+    "tag padded": MASKED,
+    "masked packed": BY_ENDS,
+    "masked padded": MASKED,
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """What each case did; one process runs them all, since importing torch takes the longest."""
+    folder = tmp_path_factory.mktemp("named_cuda")
+    data = write_every_task(folder / "data")
+    cases = {
+        name: settings | {"shards": str(data / settings["shards"])}
+        for name, settings in (CASES | FAULTS).items()
+    }
+    program = [sys.executable, "-W", "error", str(SUPPORT / "on_named_cuda.py")]
+    ended = subprocess.run(
+        [*program, str(named_cuda.build(folder)), json.dumps(cases)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Seen] = json.loads(ended.stdout)
+    return found
+
+
+def waits_of_steps(seen: Seen) -> list[str]:
+    return [place for place, cause in seen["waits"] if cause in (None, "data")]
+
+
+def dtypes(seen: Seen, *operators: str) -> set[str]:
+    found = (kinds for name, kinds in seen["operators"].items() if name.startswith(operators))
+    return {kind for kinds in found for kind in kinds}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_run_on_a_gpu_and_wait_for_nothing(seen: dict[str, Seen], case: str) -> None:
+    assert "error" not in seen[case], seen[case]["error"]
+    assert waits_of_steps(seen[case]) == []
+    assert {cause for _, cause in seen[case]["waits"]} == {"log", "evaluation"}
+
+
+@pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("run", RUNS)
+def test_products_are_narrow_and_what_is_kept_is_not(
+    seen: dict[str, Seen], run: str, precision: str
+) -> None:
+    case = seen[f"{run} {precision}"]
+    assert dtypes(case, "mm", "addmm", "bmm", "baddbmm") == {NARROW[precision]}
+    assert dtypes(case, "_log_softmax", "_fused_adamw") == {"float32"}
+    assert case["weights"] == case["moments"] == ["cuda:0 float32"]
+
+
+@pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("run", RUNS)
+def test_attention_is_by_the_kernel_that_fits(
+    seen: dict[str, Seen], run: str, precision: str
+) -> None:
+    backward = f"{ATTENTION[run]}_backward"
+    operators = seen[f"{run} {precision}"]["operators"]
+    assert {
+        name for name in operators if "attention_backward" in name or "attn_backward" in name
+    } == {backward}
+
+
+def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
+    seen: dict[str, Seen],
+) -> None:
+    assert seen["chosen"]["precision"] == "bf16"
+    assert seen["fp32"]["matmul"] == "high"
+    assert dtypes(seen["fp32"], "mm", "addmm", "bmm") == {"float32"}
+
+
+def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]) -> None:
+    assert "_amp_update_scale_" in seen["lm packed fp16"]["operators"]
+    assert "_amp_update_scale_" not in seen["lm packed bf16"]["operators"]
+
+
+@pytest.mark.parametrize("case", ["muon", "muon fp16"])
+def test_muon_keeps_its_momentum_on_the_device_and_wide(seen: dict[str, Seen], case: str) -> None:
+    assert seen[case]["optimizer"] == "MuonAdamW"
+    assert seen[case]["weights"] == seen[case]["moments"] == ["cuda:0 float32"]
+
+
+def test_a_value_that_is_asked_for_within_a_step_is_found(seen: dict[str, Seen]) -> None:
+    found = waits_of_steps(seen["value"])
+    assert found
+    assert all("on_named_cuda.py" in place and "_local_scalar" in place for place in found)
+
+
+def test_a_copy_that_waits_within_a_step_is_found(seen: dict[str, Seen]) -> None:
+    found = waits_of_steps(seen["copy"])
+    assert found
+    assert all("on_named_cuda.py" in place and "_to_copy" in place for place in found)
+
+
+def test_a_mix_of_devices_is_an_error(seen: dict[str, Seen]) -> None:
+    assert "DeviceMismatchError" in seen["device"]["error"]
