@@ -90,8 +90,15 @@ class TrainConfig:
     """On matrices only."""
     clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
-    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    """Of the built-in models."""
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    """Share of values set to 0; by default none in built-in models, and what an hf: model's config
+    says."""
+    from_scratch: bool = False
+    """Of an hf: model take the config only, and draw weights anew."""
+    lora: Positive | None = None
+    """Train adapters of this rank, and leave an hf: model's weights as they are."""
+    lora_target: str = "all-linear"
+    """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     init_from: str | None = None
     """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
     device: str = "auto"
@@ -114,6 +121,8 @@ class TrainConfig:
     """Steps between progress lines."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run."""
+    export: Path | None = None
+    """Folder to make at the end: the best weights, their config and tokenizer."""
     resume: bool = False
     """Go on from --run-dir, with its settings."""
     json: bool = False

@@ -11,6 +11,7 @@ from tokenfeed.trainer.checkpoint import random_state, set_random_state
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.weights import load_weights, trained_state
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.schedule import learning_rate, rate_factor
@@ -31,7 +32,7 @@ class Learner:
         self._config, self._task, self._device = config, task, device
         self.precision = precision
         torch.manual_seed(config.seed)
-        self.model = make_model(config, task.head).to(device)
+        self.model = make_model(config, task.head, precision.dtype).to(device)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
@@ -80,7 +81,7 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for the data."""
         return {
-            "model": self.model.state_dict(),
+            "model": trained_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
@@ -88,7 +89,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
+        load_weights(self.model, state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         set_random_state(state["random"], self._device)

@@ -28,6 +28,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.origins import write_origins
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
@@ -108,7 +109,7 @@ class Trainer:
         if self.step == self.config.steps and "test" in self.loader.manifest.splits:
             if self.best and self.best.step != self.step:
                 _, state = self.checkpoints.load(self.device, self.best.step)
-                self.learner.model.load_state_dict(state["model"])
+                load_weights(self.learner.model, state["model"])
             found["test"] = self._metrics_of("test")
         return found
 

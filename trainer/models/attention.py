@@ -6,13 +6,14 @@ nothing; elsewhere by a mask, which costs B x T x T bytes and the fastest kernel
 Shapes: B rows, T slots, H heads, K width of a head, S segments.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Scope", "attend", "has_varlen"]
+__all__ = ["Reach", "Scope", "attend", "has_varlen"]
 
 _LEAST_CAPABILITY = (8, 0)
 
@@ -32,6 +33,39 @@ class Scope:
     """(S + 1,) int32: where segments begin in the flattened batch, and its end."""
     max_seqlen: int = 0
     """Bound of a segment's length, where there are `cu_seqlens`."""
+    window: int | None = None
+    """With `cu_seqlens`: how many slots before it, and where it is not causal behind it, a slot
+    sees; None: all."""
+
+    def narrowed(self, reach: "Reach", ids_BT: Tensor) -> "Scope":
+        """The same for a layer that sees less; `ids_BT` tells how long rows are, and where."""
+        length = ids_BT.shape[1]
+        causal = self.causal or reach.causal
+        window = None if reach.window is None or reach.window >= length - 1 else reach.window
+        if causal == self.causal and window is None:
+            return self
+        if self.cu_seqlens is not None:
+            return replace(self, causal=causal, window=window)
+        mask_BHTT = self.mask_BHTT
+        if causal and mask_BHTT is not None and mask_BHTT.shape[2] == 1:
+            mask_BHTT = None  # of padding, which comes last in a row
+        if mask_BHTT is None and window is None:
+            return replace(self, causal=causal, mask_BHTT=None)
+        near_11TT = _near(causal, window, length, ids_BT.device)[None, None]
+        if mask_BHTT is None:
+            return replace(self, causal=causal, mask_BHTT=near_11TT)
+        # All see themselves: a softmax of nothing would spoil what is beside it in the next layer.
+        itself_TT = torch.eye(length, dtype=torch.bool, device=ids_BT.device)
+        return replace(self, causal=causal, mask_BHTT=(mask_BHTT & near_11TT) | itself_TT)
+
+
+class Reach(NamedTuple):
+    """What a layer sees of a document."""
+
+    causal: bool
+    """Whether a slot sees only itself and those before it."""
+    window: int | None
+    """How many slots before it, and where it is not causal behind it; None: all."""
 
     def blank_like(self, rows: int, length: int) -> "Scope":
         """One of the same make for another shape, where every slot sees all it may."""
@@ -100,9 +134,18 @@ def _attend_segments(
     query, key, value = (
         part.transpose(1, 2).flatten(0, 1) for part in (query_BHTK, key_BHTK, value_BHTK)
     )
-    window = (-1, 0) if scope.causal else (-1, -1)  # a list would not be understood as causal
+    far = -1 if scope.window is None else scope.window
+    window = (far, 0 if scope.causal else far)  # a list would not be understood as causal
     mixed = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scale, window_size=window
     )
     assert isinstance(mixed, Tensor)
     return mixed.view(rows, -1, *mixed.shape[1:]).transpose(1, 2)
+
+
+def _near(causal: bool, window: int | None, length: int, device: torch.device) -> Tensor:
+    """(T, T): whether a query (first) reaches a key (second)."""
+    slot_T = torch.arange(length, device=device)
+    behind_TT = slot_T[:, None] - slot_T
+    near_TT = behind_TT.abs() <= (length if window is None else window)
+    return near_TT & (behind_TT >= 0) if causal else near_TT

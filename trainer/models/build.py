@@ -2,6 +2,7 @@
 
 import importlib
 
+import torch
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -9,6 +10,7 @@ from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.models.weights import start_from
 
 __all__ = ["compile_model", "make_model"]
 
@@ -16,25 +18,28 @@ _MOST_GRAPHS = 4 * MOST_SHAPES
 """Of one block: for training and evaluation, packed or padded."""
 
 
-def make_model(config: TrainConfig, head: Head) -> nn.Module:
-    """A model with weights drawn from torch's random state, on the host.
+def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model on the host; what no weights are given for is drawn from torch's random state.
 
     Args:
-        config: Names it.
+        config: Names it. With `resume` and without adapters no weights are read: a checkpoint has
+            them all.
         head: What it has to give.
+        dtype: Of weights that are not trained: those beside adapters.
 
     Raises:
         ConfigError: There is no such model, or it cannot do what is asked.
     """
-    if config.model in SIZES:
-        return Transformer(SIZES[config.model], head, config.dropout)
-    module, colon, factory = config.model.partition(":")
-    if not colon:
-        raise ConfigError(
-            f"`--model`: expected {', '.join(SIZES)}, hf:FOLDER or MODULE:FACTORY, got "
-            f"{config.model}."
-        )
-    return _own_model(module, factory, head)
+    is_hub = config.model.startswith("hf:")
+    if not is_hub and (config.lora is not None or config.from_scratch):
+        option = "--from-scratch" if config.lora is None else "--lora"
+        raise ConfigError(f"`{option}`: is for hf: models, and --model is {config.model}.")
+    model = _hub_model(config, head, dtype) if is_hub else _named_model(config, head)
+    if config.init_from and not (config.resume and config.lora is None):
+        start_from(config.init_from, model)
+    if config.lora is not None:
+        _add_adapters(model, config, head)
+    return model
 
 
 def compile_model(model: nn.Module) -> None:
@@ -49,6 +54,18 @@ def compile_model(model: nn.Module) -> None:
         part.compile(dynamic=False)
 
 
+def _named_model(config: TrainConfig, head: Head) -> nn.Module:
+    if config.model in SIZES:
+        return Transformer(SIZES[config.model], head, config.dropout or 0.0)
+    module, colon, factory = config.model.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"`--model`: expected {', '.join(SIZES)}, hf:FOLDER or MODULE:FACTORY, got "
+            f"{config.model}."
+        )
+    return _own_model(module, factory, head)
+
+
 def _own_model(module: str, factory: str, head: Head) -> nn.Module:
     try:
         make = getattr(importlib.import_module(module), factory)
@@ -61,3 +78,32 @@ def _own_model(module: str, factory: str, head: Head) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`--model`={module}:{factory}: gave {type(model).__name__}, no model.")
     return model
+
+
+def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module:
+    if config.from_scratch and config.lora is not None:
+        raise ConfigError(
+            "`--lora`: adapters beside weights that --from-scratch draws learn little. Leave one "
+            "of the two out."
+        )
+    try:
+        from tokenfeed.trainer.models import hub, trial
+    except ImportError as error:
+        raise _lacking(f"`--model`={config.model}", "hub", error) from error
+    model = hub.load_hub_model(config, head, torch.float32 if config.lora is None else dtype)
+    trial.try_out(model, head, config.model)
+    return model
+
+
+def _add_adapters(model: nn.Module, config: TrainConfig, head: Head) -> None:
+    try:
+        from tokenfeed.trainer.models import hub, lora
+    except ImportError as error:
+        raise _lacking(f"`--lora`={config.lora}", "lora", error) from error
+    assert isinstance(model, hub.HubModel)
+    assert config.lora is not None
+    lora.add_adapters(model, head, config.lora, config.lora_target)
+
+
+def _lacking(option: str, extra: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"{option}: {error}. Run `pip install tokenfeed[{extra}]`.")

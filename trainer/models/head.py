@@ -27,3 +27,7 @@ class Head:
     """Whether a token sees only those before it."""
     pairs: bool = False
     """Whether rows are pairs of texts, so that the model is told which text a token is of."""
+    labels: tuple[str, ...] = ()
+    """Names of tags or classes, by their number."""
+    pad_id: int | None = None
+    """Fills rows, where the tokenizer has an id that does nothing else."""

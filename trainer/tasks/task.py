@@ -62,6 +62,7 @@ class Task:
     @property
     def head(self) -> Head:
         """What a model has to give."""
+        tokenizer = self.manifest.tokenizer
         pairs = any(column.name == TOKEN_TYPE_IDS for column in self.manifest.columns)
         return Head(
             kind=self.kind,
@@ -69,6 +70,8 @@ class Task:
             vocabulary_size=self.vocabulary_size,
             causal=self.causal,
             pairs=pairs,
+            labels=self.manifest.label_names,
+            pad_id=None if tokenizer.pad_id == tokenizer.end_id else tokenizer.pad_id,
         )
 
     @property

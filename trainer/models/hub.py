@@ -1,0 +1,233 @@
+"""Models of `transformers`: from weights or from a config, wrapped to be called like ours.
+
+The wrapper hands over ids, positions and what attention may reach, and no labels: the loss is the
+task's. Of rows with one label it takes the token to be judged by itself, where `transformers`
+guesses it from ids that look like padding.
+
+Shapes: B rows, T slots, D width, C outputs.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.attention import Reach, Scope
+from tokenfeed.trainer.models.head import Head
+from tokenfeed.trainer.models.hub_attention import ATTENTION_NAME
+
+__all__ = ["HubModel", "load_hub_model"]
+
+_log = logging.getLogger(__name__)
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+class HubModel(nn.Module):
+    """A model of `transformers`, called with a micro-batch."""
+
+    def __init__(self, model: Any, head: Head) -> None:
+        """
+        Args:
+            model: Of `AutoModelFor...`, made with our attention.
+            head: What its logits are of.
+        """
+        super().__init__()
+        self.model = model
+        self._takes_last = head.kind == "row" and hasattr(model, "score")
+        self._takes_types = head.pairs and getattr(model.config, "type_vocab_size", 1) > 1
+        self._first_position = _first_position(model)
+        self._parameters_of_call = inspect.signature(model.forward).parameters
+        self.reaches: frozenset[Reach] = frozenset()
+        """What its layers see of a document: for each the forward makes a scope."""
+        self.adapters: tuple[Any, ...] = ()
+        """The model again, by `peft`, where it has adapters; no part of this module."""
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Logits: (B, T, V), (B, T, C), or (B, C) for a head of rows."""
+        scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
+        return self.logits(
+            micro_batch, {reach: scope.narrowed(reach, ids_BT) for reach in self.reaches}
+        )
+
+    def logits(self, micro_batch: MicroBatch, scopes: Mapping[Reach, Scope]) -> Tensor:
+        """The same with the scope of each reach."""
+        inputs = self._inputs(micro_batch) | {"scopes": scopes}
+        if not self._takes_last:
+            logits: Tensor = self.model(**inputs).logits
+            return logits
+        assert micro_batch.is_token_BT is not None, "rows with one label are not packed"
+        hidden_BTD = self.model.base_model(**inputs).last_hidden_state
+        last_B11 = micro_batch.is_token_BT.sum(1)[:, None, None] - 1
+        judged_BD = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[2])).squeeze(1)
+        scores_BC: Tensor = self.model.score(judged_BD)
+        return scores_BC
+
+    def repeated_blocks(self) -> Iterable[nn.Module]:
+        """What is compiled once and used in every layer; the whole where none is known."""
+        names = set(self.model._no_split_modules or ())
+        found = [part for part in self.model.modules() if type(part).__name__ in names]
+        return found or [self.model]
+
+    def save(self, folder: Path) -> None:
+        """Write what `from_pretrained` loads, with adapters added to the weights they stand beside;
+        of no use for training afterwards."""
+        for adapted in self.adapters:
+            adapted.merge_and_unload()
+        self.model.config.use_cache = True
+        with _quiet():
+            self.model.save_pretrained(folder)
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        ids_BT = micro_batch.ids_BT
+        positions_BT = micro_batch.positions_BT.expand_as(ids_BT) + self._first_position
+        inputs: dict[str, Any] = {"input_ids": ids_BT, "position_ids": positions_BT}
+        if micro_batch.is_token_BT is not None:
+            inputs["attention_mask"] = micro_batch.is_token_BT  # some pool by it
+        if self._takes_types and "token_type_ids" in self._parameters_of_call:
+            inputs["token_type_ids"] = micro_batch.token_types_BT
+        return inputs
+
+
+def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubModel:
+    """The model that `hf:` names; what its weights lack is drawn from torch's random state.
+
+    Args:
+        config: Names it, and says whether its weights are wanted.
+        head: What it has to give.
+        dtype: Of its weights.
+
+    Raises:
+        ConfigError: There is none, or it does not fit.
+    """
+    source = config.model.removeprefix("hf:")
+    with _quiet(), _one_line_for(config.model):
+        described = _describe(source, config, head)
+        auto = getattr(transformers, _class_for(head))
+        if config.from_scratch or (config.resume and config.lora is None):
+            model = auto.from_config(
+                described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+            )
+        else:
+            model = _from_weights(auto, source, described, dtype)
+    _check_sizes(model, config, head)
+    return HubModel(model, head)
+
+
+def _describe(source: str, config: TrainConfig, head: Head) -> Any:
+    """The config of the model, made to fit the task."""
+    described = transformers.AutoConfig.from_pretrained(source, **_where(source))
+    described.use_cache = False
+    if head.kind != "vocabulary":
+        described.id2label = dict(enumerate(head.labels))
+        described.label2id = {name: number for number, name in enumerate(head.labels)}
+    if described.get_text_config().pad_token_id is None:
+        described.get_text_config().pad_token_id = head.pad_id
+    if config.dropout is not None:
+        for name, value in described.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(described, name, config.dropout)
+    unknown = set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if unknown:
+        raise ConfigError(
+            f"`--model`={config.model}: has layers of {', '.join(sorted(unknown))}, and `train` "
+            f"knows {' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
+        )
+    return described
+
+
+def _class_for(head: Head) -> str:
+    if head.kind == "vocabulary":
+        return "AutoModelForCausalLM" if head.causal else "AutoModelForMaskedLM"
+    if head.kind == "row":
+        return "AutoModelForSequenceClassification"
+    return "AutoModelForTokenClassification"
+
+
+def _from_weights(auto: Any, source: str, described: Any, dtype: torch.dtype) -> Any:
+    model, found = auto.from_pretrained(
+        source,
+        config=described,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # a head for other labels
+        **_where(source),
+    )
+    fresh = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    if fresh:
+        _log.info("%s: starts fresh: %s", source, ", ".join(sorted(fresh)))
+    return model
+
+
+def _where(source: str) -> dict[str, Any]:
+    """A folder asks nobody; neither runs code that came with the weights."""
+    return {"local_files_only": Path(source).is_dir(), "trust_remote_code": False}
+
+
+def _first_position(model: Any) -> int:
+    """Of the first token of a document: the family of RoBERTa counts from behind its padding."""
+    learned = _learned_positions(model)
+    return 0 if learned is None or learned.padding_idx is None else learned.padding_idx + 1
+
+
+def _learned_positions(model: Any) -> nn.Embedding | None:
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return part
+    return None
+
+
+def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:
+    ids = model.get_input_embeddings().num_embeddings
+    if ids < head.vocabulary_size:
+        raise ConfigError(
+            f"`--model`={config.model}: knows {ids} ids, and {config.shards} needs "
+            f"{head.vocabulary_size}. Run `pretokenize` with the tokenizer of this model."
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest - _first_position(model) < config.sequence_length:
+        raise ConfigError(
+            f"`--sequence-length`={config.sequence_length}: {config.model} reads at most "
+            f"{longest - _first_position(model)} tokens."
+        )
+
+
+@contextmanager
+def _one_line_for(name: str) -> Iterator[None]:
+    """What `transformers` and safetensors refuse on several lines is a ConfigError of one."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"`--model`={name}: transformers cannot make it for this task ({reason}). Expected a "
+            "folder that `save_pretrained` wrote, or the name of one on the Hub."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and warnings of loading: what starts fresh is logged in one line."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,55 @@
+"""LoRA by `peft`: small matrices beside those of a model, which stay as they are.
+
+Trained are these adapters, and the head of a task that the model was not made for. So a checkpoint
+holds a few megabytes, and the moments of the optimizer as few.
+"""
+
+from typing import Any
+
+import peft
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.models.head import Head
+from tokenfeed.trainer.models.hub import HubModel
+
+__all__ = ["add_adapters"]
+
+_ALL = "all-linear"
+_ALPHA_PER_RANK = 2
+"""Adapters count twice, whatever their rank is: so it changes what they can learn, not how fast."""
+_TASK_TYPES = {"vocabulary": None, "token": "TOKEN_CLS", "row": "SEQ_CLS"}
+_HEADS = ("score", "classifier", "head", "pooler")
+"""Modules of heads of classes and tags, and of what stands before them: trained whole."""
+
+
+def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
+    """Freeze a model, and add adapters of a rank to the layers that `target` names.
+
+    Raises:
+        ConfigError: It has no such layers.
+    """
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=_ALPHA_PER_RANK * rank,
+        target_modules=_ALL if target == _ALL else target.split(","),
+        task_type=_TASK_TYPES[head.kind],
+        modules_to_save=_heads(model.model, head),
+    )
+    try:
+        adapted = peft.get_peft_model(model.model, settings)
+    except ValueError as error:
+        raise ConfigError(
+            f"`--lora-target`={target}: {str(error).partition(chr(10))[0]} Expected {_ALL}, or "
+            "names of its layers with commas between."
+        ) from error
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()  # the copy of a head in half precision
+    model.adapters = (adapted,)
+
+
+def _heads(model: Any, head: Head) -> list[str] | None:
+    if head.kind == "vocabulary":
+        return None
+    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return [name for name in _HEADS if name in parts]
