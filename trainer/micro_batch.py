@@ -37,6 +37,18 @@ class MicroBatch:
     token_types_BT: Tensor | None = None
     """Which text of a pair a token belongs to; None where rows are single texts."""
 
+    @classmethod
+    def of_ids(cls, ids_BT: Tensor, *, causal: bool) -> "MicroBatch":
+        """Rows of one document each, all of the same length, and no labels: to use a model."""
+        return cls(
+            ids_BT=ids_BT,
+            labels=torch.full_like(ids_BT, IGNORED),
+            positions_BT=_count(ids_BT.shape[1], ids_BT.device),
+            scope=Scope(causal=causal),
+            is_token_BT=torch.ones_like(ids_BT, dtype=torch.bool),
+            token_types_BT=torch.zeros_like(ids_BT),
+        )
+
     @property
     def num_slots(self) -> int:
         """B times T."""

@@ -11,6 +11,7 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.checkpoint import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.report import Report
 
@@ -32,12 +33,17 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
     report = _finished_report(config)
     if report is not None and _is_begun_alike(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
+        _export(config, report)
         return report
     _check_folder(config, finished=report is not None)
+    if config.export is not None:
+        check_export(config.export)
     try:
         with contextlib.closing(Trainer(config)) as trainer:
             trainer.train(should_stop)
-            return trainer.finish()
+            report = trainer.finish()
+        _export(config, report)
+        return report
     except TokenfeedError:  # some are RuntimeErrors
         raise
     except RuntimeError as error:
@@ -45,6 +51,13 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
         if message is None:
             raise
         raise ConfigError(message) from error
+
+
+def _export(config: TrainConfig, report: Report) -> None:
+    """Make the folder that is asked for, once all steps are trained."""
+    if config.export is not None and report.finished:
+        export_run(config, config.export)
+        _log.info("exported to %s", config.export)
 
 
 def _refuse_ranks() -> None:
@@ -66,8 +79,10 @@ def _finished_report(config: TrainConfig) -> Report | None:
 
 
 def _is_begun_alike(config: TrainConfig) -> bool:
+    """But for what changes nothing that is trained."""
     begun = TrainConfig.of_run(config.run_dir)
-    return begun == dataclasses.replace(config, resume=True, json=False)
+    asked = dataclasses.replace(config, resume=True, json=False)
+    return begun is not None and dataclasses.replace(begun, export=asked.export) == asked
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:

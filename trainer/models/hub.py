@@ -137,13 +137,22 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
         for name, value in described.to_dict().items():
             if "drop" in name and isinstance(value, float):
                 setattr(described, name, config.dropout)
+    _check_layers(described, config.model)
+    return described
+
+
+def _check_layers(described: Any, name: str) -> None:
+    if described.is_encoder_decoder:
+        raise ConfigError(
+            f"`--model`={name}: has an encoder and a decoder, and `train` learns models that are "
+            "one of the two. Take another model."
+        )
     unknown = set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS
     if unknown:
         raise ConfigError(
-            f"`--model`={config.model}: has layers of {', '.join(sorted(unknown))}, and `train` "
-            f"knows {' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
+            f"`--model`={name}: has layers of {', '.join(sorted(unknown))}, and `train` knows "
+            f"{' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
         )
-    return described
 
 
 def _class_for(head: Head) -> str:
@@ -212,6 +221,8 @@ def _one_line_for(name: str) -> Iterator[None]:
         raise
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
+        if error.args == (ATTENTION_NAME,):
+            reason = "its attention cannot be replaced"
         raise ConfigError(
             f"`--model`={name}: transformers cannot make it for this task ({reason}). Expected a "
             "folder that `save_pretrained` wrote, or the name of one on the Hub."

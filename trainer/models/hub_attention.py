@@ -61,7 +61,9 @@ def _attention(
     if attention_mask is not None:
         raise _cannot(layer, "a mask that it makes itself")
     if scopes is None:
-        raise _cannot(layer, "attention that is not told where documents end")
+        raise ConfigError(
+            f"`--model`: {layer} is not told where documents end. Take another model."
+        )
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # What `transformers` calls a window counts the slot itself.
     scope = scopes[Reach(bool(causal), None if sliding_window is None else sliding_window - 1)]
@@ -79,7 +81,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
 def _cannot(layer: str, what: str) -> ConfigError:
-    return ConfigError(f"`--model`: {layer} needs {what}, which `train` has not. Take another.")
+    return ConfigError(f"`--model`: {layer} needs {what}, which `train` has not. Take another model.")
 
 
 def _in_one_dtype(*parts: Tensor) -> list[Tensor]:

@@ -51,10 +51,12 @@ def _run(model: HubModel, micro_batch: MicroBatch) -> tuple[Tensor, frozenset[Re
     scopes = ScopesOnDemand(micro_batch.scope, micro_batch.ids_BT)
     try:
         logits = model.logits(micro_batch, scopes)
-    except TypeError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # what models that want other inputs raise is not foreseen
         raise ConfigError(
-            f"`--model`: {type(model.model).__name__} does not pass on what attention needs "
-            f"({error}). Take another model."
+            f"`--model`: {type(model.model).__name__} cannot be called with ids, positions and "
+            f"`scopes` ({' '.join(str(error).split())}). Take another model."
         ) from error
     return logits, frozenset(scopes)
 
