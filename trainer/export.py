@@ -169,9 +169,9 @@ def _sync(folder: Path) -> None:
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
     """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
-    content = open_store(config.shards).read(TOKENIZER_FILE)
+    content = open_store(config.shards).read(manifest.tokenizer.file)
     tokenizer = Tokenizer.from_buffer(content)
-    special = SpecialIds.from_shards(config.shards)
+    special = SpecialIds.from_shards(config.shards, manifest)
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
     ids["pad_token"] = manifest.tokenizer.pad_id
     types = ["token_type_ids"] if head.pairs else []

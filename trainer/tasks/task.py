@@ -71,7 +71,7 @@ class Task:
             causal=self.causal,
             pairs=pairs,
             labels=self.manifest.label_names,
-            pad_id=None if tokenizer.pad_id == tokenizer.end_id else tokenizer.pad_id,
+            pad_id=None if tokenizer.end_id in (None, tokenizer.pad_id) else tokenizer.pad_id,
         )
 
     @property
