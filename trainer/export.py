@@ -104,7 +104,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     progress, state = checkpoints.load(cpu, best.step if best else None)
     about = Exported(
         model=_HUB if config.model.startswith(_HUB) else config.model,
-        size=SIZES[config.model] if config.model in SIZES else None,
+        size=SIZES.get(config.model),
         head=task.head,
         task=task.name,
         step=progress.step,

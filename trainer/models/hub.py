@@ -36,14 +36,15 @@ _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 class HubModel(nn.Module):
     """A model of `transformers`, called with a micro-batch."""
 
-    def __init__(self, model: Any, head: Head) -> None:
+    def __init__(self, model: Any, head: Head, fresh: frozenset[str] = frozenset()) -> None:
         """
         Args:
             model: Of `AutoModelFor...`, made with our attention.
             head: What its logits are of.
+            fresh: Names of its parameters that no weights were found for.
         """
         super().__init__()
-        self.model = model
+        self.model, self.fresh = model, fresh
         self._takes_last = head.kind == "row" and hasattr(model, "score")
         self._takes_types = head.pairs and getattr(model.config, "type_vocab_size", 1) > 1
         self._first_position = _first_position(model)
@@ -118,10 +119,11 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
             model = auto.from_config(
                 described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
             )
+            fresh: frozenset[str] = frozenset()
         else:
-            model = _from_weights(auto, source, described, dtype)
+            model, fresh = _from_weights(auto, source, described, dtype)
     _check_sizes(model, config, head)
-    return HubModel(model, head)
+    return HubModel(model, head, fresh)
 
 
 def _describe(source: str, config: TrainConfig, head: Head) -> Any:
@@ -163,7 +165,10 @@ def _class_for(head: Head) -> str:
     return "AutoModelForTokenClassification"
 
 
-def _from_weights(auto: Any, source: str, described: Any, dtype: torch.dtype) -> Any:
+def _from_weights(
+    auto: Any, source: str, described: Any, dtype: torch.dtype
+) -> tuple[Any, frozenset[str]]:
+    """A model, and the names of what its weights lack."""
     model, found = auto.from_pretrained(
         source,
         config=described,
@@ -176,7 +181,7 @@ def _from_weights(auto: Any, source: str, described: Any, dtype: torch.dtype) ->
     fresh = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
     if fresh:
         _log.info("%s: starts fresh: %s", source, ", ".join(sorted(fresh)))
-    return model
+    return model, frozenset(fresh)
 
 
 def _where(source: str) -> dict[str, Any]:

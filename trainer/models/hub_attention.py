@@ -81,7 +81,9 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
 
 
 def _cannot(layer: str, what: str) -> ConfigError:
-    return ConfigError(f"`--model`: {layer} needs {what}, which `train` has not. Take another model.")
+    return ConfigError(
+        f"`--model`: {layer} needs {what}, which `train` has not. Take another model."
+    )
 
 
 def _in_one_dtype(*parts: Tensor) -> list[Tensor]:

@@ -4,7 +4,7 @@ Trained are these adapters, and the head of a task that the model was not made f
 holds a few megabytes, and the moments of the optimizer as few.
 """
 
-from typing import Any
+import warnings
 
 import peft
 
@@ -33,10 +33,11 @@ def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
         lora_alpha=_ALPHA_PER_RANK * rank,
         target_modules=_ALL if target == _ALL else target.split(","),
         task_type=_TASK_TYPES[head.kind],
-        modules_to_save=_heads(model.model, head),
+        modules_to_save=_trained_whole(model, head),
     )
     try:
-        adapted = peft.get_peft_model(model.model, settings)
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
+            adapted = peft.get_peft_model(model.model, settings)
     except ValueError as error:
         raise ConfigError(
             f"`--lora-target`={target}: {str(error).partition(chr(10))[0]} Expected {_ALL}, or "
@@ -48,8 +49,12 @@ def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
     model.adapters = (adapted,)
 
 
-def _heads(model: Any, head: Head) -> list[str] | None:
+def _trained_whole(model: HubModel, head: Head) -> list[str] | None:
+    """Modules of the head, and what no weights were found for."""
+    names = [name for name, _ in model.model.named_modules()]
+    heads = {name for name in names if name.rpartition(".")[2] in _HEADS}
     if head.kind == "vocabulary":
-        return None
-    parts = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [name for name in _HEADS if name in parts]
+        heads = set()
+    fresh = {name.rpartition(".")[0] for name in model.fresh}
+    inside = tuple(f"{name}." for name in heads)
+    return sorted(heads | {name for name in fresh if not f"{name}.".startswith(inside)}) or None

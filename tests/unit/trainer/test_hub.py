@@ -120,9 +120,7 @@ def test_padded_rows_get_what_each_gets_alone(
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 @torch.no_grad()
-def test_logits_are_those_of_transformers(
-    name: str, kind: HeadKind, make_hub: MakeModel
-) -> None:
+def test_logits_are_those_of_transformers(name: str, kind: HeadKind, make_hub: MakeModel) -> None:
     """Positions, windows, scales and heads are as its own attention has them."""
     folder, head, model = make_hub(name, kind)
     auto = getattr(transformers, f"AutoModelFor{class_of(head)}")
@@ -154,9 +152,7 @@ def test_the_loss_is_that_of_transformers_times_the_targets(
 class NoWait(TorchDispatchMode):
     """Raises where the host would wait for a device."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         waits = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique")
         assert func.overloadpacket.__name__ not in waits, func
         return func(*args, **kwargs or {})
@@ -233,9 +229,7 @@ def test_config_alone_gives_other_weights_than_the_saved(make_hub: MakeModel) ->
 
 
 def test_dropout_is_the_configs_unless_told(tmp_path: Path) -> None:
-    folder = save_model(
-        tmp_path / "bert", "MaskedLM", "Bert", attention_probs_dropout_prob=0.5
-    )
+    folder = save_model(tmp_path / "bert", "MaskedLM", "Bert", attention_probs_dropout_prob=0.5)
     micro_batch = MicroBatch.of_ids(torch.arange(2, 20)[None], causal=False)
     for dropout, alike in ((None, False), (0.0, True)):
         model = make_model(train_config(folder, dropout=dropout), head_of("vocabulary")).train()

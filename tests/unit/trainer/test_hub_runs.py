@@ -1,0 +1,164 @@
+"""Runs of `transformers` models: resumed, adapted, begun from earlier weights, exported."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hub_models import LABELS, VOCABULARY, save_model, write_shards
+from training import assert_same_run, load_weights, make_config, run
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.export import load_exported
+from tokenfeed.trainer.micro_batch import MicroBatch
+
+pytest.importorskip("peft")
+
+IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
+LORA = {"lora": 4, "learning_rate": 5e-2}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("classify") / "shards", "classify")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"hf:{save_model(tmp_path_factory.mktemp('llama'), 'CausalLM', 'Llama')}"
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"hf:{save_model(tmp_path_factory.mktemp('bert'), 'MaskedLM', 'Bert')}"
+
+
+@pytest.mark.parametrize("changes", [{}, LORA, {"from_scratch": True}])
+def test_a_resumed_run_repeats_an_undisturbed_one(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for name, stop in (("whole", None), ("parts", 3)):
+        run(make_config(documents, tmp_path / name, model=llama, **changes), stop_after=stop)
+    run(make_config(documents, tmp_path / "parts", model=llama, resume=True, **changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+
+
+def test_from_scratch_does_not_begin_with_the_weights(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    losses = [
+        run(make_config(documents, tmp_path / str(scratch), model=llama, from_scratch=scratch))
+        for scratch in (False, True)
+    ]
+    assert losses[0].validation_loss_first != losses[1].validation_loss_first
+
+
+def test_adapters_alone_are_trained_and_saved(documents: Path, llama: str, tmp_path: Path) -> None:
+    run(make_config(documents, tmp_path / "lora", model=llama, **LORA))
+    saved = load_weights(tmp_path / "lora", 8)
+    assert saved
+    assert all(".lora_" in name for name in saved)
+    run(make_config(documents, tmp_path / "full", model=llama))
+    sizes = [
+        (tmp_path / name / "checkpoints" / "step-00000008" / "state.pt").stat().st_size
+        for name in ("lora", "full")
+    ]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_a_head_of_classes_is_trained_whole_beside_adapters(
+    classes: Path, bert: str, tmp_path: Path
+) -> None:
+    run(make_config(classes, tmp_path / "run", model=bert, **LORA))
+    whole = {name for name in load_weights(tmp_path / "run", 8) if ".lora_" not in name}
+    assert any("classifier" in name for name in whole)
+    assert any("pooler" in name for name in whole)
+    assert all("modules_to_save" in name for name in whole)
+
+
+def test_adapters_of_another_rank_do_not_resume(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    run(make_config(documents, tmp_path / "run", model=llama, **LORA), stop_after=2)
+    other = make_config(documents, tmp_path / "run", model=llama, lora=2, resume=True)
+    with pytest.raises(ResumeError, match=r"lora_A.*4x48 there and 2x48 here"):
+        run(other)
+
+
+def test_lora_is_refused_in_one_line_where_it_cannot_be(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for changes, words in (
+        ({"lora": 4}, "--lora"),
+        ({"from_scratch": True}, "--from-scratch"),
+        ({"lora": 4, "from_scratch": True, "model": llama}, "--from-scratch"),
+        ({"lora": 4, "lora_target": "nothing", "model": llama}, "--lora-target"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            run(make_config(documents, tmp_path / "run", **changes))
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("changes", [{}, LORA])
+def test_from_pretrained_loads_what_was_exported(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    config = make_config(
+        documents, tmp_path / "run", model=llama, export=tmp_path / "out" / "model", **changes
+    )
+    report = run(config)
+    folder = tmp_path / "out" / "model"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = load_exported(folder)
+    with torch.no_grad():
+        got = ours(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    about = json.loads((folder / "tokenfeed.json").read_text())
+    assert (about["step"], about["task"]) == (report.best_step, "lm")
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
+    changed = before.model.layers[0].mlp.up_proj.weight - theirs.model.layers[0].mlp.up_proj.weight
+    assert changed.abs().max() > 1e-4
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("w5")["input_ids"] == [5]
+
+
+def test_an_exported_classifier_names_its_classes(classes: Path, bert: str, tmp_path: Path) -> None:
+    run(make_config(classes, tmp_path / "run", model=bert, export=tmp_path / "model", **LORA))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert theirs.config.id2label == dict(enumerate(LABELS["classify"]))
+    ours = load_exported(tmp_path / "model")
+    with torch.no_grad():
+        got = ours(MicroBatch.of_ids(IDS, causal=False))
+        expected = theirs.eval()(input_ids=IDS).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_another_task_keeps_the_body_and_gets_a_fresh_head(
+    documents: Path, classes: Path, llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(documents, tmp_path / "lm", model=llama, export=tmp_path / "model"))
+    caplog.set_level(logging.INFO)
+    for source in ("lm", "model"):
+        caplog.clear()
+        begun = make_config(
+            classes,
+            tmp_path / f"after-{source}",
+            model=llama,
+            init_from=str(tmp_path / source),
+            learning_rate=1e-12,
+            steps=1,
+        )
+        run(begun)
+        (line,) = [line for line in caplog.messages if line.startswith(str(tmp_path / source))]
+        assert line.endswith("starts fresh: model.score.weight")
+        kept, taken = load_weights(tmp_path / "lm", 8), load_weights(begun.run_dir, 1)
+        name = "model.model.layers.1.mlp.up_proj.weight"
+        torch.testing.assert_close(kept[name], taken[name], rtol=0, atol=1e-6)
