@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
-from tokenfeed.pipeline.format.schema import INPUT_IDS, TOKEN_TYPE_IDS, no_target
+from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.models.attention import Scope
 

@@ -56,14 +56,18 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4, "head_dim": 8},
     "Gemma3Text": {
         "layer_types": ["sliding_attention", "full_attention"],
-        **{"sliding_window": 4, "head_dim": 8, "query_pre_attn_scalar": 8},
+        "sliding_window": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
     },
     "GPT2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "n_inner": 48},
     "Bert": {**_NO_DROPOUT, "pad_token_id": 0},
     "Roberta": {**_NO_DROPOUT, "pad_token_id": 1, "type_vocab_size": 1},
     "ModernBert": {
         **_NO_SPECIAL,
-        **{"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0},
+        "local_attention": 6,
+        "global_attn_every_n_layers": 2,
+        "pad_token_id": 0,
         "classifier_pooling": "mean",
     },
 }

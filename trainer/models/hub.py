@@ -131,6 +131,8 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     described = transformers.AutoConfig.from_pretrained(source, **_where(source))
     described.use_cache = False
     if head.kind != "vocabulary":
+        described.num_labels = head.outputs
+    if head.labels:
         described.id2label = dict(enumerate(head.labels))
         described.label2id = {name: number for number, name in enumerate(head.labels)}
     if described.get_text_config().pad_token_id is None:
