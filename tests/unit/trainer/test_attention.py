@@ -1,0 +1,108 @@
+"""Attention within documents and windows: the kernel of ends and the mask say the same."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen as varlen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.trainer.models.attention import Reach, Scope, attend
+
+HEADS, GROUPS, WIDTH = 4, 2, 8
+
+
+def sees(query: int, key: int, reach: Reach) -> bool:
+    near = reach.window is None or abs(query - key) <= reach.window
+    return near and (key <= query or not reach.causal)
+
+
+def slow_attention(parts: list[torch.Tensor], visible_TT: torch.Tensor) -> torch.Tensor:
+    """Of (H, T, K), by the formula."""
+    query, key, value = parts
+    products = query @ key.transpose(-1, -2) / WIDTH**0.5
+    weights: torch.Tensor = products.masked_fill(~visible_TT, -torch.inf).softmax(-1) @ value
+    return weights
+
+
+def slow_varlen(*parts: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """`varlen_attn` by the formula: of (tokens, H, K)."""
+    query, key, value, ends, _, longest, _ = parts
+    left, right = settings["window_size"]
+    assert isinstance(settings["window_size"], tuple)
+    assert (ends.dtype, int(ends.diff().max()) <= longest) == (torch.int32, True)
+    mixed = torch.empty_like(query)
+    for begin, end in pairwise(ends.tolist()):
+        slot = torch.arange(end - begin)
+        behind = slot[:, None] - slot
+        visible = ((left < 0) | (behind <= left)) & ((right < 0) | (-behind <= right))
+        within = [part[begin:end].transpose(0, 1) for part in (query, key, value)]
+        mixed[begin:end] = slow_attention(within, visible).transpose(0, 1)
+    return mixed
+
+
+windows = st.none() | st.integers(0, 12)
+lengths = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+
+
+@given(st.lists(lengths, min_size=1, max_size=3), st.booleans(), st.booleans(), windows)
+def test_mask_and_ends_reach_the_same_slots(
+    rows: list[list[int]], task_is_causal: bool, layer_is_causal: bool, window: int | None
+) -> None:
+    """And these are the slots of the document that the layer sees."""
+    length = max(map(sum, rows))
+    rows = [[*row, length - sum(row)] if sum(row) < length else row for row in rows]
+    ends = torch.tensor([0, *(n for row in rows for n in row)], dtype=torch.int32).cumsum(0)
+    ends = ends.to(torch.int32)
+    segment_BT = torch.tensor([[s for s, n in enumerate(row) for _ in range(n)] for row in rows])
+    mask_BHTT = (segment_BT[:, :, None] == segment_BT[:, None, :])[:, None]
+    if task_is_causal:
+        mask_BHTT = mask_BHTT.tril()
+    shape = (len(rows), HEADS, length, WIDTH)
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(shape, generator=random)
+    key, value = (torch.randn(len(rows), GROUPS, length, WIDTH, generator=random) for _ in range(2))
+    reach = Reach(layer_is_causal, window)
+    by_mask = Scope(task_is_causal, mask_BHTT).narrowed(reach, segment_BT)
+    by_ends = Scope(task_is_causal, cu_seqlens=ends, max_seqlen=length).narrowed(reach, segment_BT)
+    got = attend(query, key, value, by_mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", slow_varlen)
+        torch.testing.assert_close(attend(query, key, value, by_ends), got, rtol=1e-4, atol=1e-5)
+    seen = Reach(task_is_causal or layer_is_causal, window)
+    visible = torch.tensor([[sees(q, k, seen) for k in range(length)] for q in range(length)])
+    whole = [query, *(part.repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))]
+    for row in range(len(rows)):
+        together = segment_BT[row][:, None] == segment_BT[row]
+        expected = slow_attention([part[row] for part in whole], visible & together)
+        torch.testing.assert_close(got[row], expected, rtol=1e-4, atol=1e-5)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.booleans(), windows)
+def test_padding_changes_no_token_and_is_a_number(
+    row_lengths: list[int], causal: bool, window: int | None
+) -> None:
+    length = max(row_lengths) + 3
+    is_token_BT = torch.arange(length) < torch.tensor(row_lengths)[:, None]
+    random = torch.Generator().manual_seed(0)
+    parts = [torch.randn(len(row_lengths), HEADS, length, WIDTH, generator=random) for _ in "qkv"]
+    scope = Scope(False, is_token_BT[:, None, None]).narrowed(Reach(causal, window), is_token_BT)
+    got = attend(*parts, scope)
+    assert got.isfinite().all()
+    for row, tokens in enumerate(row_lengths):
+        alone = Scope(False).narrowed(Reach(causal, window), is_token_BT[row : row + 1, :tokens])
+        cut = [part[row : row + 1, :, :tokens] for part in parts]
+        expected = attend(*cut, alone)
+        torch.testing.assert_close(got[row : row + 1, :, :tokens], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_sees_all_anyway_keeps_its_scope() -> None:
+    """So that the fastest kernel stays."""
+    ids_BT = torch.zeros(2, 8, dtype=torch.int64)
+    rows = Scope(causal=True)
+    assert rows.narrowed(Reach(causal=True, window=None), ids_BT) is rows
+    assert rows.narrowed(Reach(causal=True, window=7), ids_BT) is rows
+    padded = Scope(causal=False, mask_BHTT=torch.ones(2, 1, 1, 8, dtype=torch.bool))
+    assert padded.narrowed(Reach(causal=True, window=None), ids_BT) == Scope(causal=True)
