@@ -104,7 +104,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     progress, state = checkpoints.load(cpu, best.step if best else None)
     about = Exported(
         model=_HUB if config.model.startswith(_HUB) else config.model,
-        size=SIZES.get(config.model),
+        size=next((SIZES[name] for name in SIZES if name == config.model), None),
         head=task.head,
         task=task.name,
         step=progress.step,

@@ -18,6 +18,15 @@ __all__ = ["Reach", "Scope", "attend", "has_varlen"]
 _LEAST_CAPABILITY = (8, 0)
 
 
+class Reach(NamedTuple):
+    """What a layer sees of a document."""
+
+    causal: bool
+    """Whether a slot sees only itself and those before it."""
+    window: int | None
+    """How many slots before it, and where it is not causal behind it; None: all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scope:
     """Which slots of a micro-batch see each other.
@@ -37,35 +46,17 @@ class Scope:
     """With `cu_seqlens`: how many slots before it, and where it is not causal behind it, a slot
     sees; None: all."""
 
-    def narrowed(self, reach: "Reach", ids_BT: Tensor) -> "Scope":
+    def narrowed(self, reach: Reach, ids_BT: Tensor) -> "Scope":
         """The same for a layer that sees less; `ids_BT` tells how long rows are, and where."""
-        length = ids_BT.shape[1]
-        causal = self.causal or reach.causal
-        window = None if reach.window is None or reach.window >= length - 1 else reach.window
-        if causal == self.causal and window is None:
+        window = reach.window
+        if window is not None and window >= ids_BT.shape[1] - 1:
+            window = None
+        reach = Reach(self.causal or reach.causal, window)
+        if reach == Reach(self.causal, None):
             return self
         if self.cu_seqlens is not None:
-            return replace(self, causal=causal, window=window)
-        mask_BHTT = self.mask_BHTT
-        if causal and mask_BHTT is not None and mask_BHTT.shape[2] == 1:
-            mask_BHTT = None  # of padding, which comes last in a row
-        if mask_BHTT is None and window is None:
-            return replace(self, causal=causal, mask_BHTT=None)
-        near_11TT = _near(causal, window, length, ids_BT.device)[None, None]
-        if mask_BHTT is None:
-            return replace(self, causal=causal, mask_BHTT=near_11TT)
-        # All see themselves: a softmax of nothing would spoil what is beside it in the next layer.
-        itself_TT = torch.eye(length, dtype=torch.bool, device=ids_BT.device)
-        return replace(self, causal=causal, mask_BHTT=(mask_BHTT & near_11TT) | itself_TT)
-
-
-class Reach(NamedTuple):
-    """What a layer sees of a document."""
-
-    causal: bool
-    """Whether a slot sees only itself and those before it."""
-    window: int | None
-    """How many slots before it, and where it is not causal behind it; None: all."""
+            return replace(self, causal=reach.causal, window=window)
+        return Scope(reach.causal, self._narrowed_mask(reach, ids_BT))
 
     def blank_like(self, rows: int, length: int) -> "Scope":
         """One of the same make for another shape, where every slot sees all it may."""
@@ -75,6 +66,19 @@ class Reach(NamedTuple):
         if ends is not None:
             ends = F.pad(ends[:1], (0, len(ends) - 1), value=rows * length)
         return Scope(self.causal, mask, ends, length)
+
+    def _narrowed_mask(self, reach: Reach, ids_BT: Tensor) -> Tensor | None:
+        mask_BHTT = self.mask_BHTT
+        if reach.causal and mask_BHTT is not None and mask_BHTT.shape[2] == 1:
+            mask_BHTT = None  # of padding, which comes last in a row
+        if mask_BHTT is None and reach.window is None:
+            return None
+        near_11TT = _near(reach, ids_BT.shape[1], ids_BT.device)[None, None]
+        if mask_BHTT is None:
+            return near_11TT
+        # All see themselves: a softmax of nothing would spoil what is beside it in the next layer.
+        itself_TT = torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
+        return (mask_BHTT & near_11TT) | itself_TT
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -143,9 +147,9 @@ def _attend_segments(
     return mixed.view(rows, -1, *mixed.shape[1:]).transpose(1, 2)
 
 
-def _near(causal: bool, window: int | None, length: int, device: torch.device) -> Tensor:
+def _near(reach: Reach, length: int, device: torch.device) -> Tensor:
     """(T, T): whether a query (first) reaches a key (second)."""
     slot_T = torch.arange(length, device=device)
     behind_TT = slot_T[:, None] - slot_T
-    near_TT = behind_TT.abs() <= (length if window is None else window)
-    return near_TT & (behind_TT >= 0) if causal else near_TT
+    near_TT = behind_TT.abs() <= (length if reach.window is None else reach.window)
+    return near_TT & (behind_TT >= 0) if reach.causal else near_TT

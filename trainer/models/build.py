@@ -1,6 +1,8 @@
 """The model of a run, from its name."""
 
 import importlib
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -67,12 +69,15 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
 
 
 def _own_model(module: str, factory: str, head: Head) -> nn.Module:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # behind all that is installed
     try:
         make = getattr(importlib.import_module(module), factory)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"`--model`={module}:{factory}: {error}. Expected a module that Python finds from "
-            "here, and a function in it."
+            "here or on PYTHONPATH, and a function in it."
         ) from error
     model = make(head)
     if not isinstance(model, nn.Module):
