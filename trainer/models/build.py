@@ -60,7 +60,7 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
         return Transformer(SIZES[config.model], head, config.dropout or 0.0)
     module, colon, factory = config.model.partition(":")
-    if not colon:
+    if not colon or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
             f"`--model`: expected {', '.join(SIZES)}, hf:FOLDER or MODULE:FACTORY, got "
             f"{config.model}."
@@ -79,7 +79,7 @@ def _own_model(module: str, factory: str, head: Head) -> nn.Module:
             f"`--model`={module}:{factory}: {error}. Expected a module that Python finds from "
             "here or on PYTHONPATH, and a function in it."
         ) from error
-    model = make(head)
+    model = make(head) if callable(make) else make
     if not isinstance(model, nn.Module):
         raise ConfigError(f"`--model`={module}:{factory}: gave {type(model).__name__}, no model.")
     return model

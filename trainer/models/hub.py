@@ -24,7 +24,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Reach, Scope
 from tokenfeed.trainer.models.head import Head
-from tokenfeed.trainer.models.hub_attention import ATTENTION_NAME
+from tokenfeed.trainer.models.hub_attention import ATTENTION_NAME, irreplaceable
 
 __all__ = ["HubModel", "load_hub_model"]
 
@@ -130,19 +130,36 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     """The config of the model, made to fit the task."""
     described = transformers.AutoConfig.from_pretrained(source, **_where(source))
     described.use_cache = False
+    if head.labels:
+        _warn_of_other_labels(source, described, head)
     if head.kind != "vocabulary":
         described.num_labels = head.outputs
     if head.labels:
         described.id2label = dict(enumerate(head.labels))
         described.label2id = {name: number for number, name in enumerate(head.labels)}
-    if described.get_text_config().pad_token_id is None:
-        described.get_text_config().pad_token_id = head.pad_id
+    text_config = described.get_text_config()
+    if getattr(text_config, "pad_token_id", None) is None:
+        text_config.pad_token_id = head.pad_id
     if config.dropout is not None:
-        for name, value in described.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(described, name, config.dropout)
+        _set_dropout(described, config.dropout)
     _check_layers(described, config.model)
     return described
+
+
+def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
+    """A head of as many other labels fits by shape, and begins with what it knew of those."""
+    names = tuple(described.id2label.values())
+    is_named = not all(str(name).startswith("LABEL_") for name in names)
+    if is_named and names != head.labels and len(names) == len(head.labels):
+        _log.warning("%s: its head told apart %s, and goes on with %s", source, names, head.labels)
+
+
+def _set_dropout(described: Any, share: float) -> None:
+    """Whatever the model calls it; not that of whole layers."""
+    for name, value in described.to_dict().items():
+        is_share = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_share and "drop" in name and "layer" not in name:
+            setattr(described, name, share)
 
 
 def _check_layers(described: Any, name: str) -> None:
@@ -227,9 +244,9 @@ def _one_line_for(name: str) -> Iterator[None]:
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        if error.args == (ATTENTION_NAME,):  # not found in a table of its own
+            raise irreplaceable(name) from error
         reason = str(error).strip().partition("\n")[0]
-        if error.args == (ATTENTION_NAME,):
-            reason = "its attention cannot be replaced"
         raise ConfigError(
             f"`--model`={name}: transformers cannot make it for this task ({reason}). Expected a "
             "folder that `save_pretrained` wrote, or the name of one on the Hub."

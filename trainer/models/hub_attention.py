@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.models.attention import Reach, Scope, attend
 
-__all__ = ["ATTENTION_NAME", "ScopesOnDemand"]
+__all__ = ["ATTENTION_NAME", "ScopesOnDemand", "irreplaceable"]
 
 ATTENTION_NAME = "tokenfeed"
 
@@ -78,6 +78,14 @@ def _attention(
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
+
+
+def irreplaceable(name: str) -> ConfigError:
+    """For a model whose layers do not ask for attention by name."""
+    return ConfigError(
+        f"`--model`={name}: its attention cannot be replaced, and documents would see each other. "
+        "Take another model, or a newer transformers."
+    )
 
 
 def _cannot(layer: str, what: str) -> ConfigError:

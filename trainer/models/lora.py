@@ -36,7 +36,7 @@ def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
         modules_to_save=_trained_whole(model, head),
     )
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of its own calls
+        with warnings.catch_warnings(action="ignore"):  # of its own calls, and what it sets itself
             adapted = peft.get_peft_model(model.model, settings)
     except ValueError as error:
         raise ConfigError(

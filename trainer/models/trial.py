@@ -15,7 +15,7 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Reach, Scope
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.hub import HubModel
-from tokenfeed.trainer.models.hub_attention import ScopesOnDemand
+from tokenfeed.trainer.models.hub_attention import ScopesOnDemand, irreplaceable
 
 __all__ = ["try_out"]
 
@@ -64,10 +64,7 @@ def _run(model: HubModel, micro_batch: MicroBatch) -> tuple[Tensor, frozenset[Re
 def _check_reaches(model: HubModel, head: Head, name: str) -> None:
     reaches, config = model.reaches, model.model.config.get_text_config()
     if not reaches:
-        raise ConfigError(
-            f"`--model`={name}: its attention cannot be replaced, and documents would see each "
-            "other. Take another model."
-        )
+        raise irreplaceable(name)
     if head.kind == "vocabulary" and {reach.causal for reach in reaches} != {head.causal}:
         way, wanted = ("forwards", "both ways") if not head.causal else ("both ways", "forwards")
         raise ConfigError(

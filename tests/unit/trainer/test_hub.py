@@ -1,8 +1,10 @@
 """Models of `transformers`: they give what they give alone and by themselves, or are refused."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -214,9 +216,39 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, make_hub: Make
         make_model(train_config(small), decoder)
     with refused("--model", "nowhere"):
         make_model(train_config(tmp_path / "nowhere"), decoder)
+    for name in ("hf:", "hf", "llama", "no_such_module:model", "math:model", "math:pi", ":pi"):
+        with refused("--model"):
+            make_model(replace(train_config(folder), model=name), decoder)
     (tmp_path / "empty").mkdir()
     with refused("--model", "empty"):
         make_model(train_config(tmp_path / "empty"), decoder)
+
+
+@pytest.mark.parametrize(
+    ("lacking", "extra", "changes"), [("hub", "hub", {}), ("lora", "lora", {"lora": 4})]
+)
+def test_a_missing_library_is_named_with_its_extra(
+    lacking: str,
+    extra: str,
+    changes: dict[str, Any],
+    make_hub: MakeModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, head, _ = make_hub("Llama", "vocabulary")
+    monkeypatch.delattr(f"tokenfeed.trainer.models.{lacking}", raising=False)
+    monkeypatch.setitem(sys.modules, f"tokenfeed.trainer.models.{lacking}", None)
+    with refused(f"pip install tokenfeed[{extra}]"):
+        make_model(train_config(folder, **changes), head)
+
+
+def test_a_head_of_other_labels_is_kept_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = head_of("row")
+    others = {"id2label": {0: "one", 1: "two", 2: "three"}}
+    folder = save_model(tmp_path / "bert", "SequenceClassification", "Bert", **others)
+    make_model(train_config(folder), head)
+    assert "('one', 'two', 'three'), and goes on with ('joy', 'fear', 'anger')" in caplog.text
 
 
 def test_config_alone_gives_other_weights_than_the_saved(make_hub: MakeModel) -> None:
