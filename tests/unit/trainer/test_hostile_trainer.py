@@ -30,6 +30,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
     return write_counting(write_dataset, tmp_path_factory.mktemp("shards"))
 
 
+@pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9 says it to all who read
 def test_tf32_leaves_the_older_switches_readable() -> None:
     before = torch.get_float32_matmul_precision()
     try:
