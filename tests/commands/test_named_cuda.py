@@ -8,6 +8,7 @@ from typing import Any
 import named_cuda
 import pytest
 import torch
+from hub_models import save_model
 from places import SUPPORT
 from training import RUNS, write_every_task
 
@@ -27,6 +28,11 @@ CASES: dict[str, dict[str, Any]] = {
     "muon": RUNS["tag padded"] | {"optimizer": "muon"},
     "muon fp16": RUNS["lm packed"] | {"optimizer": "muon", "precision": "fp16"},
 }
+HUB = {
+    f"hub {name}": RUNS[run] | {"hub": name, "from_scratch": True, "precision": "bf16"}
+    for name, run in (("Qwen3", "complete packed"), ("Gemma3Text", "complete packed"))
+}
+"""Models of transformers: norms of queries give fp32 under autocast; windows."""
 FAULTS = {fault: RUNS["lm packed"] | {"fault": fault} for fault in ("value", "copy", "device")}
 
 FLASH, MASKED = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
@@ -55,8 +61,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     data = write_every_task(folder / "data")
     cases = {
         name: settings | {"shards": str(data / settings["shards"])}
-        for name, settings in (CASES | FAULTS).items()
+        for name, settings in (CASES | HUB | FAULTS).items()
     }
+    for name in HUB:
+        hub = cases[name].pop("hub")
+        cases[name]["model"] = f"hf:{save_model(folder / hub, 'CausalLM', hub)}"
     program = [sys.executable, "-W", "error", str(SUPPORT / "on_named_cuda.py")]
     ended = subprocess.run(
         [*program, str(named_cuda.build(folder)), json.dumps(cases)],
@@ -79,7 +88,7 @@ def dtypes(seen: Seen, *operators: str) -> set[str]:
     return {kind for kinds in found for kind in kinds}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES | HUB)
 def test_steps_run_on_a_gpu_and_wait_for_nothing(seen: dict[str, Seen], case: str) -> None:
     assert "error" not in seen[case], seen[case]["error"]
     assert waits_of_steps(seen[case]) == []
@@ -107,6 +116,12 @@ def test_attention_is_by_the_kernel_that_fits(
     assert {
         name for name in operators if "attention_backward" in name or "attn_backward" in name
     } == {backward}
+
+
+@pytest.mark.parametrize("case", HUB)
+def test_attention_of_transformers_is_by_ends(seen: dict[str, Seen], case: str) -> None:
+    assert f"{BY_ENDS}_backward" in seen[case]["operators"]
+    assert dtypes(seen[case], "mm", "addmm", "bmm", "baddbmm") == {"bfloat16"}
 
 
 def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
