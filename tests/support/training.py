@@ -17,7 +17,7 @@ from tokenfeed.trainer.config import SizeName, TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.models.head import Head, HeadKind
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.stall import Cause, StallMeter
@@ -30,6 +30,7 @@ __all__ = [
     "Ids",
     "assert_same_run",
     "counting_rows",
+    "dropping_model",
     "follow_brackets",
     "load_weights",
     "make_config",
@@ -38,6 +39,7 @@ __all__ = [
     "one_document_a_row",
     "read_metrics",
     "run",
+    "small_model",
     "write_counting",
     "write_every_task",
     "write_labelled",
@@ -145,8 +147,19 @@ def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = No
     )
 
 
+def small_model(head: Head) -> Transformer:
+    """A model of one's own, as --model names it: quicker than the smallest that is built in."""
+    return Transformer(ModelSize(layers=2, width=64, heads=2), head)
+
+
+def dropping_model(head: Head) -> Transformer:
+    """The same with dropout, so that it draws random numbers in every step."""
+    return Transformer(ModelSize(layers=2, width=64, heads=2), head, dropout=0.1)
+
+
 def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
+        "model": "training:small_model",
         "steps": 8,
         "sequence_length": 32,
         "micro_batch_tokens": 128,

@@ -163,7 +163,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(
 ) -> None:
     def config(run_dir: Path, **changes: object) -> object:
         return make_config(
-            folders[name], run_dir, objective=objective, dropout=0.1, save_every=3, **changes
+            folders[name],
+            run_dir,
+            objective=objective,
+            model="training:dropping_model",
+            save_every=3,
+            **changes,
         )
 
     whole = run(config(tmp_path / "whole"))  # type: ignore[arg-type]

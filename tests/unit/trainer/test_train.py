@@ -122,6 +122,7 @@ def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
     assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
     run(make_config(shards, tmp_path / "whole", **settings))
@@ -221,7 +222,7 @@ def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "mini"}, "the checkpoint has --model tiny, this run has mini"),
+        ({"model": "mini"}, "the checkpoint has --model training:small_model, this run has mini"),
         ({"optimizer": "muon"}, "the checkpoint has --optimizer adamw, this run has muon"),
         ({"seed": 1}, "seed=0, this loader has seed=1"),
         ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
