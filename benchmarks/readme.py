@@ -101,6 +101,26 @@ def pretokenize_row(entry: Entry) -> list[str]:
     ]
 
 
+def trainer_table(results: list[Entry]) -> list[list[str]]:
+    """Every way to train, in every case."""
+    header = ["case", "loop", "real tokens/s", "of the bare loop", "padding", "validation loss"]
+    header += ["GB of memory"]
+    return [header, *(trainer_row(entry) for entry in results)]
+
+
+def trainer_row(entry: Entry) -> list[str]:
+    speeds = {name: entry["tokens_cpu_s"][name] / 1e3 for name in ("median", "min", "max")}
+    return [
+        entry["case"],
+        entry["system"],
+        f"{spread(speeds)} k",
+        f"{entry['of_bound']:.2f}",
+        f"{entry['padding']:.1%}",
+        f"{entry['loss']:.3f}",
+        f"{entry['peak_memory_mb'] / 1e3:.2f}",
+    ]
+
+
 def row_counts(counts: Entry) -> str:
     """Of one epoch, unbroken; and where it is another number, of one resumed halfway."""
     if "failed" in counts or not counts:
@@ -128,6 +148,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "loader": loader_table,
     "loader/front": front_table,
     "pretokenize": pretokenize_table,
+    "trainer": trainer_table,
     **shuffle_tables.TABLES,
 }
 

@@ -5,19 +5,24 @@ is lost and `--resume` goes on from there. A second Ctrl-C ends it at once.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import tyro
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import Positive, TrainConfig
+from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
 
 __all__ = ["main", "parse_config"]
 
@@ -52,27 +57,104 @@ def main() -> None:
     run_command(_run)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Command(TrainConfig):
+    """What the command line says: settings, and epochs, which become steps."""
+
+    epochs: Positive | None = None
+    """Passes over the train split, instead of --steps."""
+
+    def config(self) -> TrainConfig:
+        """The settings alone."""
+        return TrainConfig(**_values(self))
+
+
 def parse_config() -> TrainConfig:
-    """Read the command line; with --resume, on top of the settings the run was begun with."""
+    """Read the command line, on top of the settings that suit the shards; with --resume, of those
+    the run was begun with."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--run-dir", "--run_dir")
     first.add_argument("--resume", action="store_true")
+    first.add_argument("--shards")
+    first.add_argument("--objective", default="auto")
+    first.add_argument("--model")
+    first.add_argument("--from-scratch", "--from_scratch", action="store_true")
+    first.add_argument("--step-tokens", "--step_tokens")
+    first.add_argument("--steps")
+    first.add_argument("--epochs")
     asked, _ = first.parse_known_args()
     if asked.run_dir == "":  # as a path it would be the working directory
         raise ConfigError("`--run-dir` is empty: expected a folder. Is a shell variable unset?")
+    if asked.steps and asked.epochs:
+        raise ConfigError("`--epochs` and --steps both say how long to train. Leave one out.")
     begun = TrainConfig.of_run(Path(asked.run_dir)) if asked.resume and asked.run_dir else None
-    config = tyro.cli(
-        TrainConfig,
+    if begun is not None:
+        return _resumed(begun)
+    manifest = _manifest_of(asked.shards)
+    return _suited(asked, manifest) if manifest else _parse(tyro.MISSING_NONPROP).config()
+
+
+def _parse(default: Any, *, resuming: bool = False) -> _Command:
+    command: _Command = tyro.cli(
+        _Command,
         prog="train",
         description=_DESCRIPTION,
-        default=tyro.MISSING_NONPROP if begun is None else begun,
-        config=(tyro.conf.FlagCreatePairsOff,) if begun is None else (),  # --no-compile as well
+        default=default,
+        config=() if resuming else (tyro.conf.FlagCreatePairsOff,),  # --no-compile as well
     )
-    if begun is not None:
-        for name, value in dataclasses.asdict(config).items():
-            if name != "json" and value != getattr(begun, name):
-                _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
+    return command
+
+
+def _manifest_of(shards: str | None) -> Manifest | None:
+    """None where it cannot be read or has nothing to train on: the run says why."""
+    with contextlib.suppress(TokenfeedError):
+        manifest = Manifest.read(shards) if shards else None
+        return manifest if manifest and "train" in manifest.splits else None
+    return None
+
+
+def _suited(words: argparse.Namespace, manifest: Manifest) -> TrainConfig:
+    """Reads the command line twice: steps follow from other settings that are given there."""
+    asked = Asked(
+        objective=words.objective,
+        model=words.model,
+        from_scratch=words.from_scratch,
+        step_tokens=words.step_tokens is not None,
+    )
+    choices = suited(manifest, asked)
+    epochs = None if words.steps else epochs_of(manifest, asked)
+    default = _with(_Command(shards=words.shards), choices)
+    given = _parse(_with(default, lasting(default, manifest, asked, epochs)))
+    given.check()
+    more = lasting(given, manifest, asked, given.epochs or epochs)
+    command = _parse(_with(given, more))
+    for line in filter(None, (choice.line(command) for choice in (*choices, *more))):
+        _log.info("%s", line)
+    return command.config()
+
+
+def _with(command: _Command, choices: list[Choice]) -> _Command:
+    for choice in choices:
+        command = dataclasses.replace(command, **choice.settings)
+    return command
+
+
+def _resumed(begun: TrainConfig) -> TrainConfig:
+    """The settings of a run that goes on; those that differ from before are named."""
+    command = _parse(_Command(**_values(begun)), resuming=True)
+    if command.epochs is not None:
+        command.check()
+        steps = steps_of(command.epochs, command, Manifest.read(command.shards))
+        command = dataclasses.replace(command, steps=steps)
+    config = command.config()
+    for name, value in _values(config).items():
+        if name != "json" and value != getattr(begun, name):
+            _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
     return config
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}
 
 
 def _run() -> int:

@@ -24,13 +24,14 @@ __all__ = [
     "BatchingName",
     "ObjectiveName",
     "OptimizerName",
+    "Positive",
     "PrecisionName",
     "ScheduleName",
     "SizeName",
     "TrainConfig",
 ]
 
-SizeName = Literal["tiny", "mini", "small", "gpt2"]
+SizeName = Literal["bag", "shallow", "tiny", "mini", "small", "gpt2"]
 ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
 AttentionName = Literal["auto", "documents", "rows"]
@@ -58,8 +59,8 @@ class TrainConfig:
     shards: str
     """Output folder of `pretokenize`."""
     model: str = "tiny"
-    """tiny, mini, small, gpt2 (1, 11, 25, 85 M parameters + embedding); hf:FOLDER or hf:ID, of
-    transformers; MODULE:FACTORY, of your own."""
+    """bag, shallow, tiny, mini, small, gpt2 (0, 0.4, 1, 11, 25, 85 M parameters + embedding);
+    hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
     objective: ObjectiveName = "auto"
     """auto: what the shards are for; masked: fill gaps in documents."""
     steps: Positive = 200

@@ -41,6 +41,8 @@ class ModelSize:
 
 
 SIZES: dict[SizeName, ModelSize] = {
+    "bag": ModelSize(layers=0, width=128, heads=4),
+    "shallow": ModelSize(layers=2, width=128, heads=4),
     "tiny": ModelSize(layers=6, width=128, heads=4),
     "mini": ModelSize(layers=6, width=384, heads=6),
     "small": ModelSize(layers=8, width=512, heads=8),
@@ -57,7 +59,7 @@ class Transformer(nn.Module):
             size: How deep and how wide.
             head: What the logits are of, and whether a token sees those behind it.
             dropout: Share of the values that are set to 0 in training, before the blocks and in
-                each of them.
+                each of them; and of the tokens, where rows have one label: no word may decide.
         """
         super().__init__()
         padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)
@@ -66,8 +68,9 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width, bias=False)
         self.dropout = nn.Dropout(dropout)
+        self.token_dropout = nn.Dropout1d(dropout if head.kind == "row" else 0.0)
+        self.pick = _Pick(size) if head.kind == "row" else None
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
-        self._kind = head.kind
         self._head_width = size.width // size.heads
         self._initialize(size.layers)
 
@@ -76,15 +79,15 @@ class Transformer(nn.Module):
         x_BTD = self.embedding(micro_batch.ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
-        x_BTD = self.dropout(x_BTD)
+        x_BTD = self.dropout(self.token_dropout(x_BTD))
         rotary = _rotary_angles(micro_batch.positions_BT, self._head_width)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
         x_BTD = self.norm(x_BTD)
         if self.head is None:
             return F.linear(x_BTD, self.embedding.weight)
-        if self._kind == "row":
-            x_BTD = _mean_of_tokens(x_BTD, micro_batch.is_token_BT)
+        if self.pick is not None:
+            x_BTD = self.pick(x_BTD, micro_batch.is_token_BT)
         logits: Tensor = self.head(self.dropout(x_BTD))
         return logits
 
@@ -100,6 +103,8 @@ class Transformer(nn.Module):
             into_residual = name.endswith("_out.weight")
             std = _INITIAL_STD / math.sqrt(2 * layers) if into_residual else _INITIAL_STD
             nn.init.normal_(parameter, std=std)
+        if self.pick is not None:
+            nn.init.zeros_(self.pick.interest.weight)
 
 
 class _Block(nn.Module):
@@ -133,11 +138,21 @@ class _Block(nn.Module):
         return out_BTD
 
 
-def _mean_of_tokens(x_BTD: Tensor, is_token_BT: Tensor | None) -> Tensor:
-    """(B, D): the mean over the tokens of each row."""
-    assert is_token_BT is not None, "rows with one label are not packed"
-    weight_BT1 = is_token_BT[:, :, None].to(x_BTD.dtype)
-    return (x_BTD * weight_BT1).sum(1) / weight_BT1.sum(1)
+class _Pick(nn.Module):
+    """One vector for a row: each head mixes its part of the tokens, by what it has learnt to look
+    for; at first it takes their mean. The mean alone drowns the few words that tell."""
+
+    def __init__(self, size: ModelSize) -> None:
+        super().__init__()
+        self._heads = size.heads
+        self.interest = nn.Linear(size.width, size.heads, bias=False)
+
+    def forward(self, x_BTD: Tensor, is_token_BT: Tensor | None) -> Tensor:
+        assert is_token_BT is not None, "rows with one label are not packed"
+        interest_BTH = self.interest(x_BTD).masked_fill(~is_token_BT[:, :, None], -math.inf)
+        parts_BTHK = x_BTD.reshape(*x_BTD.shape[:2], self._heads, -1)
+        picked_BHK: Tensor = (interest_BTH.softmax(1)[..., None] * parts_BTHK).sum(1)
+        return picked_BHK.flatten(1)
 
 
 def _rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,43 @@
+"""The benchmark of the trainer compares what it says: one model, the same rows, the same clock."""
+
+from pathlib import Path
+
+import pytest
+from trainer_systems import CASES, SKIPPED, Case, Clock, Run, by_bare_loop, by_train
+from training import write_labelled
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module", params=[case for case in CASES if case.task != "lm"], ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    found: Case = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("data") / "shards", case.task, 300)  # type: ignore[arg-type]
+
+
+def test_the_bare_loop_trains_the_batches_of_train_to_the_same_loss(
+    case: Case, shards: Path
+) -> None:
+    ours, bound = by_train(case, shards, STEPS), by_bare_loop(case, shards, STEPS)
+    assert ours.tokens == bound.tokens
+    assert ours.slots == bound.slots
+    assert len(ours.clock.wall) == len(bound.clock.wall) == STEPS
+    assert ours.loss == pytest.approx(bound.loss, rel=1e-4)
+
+
+def test_rows_in_random_order_differ_in_padding_alone(case: Case, shards: Path) -> None:
+    by_length, random = by_train(case, shards, STEPS), by_train(case, shards, STEPS, spread=1.0)
+    assert sum(random.tokens) / random.slots < sum(by_length.tokens) / by_length.slots
+
+
+def test_speed_leaves_out_the_first_steps_and_the_last() -> None:
+    steps = SKIPPED + 5
+    seconds = [100.0 * number for number in range(SKIPPED)]
+    seconds += [seconds[-1] + number for number in range(1, 5)] + [1e6]
+    run = Run(Clock(seconds, seconds), [7] * steps, 7 * steps, 0.0)
+    assert run.speed() == {"wall": 7.0, "cpu": 7.0}

@@ -1,0 +1,177 @@
+"""Settings that suit a data set: they work together, and steps are those of epochs."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from training import write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
+from tokenfeed.tools.train import parse_config
+from tokenfeed.trainer.batching import make_policy
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.defaults import Asked, epochs_of, lasting, steps_of, suited
+from tokenfeed.trainer.models.transformer import SIZES
+
+AUTO = Asked()
+LABELLED = ("classify", "score", "tag")
+PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
+
+
+def make_manifest(task: str, rows: int, mean: int, longest: int) -> Manifest:
+    """Of so many rows; what defaults do not read is left out."""
+    shard = ShardInfo(
+        file="a", bytes=1, xxh3="", rows=rows, tokens=rows * mean, batches=1, longest_row=longest
+    )
+    split = SplitInfo(shards=(shard,), length_histogram=())
+    absent: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Manifest))
+    return Manifest(**absent | {"task": task, "splits": {"train": split}})
+
+
+@st.composite
+def manifests(draw: st.DrawFn, tasks: tuple[str, ...] = (*LABELLED, "complete")) -> Manifest:
+    mean = draw(st.integers(1, 5_000))
+    rows, longest = draw(st.integers(1, 10**9)), draw(st.integers(mean, 10**5))
+    return make_manifest(draw(st.sampled_from(tasks)), rows, mean, longest)
+
+
+def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> TrainConfig:
+    config = PLAIN
+    for choice in suited(manifest, AUTO):
+        config = dataclasses.replace(config, **choice.settings)
+    config = dataclasses.replace(config, **given)
+    for choice in lasting(config, manifest, AUTO, epochs or epochs_of(manifest, AUTO)):
+        config = dataclasses.replace(config, **choice.settings)
+    return config
+
+
+@given(manifests())
+def test_whatever_the_size_the_settings_work_together(manifest: Manifest) -> None:
+    config = config_for(manifest)
+    config.check()
+    assert config.model in SIZES
+    make_policy(config, packed=manifest.task == "complete", on_gpu=False)
+    assert config.warmup_steps < config.steps
+
+
+@given(manifests(), st.integers(1, 100), st.integers(1, 500))
+def test_steps_are_those_of_epochs(manifest: Manifest, epochs: int, rows: int) -> None:
+    train = manifest.split("train")
+    labelled = config_for(manifest, epochs, step_rows=rows)
+    assert labelled.steps == epochs * math.ceil(train.rows / rows)
+    by_tokens = config_for(manifest, epochs, step_rows=None, step_tokens=512)
+    assert abs(by_tokens.steps * 512 - epochs * train.tokens) < 512
+
+
+@given(manifests())
+def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Manifest) -> None:
+    epochs = epochs_of(manifest, AUTO)
+    assert epochs is not None
+    assert 3 <= epochs <= 10
+    assert epochs == 3 or epochs * manifest.split("train").tokens <= 2_000_000
+
+
+@given(manifests())
+def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifest) -> None:
+    config = config_for(manifest)
+    assert config.eval_every == config.save_every <= 1000  # so that the best is one of the saved
+    assert config.steps < 20 or config.steps / config.eval_every > 10
+
+
+@given(manifests(("lm", "regress")), st.integers(1, 9))
+def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
+    manifest: Manifest, epochs: int
+) -> None:
+    assert suited(manifest, AUTO) == [] == lasting(PLAIN, manifest, AUTO, None)
+    steps = steps_of(epochs, PLAIN, manifest)
+    assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
+
+
+def test_masked_documents_keep_the_plain_settings_too() -> None:
+    assert suited(make_manifest("lm", 100, 10, 20), Asked(objective="masked")) == []
+
+
+def test_a_line_names_only_what_the_run_has_by_it() -> None:
+    manifest = make_manifest("classify", 3257, 24, 66)
+    lines = [choice.line(config_for(manifest)) for choice in suited(manifest, AUTO)]
+    assert lines[0] == "--model bag --dropout 0.3 (78,168 tokens are few)"
+    other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
+    assert suited(manifest, AUTO)[0].line(other) == ""
+
+
+@given(manifests())
+def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
+    asked = Asked(model="hf:folder")
+    chosen = {k: v for each in suited(manifest, asked) for k, v in each.settings.items()}
+    assert epochs_of(manifest, asked) == 3
+    assert chosen["learning_rate"] == 5e-5
+    assert not {"model", "dropout"} & set(chosen)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> TrainConfig:
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, arguments)])
+    return parse_config()
+
+
+def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manifest = Manifest.read(shards)
+    options = ("--shards", shards, "--run-dir", tmp_path)
+    same = {"shards": str(shards), "run_dir": tmp_path}
+    assert parsed(monkeypatch, *options) == config_for(manifest, **same)
+    told = parsed(monkeypatch, *options, "--step-rows", 7, "--epochs", 4, "--eval-every", 3)
+    expected = config_for(manifest, 4, **same, step_rows=7)
+    assert told == dataclasses.replace(expected, eval_every=3)
+    by_tokens = parsed(monkeypatch, *options, "--step-tokens", 4096)
+    assert (by_tokens.step_rows, by_tokens.step_tokens) == (None, 4096)
+    steps = parsed(monkeypatch, *options, "--steps", 50)
+    assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
+
+
+def test_epochs_are_those_of_the_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parsed(monkeypatch, "--shards", shards, "--epochs", 2)
+    policy = make_policy(config, packed=False, on_gpu=False)
+    with ShardLoader(shards, batching=policy, epochs=2, device="cpu", num_workers=0) as loader:
+        assert sum(1 for _ in loader) == config.steps * config.accumulation
+
+
+def test_epochs_and_steps_contradict_each_other(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="`--epochs` and --steps"):
+        parsed(monkeypatch, "--shards", shards, "--epochs", 2, "--steps", 5)
+
+
+def test_more_epochs_lengthen_a_run_and_nothing_else(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun = parsed(monkeypatch, "--shards", shards, "--run-dir", tmp_path, "--epochs", 2)
+    begun.write()
+    longer = parsed(monkeypatch, "--resume", "--run-dir", tmp_path, "--epochs", 3)
+    assert longer == dataclasses.replace(begun, resume=True, steps=begun.steps // 2 * 3)
+
+
+def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    config = parsed(monkeypatch, "--shards", missing, "--run-dir", tmp_path)
+    assert config == TrainConfig(
+        shards=str(missing), run_dir=tmp_path
+    )  # the run says what is amiss
+    with pytest.raises(SystemExit, match="0"):
+        parsed(monkeypatch, "--help")
+    assert "(default: 200)" in capsys.readouterr().out

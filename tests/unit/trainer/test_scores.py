@@ -1,0 +1,235 @@
+"""What predictions are worth: counted by plain loops, and compared."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.tasks.classify import ClassScores
+from tokenfeed.trainer.tasks.spans import SpanScores, TagScheme, spans
+
+CPU = torch.device("cpu")
+TAGS = ("O", *(f"{place}-{kind}" for place in "BIES" for kind in ("PER", "LOC")))
+SCHEME = TagScheme.from_names(TAGS)
+assert SCHEME is not None
+
+Span = tuple[int, int, str]
+Pairs = list[tuple[int, int]]
+"""True and predicted number of each."""
+
+numbers = st.integers(0, len(TAGS) - 1)
+rows_of_tags = st.lists(st.lists(numbers, min_size=1, max_size=12), max_size=5)
+rows_of_pairs = st.lists(st.lists(st.tuples(numbers, numbers), max_size=9), min_size=1, max_size=5)
+
+
+def classes(count: int) -> st.SearchStrategy[Pairs]:
+    return st.lists(st.tuples(st.integers(0, count - 1), st.integers(0, count - 1)), max_size=40)
+
+
+def as_logits(predicted: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(predicted, count).float()
+
+
+def class_scores(pairs: Pairs, count: int, cuts: tuple[int, ...] = ()) -> dict[str, float]:
+    scores = ClassScores(count, CPU)
+    for part in np.split(np.array(pairs, dtype=np.int64).reshape(-1, 2), cuts):
+        true, predicted = torch.from_numpy(part).unbind(1)
+        scores.add(as_logits(predicted, count), true)
+    return scores.result()
+
+
+def f1(right: int, true: int, predicted: int) -> float:
+    """The harmonic mean of precision and recall, by its definition."""
+    if right == 0:
+        return 0.0
+    precision, recall = right / predicted, right / true
+    return 2 * precision * recall / (precision + recall)
+
+
+def slow_class_scores(pairs: Pairs) -> dict[str, float]:
+    seen = sorted({number for pair in pairs for number in pair})
+    of_class = []
+    for each in seen:
+        right = sum(pair == (each, each) for pair in pairs)
+        true = sum(first == each for first, _ in pairs)
+        of_class.append(f1(right, true, sum(second == each for _, second in pairs)))
+    total = max(1, len(pairs))
+    return {
+        "accuracy": sum(first == second for first, second in pairs) / total,
+        "majority_accuracy": max(
+            (sum(first == each for first, _ in pairs) / total for each in seen), default=0.0
+        ),
+        "macro_f1": sum(of_class) / max(1, len(seen)),
+    }
+
+
+@given(classes(5), st.integers(0, 40))
+def test_class_scores_are_those_of_plain_counting_however_they_are_added(
+    pairs: Pairs, cut: int
+) -> None:
+    assert class_scores(pairs, 5, (cut,)) == pytest.approx(slow_class_scores(pairs))
+
+
+@given(classes(3))
+def test_classes_that_nothing_has_change_no_score(pairs: Pairs) -> None:
+    assert class_scores(pairs, 9) == class_scores(pairs, 3)
+
+
+@given(classes(4), st.integers(1, 7))
+def test_ignored_targets_count_for_nothing(pairs: Pairs, ignored: int) -> None:
+    scores = ClassScores(4, CPU)
+    true, predicted = (
+        torch.tensor(numbers, dtype=torch.int64)
+        for numbers in zip(*pairs, *[(IGNORED, k % 4) for k in range(ignored)], strict=True)
+    )
+    scores.add(as_logits(predicted, 4), true)
+    assert scores.result() == class_scores(pairs, 4)
+
+
+def test_macro_f1_weighs_classes_alike_and_a_guess_of_the_majority_gets_little() -> None:
+    pairs = [(0, 0)] * 90 + [(1, 0)] * 10
+    found = class_scores(pairs, 2)
+    assert found["accuracy"] == found["majority_accuracy"] == pytest.approx(0.9)
+    assert found["macro_f1"] == pytest.approx(0.5 * 2 * 90 / (90 + 100))
+
+
+def test_a_class_that_is_only_predicted_is_a_failure_in_macro_f1() -> None:
+    assert class_scores([(0, 0), (0, 1)], 2)["macro_f1"] == pytest.approx(0.5 * 2 / 3)
+
+
+def slow_spans(row: list[str]) -> list[Span]:
+    """Word by word, with the span that is open."""
+    found: list[Span] = []
+    first, open_kind = 0, ""
+    for place, tag in enumerate(row):
+        where, _, kind = tag.partition("-")
+        if open_kind and (where in "BSO" or kind != open_kind):
+            found.append((first, place - 1, open_kind))
+            open_kind = ""
+        if where != "O" and not open_kind:
+            first, open_kind = place, kind
+        if where in "ES":
+            found.append((first, place, kind))
+            open_kind = ""
+    return found + ([(first, len(row) - 1, open_kind)] if open_kind else [])
+
+
+def conll_spans(row: list[str]) -> Iterator[Span]:
+    """By the rules of conlleval and seqeval: pairs of neighbours that end or begin a chunk."""
+    before, kind_before, first = "O", "", 0
+    for place, tag in enumerate([*row, "O"]):
+        where, _, kind = tag.partition("-")
+        differs = kind != kind_before
+        ends = before in "ES" or before + where in ("BB", "BS", "BO", "IB", "IS", "IO")
+        if before != "O" and (ends or differs):
+            yield first, place - 1, kind_before
+        begins = where in "BS" or before + where in ("EE", "EI", "SE", "SI", "OE", "OI")
+        if where != "O" and (begins or differs):
+            first = place
+        before, kind_before = where, kind
+
+
+def fast_spans(rows: list[list[int]]) -> list[list[Span]]:
+    """Of all rows at once, and told apart again."""
+    lengths = [len(row) for row in rows]
+    ends = np.zeros(sum(lengths), np.bool_)
+    ends[np.cumsum(lengths, dtype=np.int64) - 1] = True
+    tags = np.array([tag for row in rows for tag in row], dtype=np.int64)
+    starts = np.cumsum([0, *lengths])
+    found: list[list[Span]] = [[] for _ in rows]
+    kind_of = {int(SCHEME.kind[k]): TAGS[k][2:] for k in range(1, len(TAGS))}
+    for first, last, kind in spans(tags, ends, SCHEME).tolist():
+        row = int(np.searchsorted(starts, first, side="right")) - 1
+        found[row].append((first - starts[row], last - starts[row], kind_of[kind]))
+    return found
+
+
+def names(row: list[int]) -> list[str]:
+    return [TAGS[number] for number in row]
+
+
+@given(rows_of_tags)
+def test_spans_are_those_of_a_walk_over_each_row(rows: list[list[int]]) -> None:
+    assert fast_spans(rows) == [slow_spans(names(row)) for row in rows]
+
+
+@given(rows_of_tags)
+def test_spans_are_those_that_published_scores_count(rows: list[list[int]]) -> None:
+    assert fast_spans(rows) == [list(conll_spans(names(row))) for row in rows]
+
+
+def span_f1(rows: list[Pairs]) -> float:
+    """By sets of spans that know their row."""
+    true, predicted = (
+        {
+            (number, *span)
+            for number, row in enumerate(rows)
+            for span in conll_spans(names([pair[side] for pair in row]))
+        }
+        for side in (0, 1)
+    )
+    return f1(len(true & predicted), len(true), len(predicted))
+
+
+def laid_out(rows: list[Pairs], gaps: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as a batch has them: words stand apart, by pieces of words that have no tag."""
+    width = max(1, 10 * len(gaps))
+    targets = torch.full((len(rows), width), IGNORED)
+    predicted = torch.ones((len(rows), width), dtype=torch.int64)  # to be ignored: B-PER
+    for number, row in enumerate(rows):
+        place = 0
+        for word, (true, said) in enumerate(row):
+            place += gaps[word % len(gaps)]
+            targets[number, place], predicted[number, place] = true, said
+            place += 1
+    return as_logits(predicted, len(TAGS)), targets
+
+
+@given(
+    st.lists(rows_of_pairs, min_size=1, max_size=3),
+    st.lists(st.integers(0, 3), min_size=4, max_size=4),
+)
+def test_span_f1_is_that_of_sets_of_spans_wherever_words_stand_and_batches_end(
+    batches: list[list[Pairs]], gaps: list[int]
+) -> None:
+    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
+    for rows in batches:
+        scores.add(*laid_out(rows, gaps))
+    rows = [row for batch in batches for row in batch]
+    words = [pair for row in rows for pair in row]
+    expected = slow_class_scores(words) | {"span_f1": span_f1(rows)}
+    assert scores.result() == pytest.approx(expected)
+
+
+def test_a_span_counts_only_with_both_ends_and_its_kind() -> None:
+    number = {name: number for number, name in enumerate(TAGS)}
+    true = [number[tag] for tag in ("B-PER", "I-PER", "O", "B-LOC", "O", "S-PER")]
+    said = [number[tag] for tag in ("B-PER", "O", "O", "B-PER", "O", "B-PER")]
+    assert span_f1([list(zip(true, said, strict=True))]) == pytest.approx(1 / 3)
+    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
+    scores.add(as_logits(torch.tensor([said]), len(TAGS)), torch.tensor([true]))
+    assert scores.result()["span_f1"] == pytest.approx(1 / 3)
+
+
+def test_nothing_but_outside_gets_a_span_f1_of_0() -> None:
+    scores = SpanScores(ClassScores(len(TAGS), CPU), SCHEME)
+    scores.add(
+        as_logits(torch.zeros((1, 3), dtype=torch.int64), len(TAGS)), torch.tensor([[0] * 3])
+    )
+    assert scores.result() == {
+        "accuracy": 1.0,
+        "majority_accuracy": 1.0,
+        "macro_f1": 1.0,
+        "span_f1": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    "tags", [("NN", "VB"), ("O",), (), ("B-", "O"), ("X-PER", "O"), ("B-PER", "NN")]
+)
+def test_other_tags_than_those_of_spans_have_no_spans(tags: tuple[str, ...]) -> None:
+    assert TagScheme.from_names(tags) is None
