@@ -55,6 +55,7 @@ def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) 
     for group, settings, of_weights in zip(
         optimizer.param_groups, state["settings"], state["weights"], strict=True
     ):
+        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         groups.append(settings | {_WEIGHTS: [numbers[weight] for weight in group[_WEIGHTS]]})
         for weight in group[_WEIGHTS]:
             values = of_weights[names[weight]]

@@ -26,11 +26,17 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     names: dict[Any, str] = {}
     tensors: dict[str, Tensor] = {}
 
+    def name_of(tensor: Tensor, path: str) -> str:
+        identity = _identity(tensor)
+        if identity not in names:
+            while path in tensors:  # of ("a.b", "c") and of ("a", "b.c")
+                path += "_"
+            names[identity], tensors[path] = path, tensor
+        return names[identity]
+
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            name = names.setdefault(_identity(value, path), path)
-            tensors[name] = value
-            return {_TENSOR: name}
+            return {_TENSOR: name_of(value, path)}
         if isinstance(value, Mapping):
             return {_key(key, path): walk(inner, f"{path}.{key}") for key, inner in value.items()}
         if isinstance(value, (list, tuple)):
@@ -51,10 +57,10 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return rest
 
 
-def _identity(tensor: Tensor, path: str) -> Any:
+def _identity(tensor: Tensor) -> Any:
     """Equal for tensors that are the same memory, seen in the same way."""
     if tensor.numel() == 0:
-        return path
+        return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
