@@ -34,15 +34,11 @@ from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
-from tokenfeed.trainer.stall import make_meter
+from tokenfeed.trainer.stall import make_meter, warmup_steps
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
 
 __all__ = ["Trainer"]
-
-WARMUP_STEPS = 5
-"""Most steps left out of speed and stall: workers start, memory is allocated, kernels are compiled.
-Of a short session half the steps, and always the first, which follows the first evaluation."""
 
 MOST_SKIPPED = 20
 """So many steps in a row without finite gradients end a run: nothing has been learnt since."""
@@ -134,7 +130,7 @@ class Trainer:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
         config.write()
-        self.stall = make_meter(self.device, _warmup_steps(config.steps - self.step))
+        self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.last_reading = self.stall.read()
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_evaluated())
@@ -298,7 +294,3 @@ class Trainer:
 
 def _choose_device(name: str) -> torch.device:
     return default_device() if name == "auto" else resolve_device(name)
-
-
-def _warmup_steps(steps: int) -> int:
-    return max(1, min(WARMUP_STEPS, steps // 2))

@@ -90,7 +90,7 @@ def read_tensors(
 
 def _blocks(places: Mapping[str, Place], memory: Tensor) -> Iterator[bytes | memoryview]:
     yield _header(places)
-    data = memoryview(memory.numpy())
+    data = memory.numpy().data
     for begin in range(0, len(data), _BLOCK_BYTES):
         yield data[begin : begin + _BLOCK_BYTES]
 
