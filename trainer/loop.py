@@ -133,7 +133,7 @@ class Trainer:
         self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.last_reading = self.stall.read()
         is_missing = not self.metrics.has("validation_loss", self.step)
-        self._evaluate(note=is_missing and self._is_evaluated())
+        self._evaluate(note=is_missing and self._is_due(config.eval_every))
 
     def _after_step(
         self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray], *, save: bool
@@ -142,17 +142,16 @@ class Trainer:
         self.tokens += tally.tokens
         self.slots += tally.slots
         self.since_log.extend(tally)
-        config, last = self.config, step == self.config.steps
-        saving = save or last or step % config.save_every == 0
+        config, saving = self.config, save or self._is_due(self.config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
         if saving:
             self._save()
-        if self._is_evaluated():
+        if self._is_due(config.eval_every):
             self._evaluate()  # what it may fail on costs no step: they are saved
 
-    def _is_evaluated(self) -> bool:
-        return self.step == self.config.steps or self.step % self.config.eval_every == 0
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.config.steps or self.step % every == 0
 
     def _write_log(self) -> None:
         """One line on the console and in metrics.jsonl: the one place that waits for the device."""
@@ -189,8 +188,9 @@ class Trainer:
         return torch.stack([value.double() for value in values]).tolist()
 
     def _evaluate(self, *, note: bool = True) -> None:
-        """The metrics of the validation split, if there is one. Of a step that is saved they decide
-        whether its checkpoint is the best."""
+        """The metrics of the validation split, if there is one. Of a step that is due to be saved
+        they decide whether its checkpoint is the best; also on resuming, for a kill may have come
+        before the decision."""
         if "validation" not in self.loader.manifest.splits:
             return
         with self.stall.cause("evaluation"):
@@ -200,8 +200,9 @@ class Trainer:
                 self.metrics.write({"step": self.step} | named)
                 shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
                 _log.info("step %d | validation %s", self.step, shown)
-        if self._is_evaluated() and self.saved_step == self.step > 0:
-            self._keep_if_best(metrics)  # also on resuming: a kill may have come before it
+        is_saved = self._is_due(self.config.save_every) and self.saved_step == self.step > 0
+        if is_saved and self._is_due(self.config.eval_every):
+            self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
         with self.feeds.whole(split) as feed:
