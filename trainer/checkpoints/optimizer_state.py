@@ -15,15 +15,16 @@ _WEIGHTS = "params"
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
     """Settings of each group, and by group and weight what the optimizer keeps of it."""
-    names = _names(model)
+    names = _names_by_group(optimizer, model)
+    weights = dict(model.named_parameters())
     return {
         "settings": [
             {key: value for key, value in group.items() if key != _WEIGHTS}
             for group in optimizer.param_groups
         ],
         "weights": [
-            {names[weight]: dict(optimizer.state.get(weight, {})) for weight in group[_WEIGHTS]}
-            for group in optimizer.param_groups
+            {name: dict(optimizer.state.get(weights[name], {})) for name in group}
+            for group in names
         ],
     }
 
@@ -35,39 +36,36 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: St
         ResumeError: It is of other weights.
     """
     if "param_groups" not in state:
-        state = _numbered(optimizer, model, state)
+        state = _as_torch_has_it(_names_by_group(optimizer, model), model, state)
     optimizer.load_state_dict(state)
 
 
-def _numbered(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> State:
-    """The state as torch has it: weights have numbers, counted over all groups."""
-    names = _names(model)
-    weights = [weight for group in optimizer.param_groups for weight in group[_WEIGHTS]]
-    numbers = {weight: number for number, weight in enumerate(weights)}
-    ours = [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
-    if [sorted(group) for group in ours] != [sorted(group) for group in state["weights"]]:
+def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    names = {weight: name for name, weight in model.named_parameters()}
+    return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
+
+
+def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> State:
+    """The state in torch's form, where whatever stands for a weight does so in its place."""
+    if [set(group) for group in names] != [set(group) for group in state["weights"]]:
         raise ResumeError(
             "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
             "same model, or start a new run in another --run-dir."
         )
-    kept: dict[int, State] = {}
-    groups: list[dict[str, Any]] = []
-    for group, settings, of_weights in zip(
-        optimizer.param_groups, state["settings"], state["weights"], strict=True
-    ):
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
-        groups.append(settings | {_WEIGHTS: [numbers[weight] for weight in group[_WEIGHTS]]})
-        for weight in group[_WEIGHTS]:
-            values = of_weights[names[weight]]
-            if values:
-                kept[numbers[weight]] = {
-                    key: _laid_out_like(weight, value) for key, value in values.items()
-                }
-    return {"state": kept, "param_groups": groups}
-
-
-def _names(model: nn.Module) -> dict[nn.Parameter, str]:
-    return {weight: name for name, weight in model.named_parameters()}
+    weights = dict(model.named_parameters())
+    return {
+        "state": {
+            name: {key: _laid_out_like(weights[name], value) for key, value in values.items()}
+            for group in state["weights"]
+            for name, values in group.items()
+            if values
+        },
+        "param_groups": [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in of.items()}
+            | {_WEIGHTS: group}
+            for of, group in zip(state["settings"], names, strict=True)
+        ],
+    }
 
 
 def _laid_out_like(weight: Tensor, value: Any) -> Any:
