@@ -58,11 +58,11 @@ class Saver:
         self._jobs.wait()
 
     def settle(self) -> None:
-        """Wait likewise where another error ends the run: one of the disk is logged."""
+        """Wait likewise where another error ends the run: one of the save is logged."""
         try:
             self.wait()
-        except OSError as error:
-            _log.error("%s: %s", error.filename, error.strerror)
+        except Exception as error:
+            _log.error("the last checkpoint was not saved: %s", error)
 
     def close(self) -> None:
         """Let go of the memory; does not wait for the disk."""
