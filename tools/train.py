@@ -1,7 +1,8 @@
 """The `train` command: shards in, a trained model and a report out.
 
 Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint and a report, so nothing
-is lost and `--resume` goes on from there. A second Ctrl-C ends it at once.
+is lost and `--resume` goes on from there. A second Ctrl-C ends it at once. SIGUSR1 saves, and the
+run goes on.
 """
 
 import argparse
@@ -34,22 +35,36 @@ Without options: a minute on a CPU. For a GPU of 80 GB: --model gpt2 --sequence-
 memory a smaller --micro-batch-tokens, and the training stays the same."""
 
 
-class StopSignals:
-    """Turns the first SIGINT or SIGTERM into a wish that the loop can ask for."""
+class Wishes:
+    """Turns the first SIGINT or SIGTERM, and every SIGUSR1, into a wish that the loop asks for."""
 
     def __init__(self) -> None:
-        self.received: int | None = None
+        self.ended_by: int | None = None
+        """The signal that came to stop."""
+        self._save = False
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._receive)
+            signal.signal(number, self._stop_later)
+        signal.signal(signal.SIGUSR1, self._save_later)
 
     def should_stop(self) -> bool:
-        """Whether a signal came."""
-        return self.received is not None
+        """Whether to save and end."""
+        return self.ended_by is not None
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
+    def should_save(self) -> bool:
+        """Whether to save and go on; a wish is told once."""
+        if not self._save:
+            return False
+        self._save = False
+        return True
+
+    def _stop_later(self, number: int, frame: FrameType | None) -> None:
+        self.ended_by = number
         os.write(sys.stderr.fileno(), b"stopping after this step; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _save_later(self, number: int, frame: FrameType | None) -> None:
+        self._save = True
+        os.write(sys.stderr.fileno(), b"saving after this step\n")
 
 
 def main() -> None:
@@ -161,13 +176,13 @@ def _run() -> int:
     config = parse_config()
     from tokenfeed.trainer.run import train  # torch takes seconds to load; --help needs none
 
-    stop = StopSignals()
-    report = train(config, stop.should_stop)
+    wishes = Wishes()
+    report = train(config, wishes.should_stop, wishes.should_save)
     if config.json:
         print_json(dataclasses.asdict(report))
     else:
         print(report.summary())
-    return 0 if stop.received is None else 128 + stop.received
+    return 0 if wishes.ended_by is None else 128 + wishes.ended_by
 
 
 if __name__ == "__main__":

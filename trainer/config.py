@@ -117,7 +117,9 @@ class TrainConfig:
     eval_batches: Positive | None = None
     """Most micro-batches of an evaluation; by default the whole split."""
     save_every: Positive = 100
-    """Steps between checkpoints. Two are kept, and the best that was evaluated."""
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Latest checkpoints that are kept, besides the best that was evaluated."""
     log_every: Positive = 10
     """Steps between progress lines."""
     run_dir: Path = field(default_factory=_new_run_dir)
@@ -143,13 +145,16 @@ class TrainConfig:
         """The same for settings that matter where rows are packed."""
         _require_multiple(self, "micro_batch_tokens", "sequence_length")
 
-    def write(self) -> None:
-        """Write config.yaml into the run's folder, atomically."""
-        values = {
+    def as_dict(self) -> dict[str, Any]:
+        """The settings by name, as YAML and JSON hold them."""
+        return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
-        content = yaml.safe_dump(values, sort_keys=False)
+
+    def write(self) -> None:
+        """Write config.yaml into the run's folder, atomically."""
+        content = yaml.safe_dump(self.as_dict(), sort_keys=False)
         atomic_write(self.run_dir / CONFIG_FILE, content.encode())
 
     @classmethod

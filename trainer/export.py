@@ -27,7 +27,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.trainer.checkpoint import Checkpoints
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tokenfeed.trainer.checkpoint import random_state, set_random_state
+from tokenfeed.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_state
+from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_state
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
@@ -82,7 +83,7 @@ class Learner:
         """Everything that the next step depends on, but for the data."""
         return {
             "model": trained_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": optimizer_state(self.optimizer, self.model),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
         }
@@ -90,7 +91,7 @@ class Learner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
         load_weights(self.model, state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         set_random_state(state["random"], self._device)
 

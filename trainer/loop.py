@@ -23,29 +23,25 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.checkpoint import Best, CheckpointMeta, Checkpoints
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.saver import Saver
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
-from tokenfeed.trainer.origins import write_origins
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
-from tokenfeed.trainer.stall import make_meter
+from tokenfeed.trainer.stall import make_meter, warmup_steps
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
 
 __all__ = ["Trainer"]
 
-WARMUP_STEPS = 5
-"""Most steps left out of speed and stall: workers start, memory is allocated, kernels are compiled.
-Of a short session half the steps, and always the first, which follows the first evaluation."""
-
 MOST_SKIPPED = 20
 """So many steps in a row without finite gradients end a run: nothing has been learnt since."""
-LAST_STEP_FILE = "last-step.jsonl"
-"""Files and records of the step that a run ended on, where it diverged."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +60,7 @@ class Trainer:
         self.loader = self.feeds.training()
         self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
+        self.saver = Saver(self.checkpoints, config.keep, self.device)
         self.gauge = GpuGauge(self.device)
         self.step = self.saved_step = self.tokens = self.slots = 0
         self.best: Best | None = None
@@ -71,9 +68,12 @@ class Trainer:
         self.skipped = 0
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
+        self._resources.callback(self.saver.close)
 
-    def train(self, should_stop: Callable[[], bool]) -> None:
-        """Train until the last step, or until `should_stop` after some step."""
+    def train(
+        self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
+    ) -> None:
+        """Train until the last step, or until `should_stop`; both are asked after each step."""
         self._begin()
         config, task, shape = self.config, self.task, self.feeds.shape
         learner, stall = self.learner, self.stall
@@ -89,7 +89,7 @@ class Trainer:
                 rows.append(batch.rows)
             norm = learner.step(step, tally.targets)
             stall.mark_step(tally.tokens)
-            self._after_step(step, tally, norm, rows)
+            self._after_step(step, tally, norm, rows, save=should_save())
             if should_stop():
                 break
 
@@ -99,6 +99,7 @@ class Trainer:
             self._write_log()
         if self.saved_step != self.step:
             self._save()
+        self.saver.wait()
         report = self._report(self._final_metrics())
         report.write(self.config.run_dir)
         return report
@@ -129,30 +130,32 @@ class Trainer:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
         config.write()
-        self.stall = make_meter(self.device, _warmup_steps(config.steps - self.step))
+        self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.last_reading = self.stall.read()
         is_missing = not self.metrics.has("validation_loss", self.step)
-        self._evaluate(note=is_missing and self._is_evaluated())
+        self._evaluate(note=is_missing and self._is_due(config.eval_every))
 
-    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
+    def _after_step(
+        self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray], *, save: bool
+    ) -> None:
         self.step, self.last_norm, self.last_rows = step, norm, rows
         self.tokens += tally.tokens
         self.slots += tally.slots
         self.since_log.extend(tally)
-        config, last = self.config, step == self.config.steps
-        saving = last or step % config.save_every == 0
+        config, saving = self.config, save or self._is_due(self.config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
         if saving:
             self._save()
-        if self._is_evaluated():
+        if self._is_due(config.eval_every):
             self._evaluate()  # what it may fail on costs no step: they are saved
 
-    def _is_evaluated(self) -> bool:
-        return self.step == self.config.steps or self.step % self.config.eval_every == 0
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.config.steps or self.step % every == 0
 
     def _write_log(self) -> None:
         """One line on the console and in metrics.jsonl: the one place that waits for the device."""
+        self.saver.check()
         with self.stall.cause("log"):
             interval, self.since_log = self.since_log, self._new_tally()
             loss, targets, norm, skipped, in_a_row = self._fetch(interval)
@@ -185,8 +188,9 @@ class Trainer:
         return torch.stack([value.double() for value in values]).tolist()
 
     def _evaluate(self, *, note: bool = True) -> None:
-        """The metrics of the validation split, if there is one. Of a step that is saved they decide
-        whether its checkpoint is the best."""
+        """The metrics of the validation split, if there is one. Of a step that is due to be saved
+        they decide whether its checkpoint is the best; also on resuming, for a kill may have come
+        before the decision."""
         if "validation" not in self.loader.manifest.splits:
             return
         with self.stall.cause("evaluation"):
@@ -196,7 +200,8 @@ class Trainer:
                 self.metrics.write({"step": self.step} | named)
                 shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
                 _log.info("step %d | validation %s", self.step, shown)
-        if note and self.saved_step == self.step > 0:
+        is_saved = self._is_due(self.config.save_every) and self.saved_step == self.step > 0
+        if is_saved and self._is_due(self.config.eval_every):
             self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
@@ -211,15 +216,15 @@ class Trainer:
     def _keep_if_best(self, metrics: Metrics) -> None:
         best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
         if before is None or best.rank > before.rank:
-            self.checkpoints.keep_best(best)
+            self.saver.keep_best(best)
             self.best = best
 
     def _save(self) -> None:
-        """A checkpoint of everything that the next step depends on."""
+        """Begin a checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
             if not all_finite(self.learner.model):
                 raise self._diverged("weights have become infinite")
-            self.checkpoints.save(self._meta(), self.learner.state_dict())
+            self.saver.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step
 
     def _meta(self) -> CheckpointMeta:
@@ -232,18 +237,15 @@ class Trainer:
             task=self.task.name,
             optimizer=self.config.optimizer,
             loader=self.loader.state_dict(),
+            best=self.best,
+            config=self.config.as_dict(),
         )
 
     def _diverged(self, finding: str) -> ConfigError:
         """What to say, with the rows of the last step: often a few of them are to blame."""
-        path = self.config.run_dir / LAST_STEP_FILE
-        first = write_origins(path, self.config.shards, np.concatenate(self.last_rows))
-        return ConfigError(
-            f"{finding} at step {self.step}. Lower --learning-rate or raise --warmup-steps, and "
-            f"{self.checkpoints.way_on()}. If a checkpoint leads here again, delete it to go on "
-            f"from the one before. The records of this step, {first} and others, are named in "
-            f"{path}."
-        )
+        self.saver.settle()
+        rows, way_on = np.concatenate(self.last_rows), self.checkpoints.way_on()
+        return diverged(f"{finding} at step {self.step}", self.config, rows, way_on)
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
@@ -293,7 +295,3 @@ class Trainer:
 
 def _choose_device(name: str) -> torch.device:
     return default_device() if name == "auto" else resolve_device(name)
-
-
-def _warmup_steps(steps: int) -> int:
-    return max(1, min(WARMUP_STEPS, steps // 2))

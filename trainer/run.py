@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.trainer.checkpoint import Checkpoints
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
@@ -20,8 +20,10 @@ __all__ = ["train"]
 _log = logging.getLogger(__name__)
 
 
-def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
-    """Run a whole training; `should_stop` is asked after each step.
+def train(
+    config: TrainConfig, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
+) -> Report:
+    """Run a whole training; after each step it asks whether to stop, and whether to save.
 
     A run that is finished already trains nothing and gives its report again: schedulers start
     commands twice.
@@ -40,8 +42,7 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
         check_export(config.export)
     try:
         with contextlib.closing(Trainer(config)) as trainer:
-            trainer.train(should_stop)
-            report = trainer.finish()
+            report = _train(trainer, should_stop, should_save)
         _export(config, report)
         return report
     except TokenfeedError:  # some are RuntimeErrors
@@ -51,6 +52,19 @@ def train(config: TrainConfig, should_stop: Callable[[], bool]) -> Report:
         if message is None:
             raise
         raise ConfigError(message) from error
+
+
+def _train(
+    trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
+) -> Report:
+    """Train to the report. An error waits for the checkpoint that is being written; Ctrl-C, which
+    comes here when it has come twice, does not."""
+    try:
+        trainer.train(should_stop, should_save)
+        return trainer.finish()
+    except Exception:
+        trainer.saver.settle()
+        raise
 
 
 def _export(config: TrainConfig, report: Report) -> None:

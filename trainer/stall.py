@@ -32,10 +32,13 @@ __all__ = [
     "StallMeter",
     "StallReading",
     "make_meter",
+    "warmup_steps",
 ]
 
 Cause = Literal["data", "log", "checkpoint", "evaluation"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+_WARMUP_STEPS = 5
 
 Mark = TypeVar("Mark")
 
@@ -247,6 +250,12 @@ def make_meter(device: torch.device, skipped_steps: int) -> StallMeter[Any]:
     if device.type == "cpu":
         return StallMeter(HostClock(), skipped_steps)
     return StallMeter(EventClock(device), skipped_steps)
+
+
+def warmup_steps(steps: int) -> int:
+    """How many of a session's steps to leave out: workers start, memory is allocated, kernels are
+    compiled. Of a short one half, and always the first, which follows the first evaluation."""
+    return max(1, min(_WARMUP_STEPS, steps // 2))
 
 
 def _no_seconds() -> dict[Cause, float]:

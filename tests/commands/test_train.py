@@ -20,6 +20,7 @@ from training import (
     write_counting,
 )
 
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 
 TRAIN = Path(sys.executable).with_name("train")
@@ -79,9 +80,7 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
     process = subprocess.Popen(
         command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    metrics = run_dir / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and '"step": 2,' in metrics.read_text()):
-        time.sleep(0.05)
+    wait_for_step(2, run_dir, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == exit_code, errors
@@ -89,6 +88,67 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
     assert report == json.loads((run_dir / "report.json").read_text())
     assert report["finished"] is False
     assert load_weights(run_dir, report["steps"])
+
+
+def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
+    metrics = run_dir / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+
+
+def test_sigusr1_saves_and_the_run_goes_on(shards: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, steps=100_000, save_every=100_000)
+    process = subprocess.Popen(command(config), stderr=subprocess.PIPE, text=True)
+    wait_for_step(2, run_dir, process)
+    process.send_signal(signal.SIGUSR1)
+    checkpoints = Checkpoints.of_run(run_dir)
+    while checkpoints.latest() is None:
+        assert process.poll() is None
+        time.sleep(0.05)
+    saved, _ = checkpoints.load(torch.device("cpu"))
+    wait_for_step(saved.step + 2, run_dir, process)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143, errors
+    assert "saving after this step" in errors
+
+
+ON_A_DISK_THAT_HANGS = """
+import sys, time
+from tokenfeed.trainer.checkpoints import format
+write = format.write_tensors
+def hang(path, *rest):
+    if "step-00000002" not in str(path):
+        time.sleep(1000)
+    return write(path, *rest)
+format.write_tensors = hang
+from tokenfeed.tools.train import main
+main()
+"""
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    config = make_config(shards, run_dir, save_every=2, eval_every=4)
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_DISK_THAT_HANGS, *command(config)[1:]],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for_step(6, run_dir, process)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert Checkpoints.of_run(run_dir).latest() == run_dir / "checkpoints" / "step-00000002"
+    run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
 
 
 def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -> None:

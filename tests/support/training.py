@@ -13,6 +13,8 @@ import torch
 from data_sets import random_rows, write_rows
 
 from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.config import SizeName, TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope
@@ -32,6 +34,7 @@ __all__ = [
     "counting_rows",
     "dropping_model",
     "follow_brackets",
+    "load_state",
     "load_weights",
     "make_config",
     "make_head",
@@ -204,9 +207,13 @@ def read_metrics(run_dir: Path, key: str) -> dict[int, float]:
 
 
 def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
-    path = run_dir / "checkpoints" / f"step-{step:08d}" / "state.pt"
-    weights: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["model"]
+    weights: dict[str, torch.Tensor] = load_state(run_dir, step)["model"]
     return weights
+
+
+def load_state(run_dir: Path, step: int) -> State:
+    """All that a checkpoint holds."""
+    return Checkpoints.of_run(run_dir).load(torch.device("cpu"), step)[1]
 
 
 def assert_same_run(one: Path, other: Path, last_step: int) -> None:

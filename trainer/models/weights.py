@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoint import Checkpoints
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
 
 __all__ = ["State", "load_weights", "start_from", "trained_state"]
 

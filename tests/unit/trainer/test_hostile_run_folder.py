@@ -6,6 +6,7 @@ import json
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def test_what_a_killed_save_left_neither_locks_the_folder_nor_stays(
 ) -> None:
     left = tmp_path / "checkpoints" / "step-00000004.tmp"
     left.mkdir(parents=True)
-    (left / "state.pt").write_bytes(b"half")
+    (left / "state-00000.safetensors").write_bytes(b"half")
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
     run(make_config(shards, tmp_path, steps=2))
@@ -175,6 +176,8 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
 
     def start_another() -> bool:
         if (tmp_path / "checkpoints").exists() is resume and not before:
+            while resume and not (tmp_path / "checkpoints" / "best.json").exists():
+                time.sleep(0.01)  # it is written beside the loop, and last
             before.update(content_of(tmp_path))
             with pytest.raises(ConfigError, match="another run is writing into") as error:
                 run(make_config(shards, tmp_path, seed=1, resume=resume))
@@ -270,11 +273,11 @@ def test_a_learning_rate_without_a_point_is_a_number_in_config_yaml(finished: Pa
     assert config.learning_rate == 1e-3
 
 
-@pytest.mark.parametrize("change", [{"step": "8"}, {"tokens": None}, {"loader": 3}])
-def test_a_wrong_type_in_progress_json_is_one_line(
+@pytest.mark.parametrize("change", [{"meta": {"step": "8"}}, {"tensors": None}, {"version": 3}])
+def test_a_checkpoint_json_that_a_hand_has_changed_is_one_line(
     change: dict[str, object], shards: Path, finished: Path
 ) -> None:
-    path = finished / "checkpoints" / "step-00000008" / "progress.json"
+    path = finished / "checkpoints" / "step-00000008" / "checkpoint.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | change))
     with pytest.raises(ResumeError, match=r"step-00000008: the checkpoint is damaged") as error:
         run(make_config(shards, finished, resume=True, steps=10))

@@ -1,0 +1,122 @@
+"""One checkpoint on disk: state-00000.safetensors and checkpoint.json.
+
+checkpoint.json lists each tensor with its whole shape, and the files that hold rows of it with the
+first row that each holds. One rank holds all rows. Every byte counts: the JSON has the checksums of
+the files, and one of itself.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from safetensors import SafetensorError
+
+from tokenfeed.pipeline.format.storage import file_xxh3, sync_folder
+from tokenfeed.trainer.checkpoints.host_copy import HostCopy
+from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
+from tokenfeed.trainer.checkpoints.tensor_file import read_tensors, write_tensors
+from tokenfeed.trainer.checkpoints.tree import State, join
+
+__all__ = ["read_checkpoint", "write_checkpoint"]
+
+_VERSION = 2
+"""The former format counts as the first."""
+_CONTENT, _TENSORS = "checkpoint.json", "state-00000.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _TensorEntry:
+    """A tensor in checkpoint.json."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    """Of all ranks together."""
+    first_rows: dict[str, int]
+    """By file: the first of the rows that it holds."""
+
+    def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """As torch has it."""
+        dtype = getattr(torch, self.dtype)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{self.dtype} is no dtype")
+        return dtype, self.shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Content:
+    """checkpoint.json, but for its checksum."""
+
+    version: int
+    meta: CheckpointMeta
+    files: dict[str, str]
+    """Checksums, by file."""
+    tensors: dict[str, _TensorEntry]
+    state: dict[str, Any]
+    """All that is no tensor, and names where tensors belong."""
+
+
+def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: HostCopy) -> None:
+    """Write a checkpoint when the copy of its tensors is whole, and sync it."""
+    copy.wait()
+    folder.mkdir(parents=True)
+    content = _Content(
+        version=_VERSION,
+        meta=meta,
+        files={_TENSORS: write_tensors(folder / _TENSORS, copy.places, copy.memory)},
+        tensors={
+            name: _TensorEntry(
+                dtype=str(place.dtype).removeprefix("torch."),
+                shape=place.shape,
+                first_rows={_TENSORS: 0},
+            )
+            for name, place in copy.places.items()
+        },
+        state=rest,
+    )
+    with open(folder / _CONTENT, "wb") as file:
+        file.write(_sealed(asdict(content)))
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta, State]:
+    """Read a checkpoint, tensors onto a device.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+    """
+    content = msgspec.convert(_unsealed((folder / _CONTENT).read_bytes()), _Content)
+    if content.version != _VERSION:
+        raise ValueError(f"its version is {content.version}, expected {_VERSION}")
+    for name, checksum in content.files.items():
+        if file_xxh3(folder / name) != checksum:
+            raise ValueError(f"{name} fails its checksum")
+    kinds = {name: entry.kind() for name, entry in content.tensors.items()}
+    try:
+        tensors = read_tensors(folder / _TENSORS, kinds, device)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    return content.meta, join(content.state, tensors)
+
+
+def _sealed(content: dict[str, Any]) -> bytes:
+    """As JSON with a checksum of all that it says."""
+    return _as_json({"xxh3": xxhash.xxh3_64_hexdigest(_as_json(content))} | content)
+
+
+def _unsealed(data: bytes) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(data)
+    checksum = content.pop("xxh3")
+    if xxhash.xxh3_64_hexdigest(_as_json(content)) != checksum:
+        raise ValueError(f"{_CONTENT} fails its checksum")
+    return content
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode() + b"\n"

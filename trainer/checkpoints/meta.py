@@ -1,0 +1,75 @@
+"""What a checkpoint says of its run, beside tensors."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.config import TrainConfig
+
+__all__ = ["Best", "CheckpointMeta"]
+
+_WORDS = {
+    "model": "--model",
+    "task": "task",
+    "vocabulary_size": "vocabulary size",
+    "optimizer": "--optimizer",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The step whose weights did best on the validation split."""
+
+    step: int
+    metric: str
+    """The one that decided."""
+    metrics: dict[str, float]
+    """All metrics at that step."""
+
+    @property
+    def rank(self) -> float:
+        """The larger, the better."""
+        value = self.metrics[self.metric]
+        return -value if self.metric == "loss" else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointMeta:
+    """How far a run has come, and what may not change when it goes on."""
+
+    step: int
+    """Steps trained."""
+    tokens: int
+    """Real tokens trained."""
+    slots: int
+    """Token slots these came in, padding included."""
+    model: str
+    vocabulary_size: int
+    task: str = "lm"
+    """What was trained; the first checkpoints lack it, and the optimizer."""
+    optimizer: str = "adamw"
+    loader: dict[str, Any]
+    """`ShardLoader.state_dict()` after the last batch of `step`."""
+    best: Best | None = None
+    """The best step before this one; for people, as is the configuration."""
+    config: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, config: TrainConfig, ours: "CheckpointMeta") -> None:
+        """Refuse to go on with another model, or with fewer steps than were trained.
+
+        Raises:
+            ConfigError: The run is asked for fewer steps.
+            ResumeError: It trains something else than `ours`, a new run by `config`.
+        """
+        if self.step > config.steps:
+            raise ConfigError(
+                f"`--steps`={config.steps}: {config.run_dir} has trained {self.step} steps "
+                "already. Raise it to go on."
+            )
+        for name in ("model", "task", "vocabulary_size", "optimizer"):
+            saved, wanted = getattr(self, name), getattr(ours, name)
+            if saved != wanted:
+                raise ResumeError(
+                    f"cannot resume: the checkpoint has {_WORDS[name]} {saved}, this run has "
+                    f"{wanted}. Use the same, or start a new run in another --run-dir."
+                )

@@ -1,0 +1,75 @@
+"""An optimizer's state by the names of the weights, which stay when their order does not."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.trainer.checkpoints.tree import State
+
+__all__ = ["load_optimizer", "optimizer_state"]
+
+_WEIGHTS = "params"
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
+    """Settings of each group, and by group and weight what the optimizer keeps of it."""
+    names = _names_by_group(optimizer, model)
+    weights = dict(model.named_parameters())
+    return {
+        "settings": [
+            {key: value for key, value in group.items() if key != _WEIGHTS}
+            for group in optimizer.param_groups
+        ],
+        "weights": [
+            {name: dict(optimizer.state.get(weights[name], {})) for name in group}
+            for group in names
+        ],
+    }
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
+    """Go on with what `optimizer_state` gave; or with torch's own form, of former checkpoints.
+
+    Raises:
+        ResumeError: It is of other weights.
+    """
+    if "param_groups" not in state:
+        state = _as_torch_has_it(_names_by_group(optimizer, model), model, state)
+    optimizer.load_state_dict(state)
+
+
+def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
+    names = {weight: name for name, weight in model.named_parameters()}
+    return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
+
+
+def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> State:
+    """The state in torch's form, where whatever stands for a weight does so in its place."""
+    if [set(group) for group in names] != [set(group) for group in state["weights"]]:
+        raise ResumeError(
+            "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
+            "same model, or start a new run in another --run-dir."
+        )
+    weights = dict(model.named_parameters())
+    return {
+        "state": {
+            name: {key: _laid_out_like(weights[name], value) for key, value in values.items()}
+            for group in state["weights"]
+            for name, values in group.items()
+            if values
+        },
+        "param_groups": [
+            {key: tuple(value) if isinstance(value, list) else value for key, value in of.items()}
+            | {_WEIGHTS: group}
+            for of, group in zip(state["settings"], names, strict=True)
+        ],
+    }
+
+
+def _laid_out_like(weight: Tensor, value: Any) -> Any:
+    """A moment in its weight's order of memory, which fused kernels insist on."""
+    if not isinstance(value, Tensor) or value.shape != weight.shape:
+        return value
+    return torch.empty_like(weight, dtype=value.dtype).copy_(value)
