@@ -3,8 +3,8 @@
 One model, one optimizer, the same rows and steps for `train`, for a bare loop over batches that are
 ready in memory (the bound) and for `transformers.Trainer`; and with choices switched off. All
 systems run in turn in one process with one thread, several rounds; a figure is the median. Peak
-memory is of a process of its own, by a second call with --memory. Refuted by a loop more than 3 % behind the bare one, and by a
-peer that is not 1.2 times slower on short rows at an equal loss.
+memory is of a process of its own, by a second call with --memory. Refuted by a loop more than 3 %
+behind the bare one, and by a peer that is not 1.2 times slower on short rows at an equal loss.
 
 usage: python benchmarks/trainer.py [--steps 120] [--rounds 5] [--case classify] [--data FOLDER]
 """
