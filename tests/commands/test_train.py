@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import training
 from training import (
     assert_same_run,
     load_weights,
-    make_config,
     run,
     write_counting,
 )
@@ -24,6 +24,7 @@ from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 
 TRAIN = Path(sys.executable).with_name("train")
+make_config = functools.partial(training.make_config, model="tiny")  # what a process finds
 
 
 MakeShards = Callable[..., Path]
