@@ -142,7 +142,7 @@ def _suited(words: argparse.Namespace, manifest: Manifest) -> TrainConfig:
     given = _parse(_with(default, lasting(default, manifest, asked, epochs)))
     given.check()
     more = lasting(given, manifest, asked, given.epochs or epochs)
-    command = _parse(_with(given, more))
+    command = _parse(_with(default, more))
     for line in filter(None, (choice.line(command) for choice in (*choices, *more))):
         _log.info("%s", line)
     return command.config()

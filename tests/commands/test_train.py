@@ -67,7 +67,7 @@ def command(config: TrainConfig) -> list[str]:
         value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
         if value is True:
             words.append(flag)
-        elif value is not False:
+        elif value is not False and value is not None:
             words += [flag, str(value)]
     return words
 
@@ -94,7 +94,7 @@ def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
 def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> None:
     metrics = run_dir / "metrics.jsonl"
     while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
 
 
@@ -106,7 +106,7 @@ def test_sigusr1_saves_and_the_run_goes_on(shards: Path, tmp_path: Path) -> None
     process.send_signal(signal.SIGUSR1)
     checkpoints = Checkpoints.of_run(run_dir)
     while checkpoints.latest() is None:
-        assert process.poll() is None
+        assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     saved, _ = checkpoints.load(torch.device("cpu"))
     wait_for_step(saved.step + 2, run_dir, process)
