@@ -18,6 +18,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 
 __all__ = [
+    "ALL_LINEAR",
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
     "AttentionName",
@@ -41,6 +42,8 @@ PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
+ALL_LINEAR = "all-linear"
+"""A --lora-target: every linear layer but the head."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -98,7 +101,7 @@ class TrainConfig:
     """Of an hf: model take the config only, and draw weights anew."""
     lora: Positive | None = None
     """Train adapters of this rank, and leave an hf: model's weights as they are."""
-    lora_target: str = "all-linear"
+    lora_target: str = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     init_from: str | None = None
     """A run, or an exported folder, to take weights from; what does not fit starts fresh."""

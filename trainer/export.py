@@ -79,12 +79,15 @@ class Exported:
         return self.model == _HUB
 
 
-def check_export(folder: Path) -> None:
-    """Refuse a folder that is there already.
+def check_export(folder: Path, run_dir: Path) -> None:
+    """Refuse a folder that is there already, or will be when the run is over.
 
     Raises:
-        ConfigError: It is.
+        ConfigError: It is or will be.
     """
+    run = run_dir.resolve()
+    if folder.resolve() in (run, *run.parents):
+        raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
     if folder.exists():
         raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
 
@@ -113,7 +116,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     )
     if (folder / _ABOUT).is_file() and Exported.read(folder) == about:
         return  # schedulers start commands twice
-    check_export(folder)
+    check_export(folder, config.run_dir)
     torch.manual_seed(config.seed)
     model = make_model(dataclasses.replace(config, resume=True), task.head)
     load_weights(model, state["model"])

@@ -14,6 +14,9 @@ from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["Feeds"]
 
+_SPLITS = ("train", "validation", "test")
+"""Those that a run reads."""
+
 
 class Feeds:
     """Opens the splits of a data set as a run needs them."""
@@ -31,6 +34,7 @@ class Feeds:
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
+        _check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
         self._apart, self._causal = _is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
@@ -94,6 +98,24 @@ class Feeds:
         if self._config.num_workers is not None:
             return self._config.num_workers
         return 0 if self._device.type == "cpu" else 2
+
+
+def _check_rows(config: TrainConfig, task: Task) -> None:
+    """A label of a row is neither shared with other rows nor of a part."""
+    if task.kind != "row":
+        return
+    if is_packed(config, task):
+        raise ConfigError(
+            f"`--batching`: rows with one label, as those of {task.name}, cannot be packed. Leave "
+            "it out."
+        )
+    splits = task.manifest.splits
+    longest = max(splits[name].longest_row for name in _SPLITS if name in splits)
+    if longest > config.sequence_length:
+        raise ConfigError(
+            f"`--sequence-length`={config.sequence_length}: {config.shards} has rows of {longest} "
+            f"tokens, and rows with one label cannot be cut. Raise it to {longest}."
+        )
 
 
 def _is_apart(config: TrainConfig, task: Task) -> bool:

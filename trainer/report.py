@@ -7,7 +7,7 @@ losses and padding are those of all steps.
 import importlib.metadata
 import json
 import platform
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,11 @@ class Report:
     """Mean over the steps of the last progress line."""
     validation_loss_first: float | None
     validation_loss_last: float | None
-    task: str
-    """lm, masked, complete, classify or tag."""
-    metrics: dict[str, dict[str, float]]
+    task: str = "lm"
+    """lm, masked, complete, classify, score or tag; the first reports lack it, and the next two."""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """By split and name, of the best weights: `loss` and what the task adds."""
-    best_step: int | None
+    best_step: int | None = None
     """The step of these weights; None where nothing was evaluated."""
     model: str
     parameters: int

@@ -39,7 +39,7 @@ def train(
         return report
     _check_folder(config, finished=report is not None)
     if config.export is not None:
-        check_export(config.export)
+        check_export(config.export, config.run_dir)
     try:
         with contextlib.closing(Trainer(config)) as trainer:
             report = _train(trainer, should_stop, should_save)

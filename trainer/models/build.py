@@ -9,7 +9,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import MOST_SHAPES
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.models.weights import start_from
@@ -33,11 +33,9 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
         ConfigError: There is no such model, or it cannot do what is asked.
     """
     is_hub = config.model.startswith("hf:")
-    if not is_hub and (config.lora is not None or config.from_scratch):
-        option = "--from-scratch" if config.lora is None else "--lora"
-        raise ConfigError(f"`{option}`: is for hf: models, and --model is {config.model}.")
+    _check_adapters(config, is_hub=is_hub)
     model = _hub_model(config, head, dtype) if is_hub else _named_model(config, head)
-    if config.init_from and not (config.resume and config.lora is None):
+    if config.init_from is not None and not (config.resume and config.lora is None):
         start_from(config.init_from, model)
     if config.lora is not None:
         _add_adapters(model, config, head)
@@ -54,6 +52,17 @@ def compile_model(model: nn.Module) -> None:
     blocks = getattr(model, "repeated_blocks", None)
     for part in blocks() if blocks else [model]:
         part.compile(dynamic=False)
+
+
+def _check_adapters(config: TrainConfig, *, is_hub: bool) -> None:
+    if not is_hub and (config.lora is not None or config.from_scratch):
+        option = "--from-scratch" if config.lora is None else "--lora"
+        raise ConfigError(f"`{option}`: is for hf: models, and --model is {config.model}.")
+    if config.lora is None and config.lora_target != ALL_LINEAR:
+        raise ConfigError(
+            f"`--lora-target`={config.lora_target}: without --lora all weights are trained. Add "
+            "--lora and a rank, or leave it out."
+        )
 
 
 def _named_model(config: TrainConfig, head: Head) -> nn.Module:

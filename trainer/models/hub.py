@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
@@ -31,6 +32,8 @@ __all__ = ["HubModel", "load_hub_model"]
 _log = logging.getLogger(__name__)
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+"""What `transformers` raises over a folder that is none, or that does not fit."""
 
 
 class HubModel(nn.Module):
@@ -156,6 +159,7 @@ def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
 
 def _set_dropout(described: Any, share: float) -> None:
     """Whatever the model calls it; not that of whole layers."""
+    described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
     for name, value in described.to_dict().items():
         is_share = isinstance(value, (int, float)) and not isinstance(value, bool)
         if is_share and "drop" in name and "layer" not in name:
@@ -243,7 +247,7 @@ def _one_line_for(name: str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except _REFUSALS as error:
         if error.args == (ATTENTION_NAME,):  # not found in a table of its own
             raise irreplaceable(name) from error
         reason = str(error).strip().partition("\n")[0]

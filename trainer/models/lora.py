@@ -9,12 +9,12 @@ import warnings
 import peft
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config import ALL_LINEAR
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.hub import HubModel
 
 __all__ = ["add_adapters"]
 
-_ALL = "all-linear"
 _ALPHA_PER_RANK = 2
 """Adapters count twice, whatever their rank is: so it changes what they can learn, not how fast."""
 _TASK_TYPES = {"vocabulary": None, "token": "TOKEN_CLS", "row": "SEQ_CLS"}
@@ -31,7 +31,7 @@ def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
     settings = peft.LoraConfig(
         r=rank,
         lora_alpha=_ALPHA_PER_RANK * rank,
-        target_modules=_ALL if target == _ALL else target.split(","),
+        target_modules=ALL_LINEAR if target == ALL_LINEAR else _layers(model, target),
         task_type=_TASK_TYPES[head.kind],
         modules_to_save=_trained_whole(model, head),
     )
@@ -40,13 +40,26 @@ def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
             adapted = peft.get_peft_model(model.model, settings)
     except ValueError as error:
         raise ConfigError(
-            f"`--lora-target`={target}: {str(error).partition(chr(10))[0]} Expected {_ALL}, or "
-            "names of its layers with commas between."
+            f"`--lora-target`={target}: {str(error).partition(chr(10))[0]} Expected {ALL_LINEAR}, "
+            "or names of its layers with commas between."
         ) from error
     for parameter in adapted.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()  # the copy of a head in half precision
     model.adapters = (adapted,)
+
+
+def _layers(model: HubModel, target: str) -> list[str]:
+    """The names in `target`; `peft` would leave out without a word those that no layer has."""
+    names = [name.strip() for name in target.split(",")]
+    paths = [f".{path}" for path, _ in model.model.named_modules()]
+    for name in names:
+        if not any(path.endswith(f".{name}") for path in paths if name):
+            raise ConfigError(
+                f"`--lora-target`={target}: no layer is called `{name}`. Expected {ALL_LINEAR}, "
+                "or names of the model's layers with commas between."
+            )
+    return names
 
 
 def _trained_whole(model: HubModel, head: Head) -> list[str] | None:

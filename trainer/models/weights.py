@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -88,8 +89,17 @@ def _read(folder: Path) -> State:
             "found neither checkpoints nor *.safetensors."
         )
     if files:
-        return {name: value for file in files for name, value in load_file(file).items()}
+        return {name: value for file in files for name, value in _load(file).items()}
     best = checkpoints.best()
     _, state = checkpoints.load(torch.device("cpu"), best.step if best else None)
     weights: State = state["model"]
     return weights
+
+
+def _load(file: Path) -> State:
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ConfigError(
+            f"`--init-from`: {file} is damaged ({error}). Export again, or copy it once more."
+        ) from error

@@ -91,6 +91,19 @@ def test_a_folder_that_is_there_is_refused_before_training(documents: Path, tmp_
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("inside", [".", "checkpoints/.."])
+@pytest.mark.parametrize("export", ["runs/one", "runs"])
+def test_a_folder_that_will_hold_the_run_is_refused_before_training(
+    inside: str, export: str, documents: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / export / inside
+    config = make_config(documents, tmp_path / "runs" / "one", export=folder)
+    with pytest.raises(ConfigError, match="--export") as caught:
+        run(config)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path: Path) -> None:
     config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
     run(config, stop_after=2)

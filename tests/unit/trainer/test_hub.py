@@ -1,6 +1,7 @@
 """Models of `transformers`: they give what they give alone and by themselves, or are refused."""
 
 import itertools
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -258,6 +259,29 @@ def test_dropout_is_the_configs_unless_told(tmp_path: Path) -> None:
     for dropout, alike in ((None, False), (0.0, True)):
         model = make_model(train_config(folder, dropout=dropout), head_of("vocabulary")).train()
         assert torch.equal(model(micro_batch), model(micro_batch)) == alike
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Bert"])
+def test_no_dropout_is_none_in_heads_of_tags_too(name: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / name, "TokenClassification", name, num_labels=5)
+    model = make_model(train_config(folder, dropout=0.0), head_of("token")).train()
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
+    model.save(tmp_path / "saved")
+    theirs = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "saved")
+    assert {m.p for m in theirs.modules() if isinstance(m, torch.nn.Dropout)} == {0.0}
+
+
+def test_damaged_weights_are_refused_in_one_line(tmp_path: Path, make_hub: MakeModel) -> None:
+    whole, head, _ = make_hub("Llama", "vocabulary")
+    folder = shutil.copytree(whole, tmp_path / "llama")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with refused("--model", "llama"):
+        make_model(train_config(folder), head)
+    with refused("--init-from", "model.safetensors", "damaged"):
+        make_model(train_config(whole, init_from=str(folder)), head)
+    with refused("--init-from"):
+        make_model(train_config(whole, init_from=""), head)
 
 
 def test_labels_are_named_in_the_config(make_hub: MakeModel) -> None:

@@ -103,10 +103,24 @@ def test_lora_is_refused_in_one_line_where_it_cannot_be(
         ({"from_scratch": True}, "--from-scratch"),
         ({"lora": 4, "from_scratch": True, "model": llama}, "--from-scratch"),
         ({"lora": 4, "lora_target": "nothing", "model": llama}, "--lora-target"),
+        ({"lora": 4, "lora_target": "q_proj,q_prok", "model": llama}, "`q_prok`"),
+        ({"lora": 4, "lora_target": "q_proj,", "model": llama}, "--lora-target"),
+        ({"lora_target": "q_proj", "model": llama}, "Add --lora"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             run(make_config(documents, tmp_path / "run", **changes))
         assert "\n" not in str(caught.value)
+
+
+def test_every_layer_that_is_named_gets_adapters(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    target = {"lora": 4, "lora_target": "q_proj, v_proj"}
+    run(make_config(documents, tmp_path / "run", model=llama, **target), stop_after=1)
+    names = "".join(load_weights(tmp_path / "run", 1))
+    assert "q_proj.lora_A" in names
+    assert "v_proj.lora_A" in names
+    assert "k_proj.lora_A" not in names
 
 
 @pytest.mark.parametrize("changes", [{}, LORA])

@@ -232,6 +232,21 @@ def test_masked_learns_from_documents_only(folders: dict[Task, Path]) -> None:
         task_of(folders["tag"], "masked")
 
 
+@pytest.mark.parametrize("task", ["classify", "score"])
+def test_rows_with_one_label_are_neither_packed_nor_cut(
+    task: Task, folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    longest = max(split.longest_row for split in Manifest.read(folders[task]).splits.values())
+    for changes, words in (
+        ({"batching": "packed"}, "`--batching`"),
+        ({"sequence_length": 8}, f"`--sequence-length`=8: .* Raise it to {longest}"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            run(make_config(folders[task], tmp_path / "run", **changes))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists()
+
+
 def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Path]) -> None:
     for causal in (True, False):
         shape = Shaper(causal=causal, apart=True, varlen=False)
