@@ -69,9 +69,9 @@ class TrainConfig:
     steps: Positive = 200
     """Optimizer steps, earlier ones included."""
     sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
-    """Tokens of a row; longer rows are cut."""
+    """Tokens of a row; longer ones are cut, or refused where a row has one label."""
     batching: BatchingName = "auto"
-    """auto: lm and complete packed, classify and tag padded."""
+    """auto: lm and complete packed; classify, score and tag padded."""
     attention: AttentionName = "auto"
     """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
     micro_batch_tokens: Positive = 2048

@@ -22,7 +22,8 @@ def evaluate(
     micro_batches: Iterable[MicroBatch],
     precision: Precision,
 ) -> Metrics:
-    """What a model makes of a split; waits for the device at its end, and where scores do."""
+    """What a model makes of a split; waits for the device at its end, and where scores do. Nothing
+    where the split has no target: a mean of nothing would look like the best of all."""
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
@@ -38,5 +39,7 @@ def evaluate(
         if scores is not None:
             scores.add(logits, task.targets(micro_batch.labels))
     model.train()
-    mean = float(total) / max(1, int(targets))
+    if not int(targets):
+        return {}
+    mean = float(total) / int(targets)
     return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})

@@ -112,7 +112,7 @@ class Trainer:
                 _, state = self.checkpoints.load(self.device, self.best.step)
                 load_weights(self.learner.model, state["model"])
             found["test"] = self._metrics_of("test")
-        return found
+        return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
         """End the loader's workers, close files and let go of the run's folder."""
@@ -195,6 +195,9 @@ class Trainer:
             return
         with self.stall.cause("evaluation"):
             metrics = self._metrics_of("validation")
+            if not metrics:
+                _log.warning("the split validation has no target: nothing to evaluate")
+                return
             if note:
                 named = {f"validation_{name}": value for name, value in metrics.items()}
                 self.metrics.write({"step": self.step} | named)
@@ -215,7 +218,7 @@ class Trainer:
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
-        if before is None or best.rank > before.rank:
+        if math.isfinite(best.rank) and (before is None or best.rank > before.rank):
             self.saver.keep_best(best)
             self.best = best
 

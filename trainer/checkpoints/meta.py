@@ -13,6 +13,7 @@ _WORDS = {
     "task": "task",
     "vocabulary_size": "vocabulary size",
     "optimizer": "--optimizer",
+    "init_from": "--init-from",
 }
 
 
@@ -66,8 +67,13 @@ class CheckpointMeta:
                 f"`--steps`={config.steps}: {config.run_dir} has trained {self.step} steps "
                 "already. Raise it to go on."
             )
-        for name in ("model", "task", "vocabulary_size", "optimizer"):
-            saved, wanted = getattr(self, name), getattr(ours, name)
+        names = ("model", "task", "vocabulary_size", "optimizer")
+        pairs = [(name, getattr(self, name), getattr(ours, name)) for name in names]
+        # Adapters stand beside weights that are read again: they must be the same ones.
+        pairs.append(
+            ("init_from", self.config.get("init_from", config.init_from), config.init_from)
+        )
+        for name, saved, wanted in pairs:
             if saved != wanted:
                 raise ResumeError(
                     f"cannot resume: the checkpoint has {_WORDS[name]} {saved}, this run has "

@@ -18,6 +18,7 @@ import yaml
 from training import (
     VOCABULARY,
     assert_same_run,
+    counting_rows,
     load_weights,
     make_config,
     read_metrics,
@@ -225,6 +226,7 @@ def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": "mini"}, "the checkpoint has --model training:small_model, this run has mini"),
+        ({"init_from": "other"}, "the checkpoint has --init-from None, this run has other"),
         ({"optimizer": "muon"}, "the checkpoint has --optimizer adamw, this run has muon"),
         ({"seed": 1}, "seed=0, this loader has seed=1"),
         ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
@@ -298,3 +300,14 @@ def test_shards_that_nothing_can_be_learnt_of_are_refused(
     dataclasses.replace(manifest, task=task).write(folder)
     with pytest.raises(ConfigError, match=message):
         Trainer(make_config(folder, tmp_path / "run"))
+
+
+def test_a_validation_split_without_a_target_is_left_out(
+    tmp_path: Path, make_shards: MakeShards, write_dataset: Callable[..., Path]
+) -> None:
+    one = (np.array([3]), np.array([1]))  # a document's first token is no target
+    splits = {"train": counting_rows(200), "validation": one, "test": one}
+    folder = write_dataset(tmp_path / "shards", splits, VOCABULARY)
+    report = run(make_config(folder, tmp_path / "run"))
+    assert report.metrics == {}
+    assert report.best_step is None
