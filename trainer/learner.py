@@ -51,7 +51,7 @@ class Learner:
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             for shown in micro_batches:
-                self.model(shown)
+                self._task.loss(self.model, shown)
         self.model.train()
         set_random_state(random, self._device)
 
