@@ -26,6 +26,7 @@ __all__ = [
     "OptimizerName",
     "Positive",
     "PrecisionName",
+    "RecomputeName",
     "ScheduleName",
     "SizeName",
     "TrainConfig",
@@ -38,6 +39,7 @@ AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+RecomputeName = Literal["none", "selective", "full"]
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -106,6 +108,8 @@ class TrainConfig:
     """cpu, cuda; auto: cuda where there is one."""
     precision: PrecisionName = "auto"
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    recompute: RecomputeName = "none"
+    """What layers compute again in the backward pass to save memory: what is cheap, or all."""
     compile: bool = False
     """Slow start, then faster; for cuda."""
     num_workers: NotNegative | None = None

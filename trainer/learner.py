@@ -12,6 +12,7 @@ from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.weights import load_weights, trained_state
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision
@@ -34,6 +35,7 @@ class Learner:
         self.precision = precision
         torch.manual_seed(config.seed)
         self.model = make_model(config, task.head, precision.dtype).to(device)
+        recompute_layers(self.model, config.recompute)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
