@@ -75,7 +75,7 @@ class HubModel(nn.Module):
 
     @property
     def head_weight(self) -> Tensor | None:
-        """(V, D): what makes logits of `hidden`; None where more is done to it, or it is adapted."""
+        """(V, D): what makes logits of `hidden`; None where more is done to it."""
         head = self.model.get_output_embeddings() if self.has_plain_head else None
         return head.weight if type(head) is nn.Linear else None
 
