@@ -54,12 +54,17 @@ class MicroBatch:
         """B times T."""
         return self.ids_BT.numel()
 
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether positions differ from row to row."""
+        return len(self.positions_BT) > 1
+
     def blank_like(self, rows: int, length: int) -> "MicroBatch":
         """One of the same make and another shape, of which nothing can be learnt."""
         return MicroBatch(
             ids_BT=self.ids_BT.new_zeros((rows, length)),
             labels=self.labels.new_full((rows, length)[: self.labels.dim()], _none(self.labels)),
-            positions_BT=self.positions_BT.new_zeros((min(rows, len(self.positions_BT)), length)),
+            positions_BT=self.positions_BT.new_zeros((rows if self._counts_rows else 1, length)),
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
             token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),

@@ -16,17 +16,22 @@ __all__ = ["PeakBytes"]
 _GRAIN = 512  # of CUDA's allocator
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While it is entered, follows the memory of tensors that are made in this thread.
 
-    with PeakBytes() as memory:
+    with PeakBytes("cuda") as memory:
         step()
     print(memory.peak)
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, device_type: str = "cpu") -> None:
+        """
+        Args:
+            device_type: Tensors of other devices are not counted.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
+        self._device_type = device_type
         self._known: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:
@@ -46,7 +51,7 @@ class PeakBytes(TorchDispatchMode):
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         for value in tree_iter(out):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.device.type == self._device_type:
                 self.add(value)
         return out
 

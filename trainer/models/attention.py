@@ -87,6 +87,11 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return False
+    return knows_ends()
+
+
+def knows_ends() -> bool:
+    """Whether this torch has `varlen_attn` as it is used here."""
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.11")
 
 

@@ -16,7 +16,11 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import Head, HeadKind, has_hidden
-from tokenfeed.trainer.tasks.vocabulary_loss import is_worth_chunks, vocabulary_loss
+from tokenfeed.trainer.tasks.vocabulary_loss import (
+    is_worth_chunks,
+    most_chunk_tokens,
+    vocabulary_loss,
+)
 
 __all__ = ["Loss", "Scores", "Task"]
 
@@ -94,6 +98,11 @@ class Task:
     def targets(self, labels: Tensor) -> Tensor:
         """What each logit is compared with, or `IGNORED`."""
         return labels
+
+    @property
+    def logits_at_once(self) -> int:
+        """Tokens of a micro-batch from which on its loss takes no more memory."""
+        return most_chunk_tokens(self.vocabulary_size) if self.kind == "vocabulary" else 1
 
     def most_targets(self, slots: int) -> int:
         """How many targets so many slots can have: a shape that does not depend on the draw."""

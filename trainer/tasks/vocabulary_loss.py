@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tokenfeed.pipeline.format.schema import IGNORED
 
-__all__ = ["chunk_tokens", "is_worth_chunks", "vocabulary_loss"]
+__all__ = ["chunk_tokens", "is_worth_chunks", "most_chunk_tokens", "vocabulary_loss"]
 
 _BYTES_PER_LOGIT = 10
 """In half precision, in fp32, and their logarithms of the softmax."""
@@ -29,10 +29,15 @@ def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
     return tokens * vocabulary_size * _BYTES_PER_LOGIT > _WORTH_BYTES
 
 
+def most_chunk_tokens(vocabulary_size: int) -> int:
+    """Tokens of the largest chunk."""
+    fitting = _CHUNK_BYTES // (vocabulary_size * _BYTES_PER_LOGIT)
+    return max(1, min(fitting, _MOST_TOKENS))
+
+
 def chunk_tokens(tokens: int, vocabulary_size: int) -> int:
     """Tokens of a chunk, where all chunks but the last are equal."""
-    fitting = _CHUNK_BYTES // (vocabulary_size * _BYTES_PER_LOGIT)
-    chunks = -(-tokens // max(1, min(fitting, _MOST_TOKENS)))
+    chunks = -(-tokens // most_chunk_tokens(vocabulary_size))
     return -(-tokens // max(1, chunks))
 
 
