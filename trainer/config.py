@@ -74,7 +74,7 @@ class TrainConfig:
     attention: AttentionName = "auto"
     """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
     micro_batch_tokens: Positive = 2048
-    """Tokens of one forward and backward; the loss takes some 12 bytes x vocabulary for each."""
+    """Tokens of one forward and backward; --dry-run says how many fit."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None

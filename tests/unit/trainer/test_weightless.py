@@ -135,6 +135,7 @@ def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, da
     assert sum(found.shapes.values()) <= found.count
 
 
+@pytest.mark.slow
 def test_what_fits_is_measured_to_fit_and_the_next_is_not(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
