@@ -64,6 +64,10 @@ class Learner:
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 
+    def drop_gradients(self) -> None:
+        """Forget those of the step under way."""
+        self.optimizer.zero_grad(set_to_none=True)
+
     def step(self, number: int, targets: Tensor) -> Tensor:
         """Update the weights from the gradients of so many targets; gives the gradient's norm."""
         set_learning_rate(self.optimizer, self.rate(number))
