@@ -74,10 +74,14 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Command(TrainConfig):
-    """What the command line says: settings, and epochs, which become steps."""
+    """What the command line says: settings, epochs, which become steps, and what to do with them."""
 
     epochs: Positive | None = None
     """Passes over the train split, instead of --steps."""
+    dry_run: bool = False
+    """Say what the run will take: steps, memory, time, disk. Trains nothing, and needs no GPU."""
+    gpu: str | None = None
+    """The GPU that --dry-run is for: a name like H100, or its memory in GiB."""
 
     def config(self) -> TrainConfig:
         """The settings alone."""
@@ -85,6 +89,11 @@ class _Command(TrainConfig):
 
 
 def parse_config() -> TrainConfig:
+    """The settings on the command line."""
+    return _read_command().config()
+
+
+def _read_command() -> _Command:
     """Read the command line, on top of the settings that suit the shards; with --resume, of those
     the run was begun with."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -106,7 +115,7 @@ def parse_config() -> TrainConfig:
     if begun is not None:
         return _resumed(begun)
     manifest = _manifest_of(asked.shards)
-    return _suited(asked, manifest) if manifest else _parse(tyro.MISSING_NONPROP).config()
+    return _suited(asked, manifest) if manifest else _parse(tyro.MISSING_NONPROP)
 
 
 def _parse(default: Any, *, resuming: bool = False) -> _Command:
@@ -128,7 +137,7 @@ def _manifest_of(shards: str | None) -> Manifest | None:
     return None
 
 
-def _suited(words: argparse.Namespace, manifest: Manifest) -> TrainConfig:
+def _suited(words: argparse.Namespace, manifest: Manifest) -> _Command:
     """Reads the command line twice: steps follow from other settings that are given there."""
     asked = Asked(
         objective=words.objective,
@@ -145,7 +154,7 @@ def _suited(words: argparse.Namespace, manifest: Manifest) -> TrainConfig:
     command = _parse(_with(default, more))
     for line in filter(None, (choice.line(command) for choice in (*choices, *more))):
         _log.info("%s", line)
-    return command.config()
+    return command
 
 
 def _with(command: _Command, choices: list[Choice]) -> _Command:
@@ -154,18 +163,17 @@ def _with(command: _Command, choices: list[Choice]) -> _Command:
     return command
 
 
-def _resumed(begun: TrainConfig) -> TrainConfig:
+def _resumed(begun: TrainConfig) -> _Command:
     """The settings of a run that goes on; those that differ from before are named."""
     command = _parse(_Command(**_values(begun)), resuming=True)
     if command.epochs is not None:
         command.check()
         steps = steps_of(command.epochs, command, Manifest.read(command.shards))
         command = dataclasses.replace(command, steps=steps)
-    config = command.config()
-    for name, value in _values(config).items():
+    for name, value in _values(command).items():
         if name != "json" and value != getattr(begun, name):
             _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
-    return config
+    return command
 
 
 def _values(config: TrainConfig) -> dict[str, Any]:
@@ -173,7 +181,12 @@ def _values(config: TrainConfig) -> dict[str, Any]:
 
 
 def _run() -> int:
-    config = parse_config()
+    command = _read_command()
+    config = command.config()
+    if command.gpu is not None and not command.dry_run:
+        raise ConfigError(f"`--gpu`={command.gpu}: is for --dry-run. Add it, or leave --gpu out.")
+    if command.dry_run:
+        return _plan(config, command.gpu)
     from tokenfeed.trainer.run import train  # torch takes seconds to load; --help needs none
 
     wishes = Wishes()
@@ -183,6 +196,17 @@ def _run() -> int:
     else:
         print(report.summary())
     return 0 if wishes.ended_by is None else 128 + wishes.ended_by
+
+
+def _plan(config: TrainConfig, gpu: str | None) -> int:
+    from tokenfeed.trainer.dry_run import dry_run
+
+    found = dry_run(config, gpu)
+    if config.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        print(found.summary())
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,13 +7,24 @@ that is short of rows is filled up: rows times length is known before training.
     makes 64 rows of length 16, 32 of 32, ... 10 of 96, 9 of 112
 """
 
+import math
+
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["MOST_SHAPES", "Policy", "is_packed", "make_policy", "rows_of", "shapes"]
+__all__ = [
+    "MOST_SHAPES",
+    "Policy",
+    "is_packed",
+    "largest_shape",
+    "make_policy",
+    "micro_batch_sizes",
+    "rows_of",
+    "shapes",
+]
 
 Policy = Packed | Padded | Fixed
 
@@ -72,6 +83,33 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
             f"compiled. Raise --sequence-length to {last}: then there are {MOST_SHAPES}."
         )
     return found
+
+
+def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
+    """Rows and padded length of the micro-batch with the most slots; of several the longest."""
+    step = policy.multiple_of
+    last = round_up(min(longest, policy.longest_piece), step)
+    lengths = [last] if isinstance(policy, Packed) else range(step, last + 1, step)
+    shapes = [(rows_of(policy, length), length) for length in lengths]
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
+def micro_batch_sizes(config: TrainConfig, *, packed: bool, longest: int) -> list[int]:
+    """What --micro-batch-tokens may be with the same step, ascending: they divide it, and have room
+    for the longest row."""
+    length = config.sequence_length
+    if config.step_rows is not None:
+        return [rows * length for rows in _divisors(config.step_rows)]
+    step = _multiple_of(config, on_gpu=True)
+    row = length if packed else round_up(min(length, longest), step)
+    least = 2 * row if config.compile else row
+    found = [size for size in _divisors(config.step_tokens) if size >= least]
+    return [size for size in found if not packed or size % length == 0] or [config.step_tokens]
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
 
 
 def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:

@@ -27,6 +27,7 @@ __all__ = [
     "OptimizerName",
     "Positive",
     "PrecisionName",
+    "RecomputeName",
     "ScheduleName",
     "SizeName",
     "TrainConfig",
@@ -39,6 +40,7 @@ AttentionName = Literal["auto", "documents", "rows"]
 OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+RecomputeName = Literal["none", "selective", "full"]
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -75,7 +77,7 @@ class TrainConfig:
     attention: AttentionName = "auto"
     """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
     micro_batch_tokens: Positive = 2048
-    """Tokens of one forward and backward; the loss takes some 12 bytes x vocabulary for each."""
+    """Tokens of one forward and backward; --dry-run says how many fit."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None
@@ -109,6 +111,8 @@ class TrainConfig:
     """cpu, cuda; auto: cuda where there is one."""
     precision: PrecisionName = "auto"
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    recompute: RecomputeName = "none"
+    """What layers compute again in the backward pass to save memory: what is cheap, or all."""
     compile: bool = False
     """Slow start, then faster; for cuda."""
     num_workers: NotNegative | None = None

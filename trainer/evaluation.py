@@ -7,7 +7,7 @@ from torch import nn
 
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
 __all__ = ["Metrics", "evaluate"]
 
@@ -32,14 +32,20 @@ def evaluate(
     for number, shown in enumerate(micro_batches):
         micro_batch = task.prepare(shown, number)
         with precision.autocast():
-            logits = model(micro_batch)
-            loss = task.loss_of(logits, micro_batch)
+            loss = _loss(model, task, micro_batch, scores)
         total += loss.sum
         targets += loss.targets
-        if scores is not None:
-            scores.add(logits, task.targets(micro_batch.labels))
     model.train()
     if not int(targets):
         return {}
     mean = float(total) / int(targets)
     return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})
+
+
+def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:
+    """The loss; logits are asked for only where they are scored."""
+    if scores is None:
+        return task.loss(model, micro_batch)
+    logits = model(micro_batch)
+    scores.add(logits, task.targets(micro_batch.labels))
+    return task.loss_of(logits, micro_batch)

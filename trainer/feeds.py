@@ -12,7 +12,7 @@ from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Feeds"]
+__all__ = ["Feeds", "is_apart"]
 
 _SPLITS = ("train", "validation", "test")
 """Those that a run reads."""
@@ -36,7 +36,7 @@ class Feeds:
         """
         _check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
-        self._apart, self._causal = _is_apart(config, task), task.causal
+        self._apart, self._causal = is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
         self._training = self._policy(packed=is_packed(config, task))
         self._whole = self._policy(packed=task.packs)
@@ -118,7 +118,12 @@ def _check_rows(config: TrainConfig, task: Task) -> None:
         )
 
 
-def _is_apart(config: TrainConfig, task: Task) -> bool:
+def is_apart(config: TrainConfig, task: Task) -> bool:
+    """Whether packed documents are kept apart.
+
+    Raises:
+        ConfigError: They must be, and are not to be.
+    """
     if config.attention == "auto":
         return task.apart
     if config.attention == "rows" and not task.causal:

@@ -12,6 +12,7 @@ from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.weights import load_weights, trained_state
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision
@@ -34,6 +35,7 @@ class Learner:
         self.precision = precision
         torch.manual_seed(config.seed)
         self.model = make_model(config, task.head, precision.dtype).to(device)
+        recompute_layers(self.model, config.recompute)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
@@ -51,7 +53,7 @@ class Learner:
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             for shown in micro_batches:
-                self.model(shown)
+                self._task.loss(self.model, shown)
         self.model.train()
         set_random_state(random, self._device)
 
@@ -61,6 +63,10 @@ class Learner:
             loss = self._task.loss(self.model, micro_batch)
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
+
+    def drop_gradients(self) -> None:
+        """Forget those of the step under way."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, number: int, targets: Tensor) -> Tensor:
         """Update the weights from the gradients of so many targets; gives the gradient's norm."""

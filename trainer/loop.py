@@ -35,6 +35,7 @@ from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter, warmup_steps
+from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
 
@@ -77,14 +78,15 @@ class Trainer:
         self._begin()
         config, task, shape = self.config, self.task, self.feeds.shape
         learner, stall = self.learner, self.stall
-        feed = iter(self.loader)
+        feed, gradients = iter(self.loader), StepGradients(learner)
         for step in range(self.step + 1, config.steps + 1):
             tally, rows = self._new_tally(), []
+            gradients.begin()
             for part in range(config.accumulation):
                 with stall.cause("data"):
                     batch = next(feed)
                 micro_batch = task.prepare(shape(batch), step * config.accumulation + part)
-                loss = learner.add_gradients(micro_batch)
+                loss = gradients.add(micro_batch)
                 tally.add(loss, batch.num_tokens, micro_batch.num_slots)
                 rows.append(batch.rows)
             norm = learner.step(step, tally.targets)

@@ -8,6 +8,7 @@ Shapes: B rows, T slots of a row, S segments (documents and paddings) of the fla
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -54,12 +55,39 @@ class MicroBatch:
         """B times T."""
         return self.ids_BT.numel()
 
+    def parts(self, number: int) -> "list[MicroBatch]":
+        """The same rows in so many micro-batches, or as many as there are rows."""
+        if number == 1:
+            return [self]
+        count = len(self.ids_BT)
+        ends = [count * part // number for part in range(number + 1)]
+        return [self._rows(a, b) for a, b in pairwise(ends) if b > a]
+
+    def _rows(self, start: int, stop: int) -> "MicroBatch":
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[start:stop]
+
+        positions_BT = self.positions_BT
+        return MicroBatch(
+            ids_BT=self.ids_BT[start:stop],
+            labels=self.labels[start:stop],
+            positions_BT=positions_BT[start:stop] if self._counts_rows else positions_BT,
+            scope=self.scope.of_rows(start, stop, self.ids_BT.shape[1]),
+            is_token_BT=cut(self.is_token_BT),
+            token_types_BT=cut(self.token_types_BT),
+        )
+
+    @property
+    def _counts_rows(self) -> bool:
+        """Whether positions differ from row to row."""
+        return len(self.positions_BT) > 1
+
     def blank_like(self, rows: int, length: int) -> "MicroBatch":
         """One of the same make and another shape, of which nothing can be learnt."""
         return MicroBatch(
             ids_BT=self.ids_BT.new_zeros((rows, length)),
             labels=self.labels.new_full((rows, length)[: self.labels.dim()], _none(self.labels)),
-            positions_BT=self.positions_BT.new_zeros((min(rows, len(self.positions_BT)), length)),
+            positions_BT=self.positions_BT.new_zeros((rows if self._counts_rows else 1, length)),
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
             token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),

@@ -6,14 +6,13 @@ import logging
 import os
 from collections.abc import Callable
 
-import torch
-
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.step_gradients import is_out_of_memory
 
 __all__ = ["train"]
 
@@ -119,7 +118,7 @@ def _check_folder(config: TrainConfig, *, finished: bool) -> None:
 
 def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     """What a user can do about an error of torch; None where it is a bug."""
-    if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    if is_out_of_memory(error):
         return _explain_memory(config)
     if config.compile and _is_of_compiler(error):
         reason = str(getattr(error, "inner_exception", error)).split("\n")[0]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import named_cuda
@@ -10,12 +11,19 @@ import pytest
 import torch
 from hub_models import save_model
 from places import SUPPORT
-from training import RUNS, write_every_task
+from training import RUNS, make_config, write_every_task
+
+from tokenfeed.trainer.gpus import GPUS
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.planned import Planned
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
 
 Seen = dict[str, Any]
+
+SIZE = {"layers": 1, "width": 64, "heads": 2}
+"""Of the model there."""
 
 NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 CASES: dict[str, dict[str, Any]] = {
@@ -55,10 +63,14 @@ ATTENTION = {
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_task(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Seen]:
     """What each case did; one process runs them all, since importing torch takes the longest."""
     folder = tmp_path_factory.mktemp("named_cuda")
-    data = write_every_task(folder / "data")
     cases = {
         name: settings | {"shards": str(data / settings["shards"])}
         for name, settings in (CASES | HUB | FAULTS).items()
@@ -135,6 +147,18 @@ def test_a_gpu_of_today_computes_in_bf16_and_the_rest_of_fp32_as_tf32(
 def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]) -> None:
     assert "_amp_update_scale_" in seen["lm packed fp16"]["operators"]
     assert "_amp_update_scale_" not in seen["lm packed bf16"]["operators"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "fp32"])
+def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
+    seen: dict[str, Seen], case: str, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"num_workers": 0} | CASES[case]
+    shards = data / settings.pop("shards")
+    monkeypatch.setitem(SIZES, "tiny", ModelSize(**SIZE))
+    config = make_config(shards, data / "run", steps=100, **settings)
+    predicted = Planned(config, GPUS["H100"]).peak(config)
+    assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)
 
 
 @pytest.mark.parametrize("case", ["muon", "muon fp16"])

@@ -22,9 +22,10 @@ from training import follow_brackets, make_config  # noqa: E402
 
 from tokenfeed.trainer.loop import Trainer  # noqa: E402
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize  # noqa: E402
+from tokenfeed.trainer.peak_bytes import PeakBytes  # noqa: E402
 
 _STEPS = 2  # the first makes the optimizer's state
-_SIZE = ModelSize(layers=1, width=64, heads=2)
+SIZE = ModelSize(layers=1, width=64, heads=2)
 
 
 class Journal(TorchDispatchMode):
@@ -77,9 +78,10 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         pytest.MonkeyPatch.context() as patch,
         named_cuda.device(),
         journal,
+        PeakBytes("cuda") as memory,
         HostWaits(follow_brackets(patch)) as waits,
     ):
-        patch.setitem(SIZES, "tiny", _SIZE)
+        patch.setitem(SIZES, "tiny", SIZE)
         trainer = Trainer(config)
         learner = trainer.learner
         if fault:
@@ -93,6 +95,7 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
             "precision": learner.precision.name,
             "optimizer": type(learner.optimizer).__name__,
             "matmul": torch.get_float32_matmul_precision(),
+            "peak": memory.peak,
             "weights": _kinds(learner.model.parameters()),
             "moments": _kinds(
                 value

@@ -67,6 +67,15 @@ class Scope:
             ends = F.pad(ends[:1], (0, len(ends) - 1), value=rows * length)
         return Scope(self.causal, mask, ends, length)
 
+    def of_rows(self, start: int, stop: int, length: int) -> "Scope":
+        """That of some rows of a micro-batch; no segment goes over the end of a row."""
+        mask, ends = self.mask_BHTT, self.cu_seqlens
+        if mask is not None:
+            mask = mask[start:stop]
+        if ends is not None:
+            ends = (ends - start * length).clamp(0, (stop - start) * length)
+        return replace(self, mask_BHTT=mask, cu_seqlens=ends)
+
     def _narrowed_mask(self, reach: Reach, ids_BT: Tensor) -> Tensor | None:
         mask_BHTT = self.mask_BHTT
         if reach.causal and mask_BHTT is not None and mask_BHTT.shape[2] == 1:
@@ -87,6 +96,11 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         return False
+    return knows_ends()
+
+
+def knows_ends() -> bool:
+    """Whether this torch has `varlen_attn` as it is used here."""
     return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.11")
 
 

@@ -1,9 +1,14 @@
 """What a model is asked for: which logits, how many, and which tokens may see which."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
 
-__all__ = ["Head", "HeadKind"]
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from tokenfeed.trainer.micro_batch import MicroBatch
+
+__all__ = ["HasHidden", "Head", "HeadKind", "has_hidden"]
 
 HeadKind = Literal["vocabulary", "token", "row"]
 """Of what there are logits.
@@ -31,3 +36,24 @@ class Head:
     """Names of tags or classes, by their number."""
     pad_id: int | None = None
     """Fills rows, where the tokenizer has an id that does nothing else."""
+
+
+class HasHidden(Protocol):
+    """What a model with a head of the vocabulary may offer, so that the loss needs no logits.
+
+    These are `hidden @ head_weight.T`, and nothing else is done to them.
+    """
+
+    @property
+    def head_weight(self) -> "Tensor":
+        """(V, D), a parameter; None, or no such attribute: it offers logits alone."""
+        ...
+
+    def hidden(self, micro_batch: "MicroBatch") -> "Tensor":
+        """(B, T, D): what the head sees."""
+        ...
+
+
+def has_hidden(model: "nn.Module") -> TypeGuard[HasHidden]:
+    """Whether a model offers them."""
+    return getattr(model, "head_weight", None) is not None

@@ -54,15 +54,14 @@ class HubModel(nn.Module):
         self._parameters_of_call = inspect.signature(model.forward).parameters
         self.reaches: frozenset[Reach] = frozenset()
         """What its layers see of a document: for each the forward makes a scope."""
+        self.has_plain_head = False
+        """Whether its logits were seen to be `hidden @ head_weight.T`."""
         self.adapters: tuple[Any, ...] = ()
         """The model again, by `peft`, where it has adapters; no part of this module."""
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Logits: (B, T, V), (B, T, C), or (B, C) for a head of rows."""
-        scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
-        return self.logits(
-            micro_batch, {reach: scope.narrowed(reach, ids_BT) for reach in self.reaches}
-        )
+        return self.logits(micro_batch, self._scopes(micro_batch))
 
     def logits(self, micro_batch: MicroBatch, scopes: Mapping[Reach, Scope]) -> Tensor:
         """The same with the scope of each reach."""
@@ -76,6 +75,18 @@ class HubModel(nn.Module):
         judged_BD = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[2])).squeeze(1)
         scores_BC: Tensor = self.model.score(judged_BD)
         return scores_BC
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """(V, D): what makes logits of `hidden`; None where more is done to it."""
+        head = self.model.get_output_embeddings() if self.has_plain_head else None
+        return head.weight if type(head) is nn.Linear else None
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """What the head sees: (B, T, D)."""
+        inputs = self._inputs(micro_batch) | {"scopes": self._scopes(micro_batch)}
+        hidden_BTD: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return hidden_BTD
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
         """What is compiled once and used in every layer; the whole where none is known."""
@@ -91,6 +102,10 @@ class HubModel(nn.Module):
         self.model.config.use_cache = True
         with _quiet():
             self.model.save_pretrained(folder)
+
+    def _scopes(self, micro_batch: MicroBatch) -> dict[Reach, Scope]:
+        scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
+        return {reach: scope.narrowed(reach, ids_BT) for reach in self.reaches}
 
     def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
         ids_BT = micro_batch.ids_BT

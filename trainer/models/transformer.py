@@ -76,6 +76,21 @@ class Transformer(nn.Module):
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Logits: (B, T, V) with V padded up, (B, T, C), or (B, C) for a head of rows."""
+        x_BTD = self.hidden(micro_batch)
+        if self.head is None:
+            return F.linear(x_BTD, self.embedding.weight)
+        if self.pick is not None:
+            x_BTD = self.pick(x_BTD, micro_batch.is_token_BT)
+        logits: Tensor = self.head(self.dropout(x_BTD))
+        return logits
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """(V, D): what makes logits of `hidden`; None where more is done to it."""
+        return self.embedding.weight if self.head is None else None
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """What the head sees: (B, T, D)."""
         x_BTD = self.embedding(micro_batch.ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
@@ -83,13 +98,8 @@ class Transformer(nn.Module):
         rotary = _rotary_angles(micro_batch.positions_BT, self._head_width)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
-        x_BTD = self.norm(x_BTD)
-        if self.head is None:
-            return F.linear(x_BTD, self.embedding.weight)
-        if self.pick is not None:
-            x_BTD = self.pick(x_BTD, micro_batch.is_token_BT)
-        logits: Tensor = self.head(self.dropout(x_BTD))
-        return logits
+        out_BTD: Tensor = self.norm(x_BTD)
+        return out_BTD
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
         """What is compiled once and used in every layer."""

@@ -7,7 +7,8 @@ tokens, on the host.
 """
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED
@@ -36,6 +37,7 @@ def try_out(model: HubModel, head: Head, name: str) -> None:
     alone, reaches = _run(model, _one_document(head))
     model.reaches = reaches
     _check_reaches(model, head, name)
+    model.has_plain_head = head.kind == "vocabulary" and _has_plain_head(model, head, alone)
     beside, _ = _run(model, _padded(head) if head.kind == "row" else _packed(head))
     model.train()
     of_second = beside if head.kind == "row" else beside[:, _FIRST:]
@@ -59,6 +61,16 @@ def _run(model: HubModel, micro_batch: MicroBatch) -> tuple[Tensor, frozenset[Re
             f"`scopes` ({' '.join(str(error).split())}). Take another model."
         ) from error
     return logits, frozenset(scopes)
+
+
+def _has_plain_head(model: HubModel, head: Head, logits_BTV: Tensor) -> bool:
+    """Whether these logits are a matrix times what its base model gives, to the last bit: caps,
+    scales, biases and layers in between show."""
+    last = model.model.get_output_embeddings()
+    if model.model.base_model is model.model or type(last) is not nn.Linear:
+        return False
+    hidden_BTD = model.hidden(_one_document(head))
+    return bool((F.linear(hidden_BTD, last.weight) == logits_BTV).all())
 
 
 def _check_reaches(model: HubModel, head: Head, name: str) -> None:

@@ -6,6 +6,7 @@ The draw is a function of (seed, number of the micro-batch), made on the device:
 the same, and the host waits for nothing.
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,7 @@ from tokenfeed.trainer.tasks.task import Task
 __all__ = ["Masked"]
 
 TARGET_SHARE, AS_MASK_SHARE, AT_RANDOM_SHARE = 0.15, 0.8, 0.1
+_SPREADS = 8
 
 
 class Masked(Task):
@@ -63,6 +65,12 @@ class Masked(Task):
             ids_BT=torch.where(at_random_BT, random_BT, shown_BT),
             labels=torch.where(target_BT, labels_BT, IGNORED),
         )
+
+    def most_targets(self, slots: int) -> int:
+        """More are drawn less than once in 10**12 micro-batches; then the last of them are left
+        out."""
+        spread = math.sqrt(slots * TARGET_SHARE * (1 - TARGET_SHARE))
+        return min(slots, math.ceil(slots * TARGET_SHARE + _SPREADS * (spread + 1)))
 
     def of_loss(self, loss: float) -> dict[str, float]:
         """Perplexity of the masked tokens."""

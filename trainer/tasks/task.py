@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import Head, HeadKind
+from tokenfeed.trainer.models.head import Head, HeadKind, has_hidden
+from tokenfeed.trainer.tasks.vocabulary_loss import (
+    is_worth_chunks,
+    most_chunk_tokens,
+    vocabulary_loss,
+)
 
 __all__ = ["Loss", "Scores", "Task"]
 
@@ -94,9 +99,30 @@ class Task:
         """What each logit is compared with, or `IGNORED`."""
         return labels
 
+    @property
+    def logits_at_once(self) -> int:
+        """Tokens of a micro-batch from which on its loss takes no more memory."""
+        return most_chunk_tokens(self.vocabulary_size) if self.kind == "vocabulary" else 1
+
+    def most_targets(self, slots: int) -> int:
+        """How many targets so many slots can have: a shape that does not depend on the draw."""
+        return slots
+
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
-        """Cross-entropy summed over targets."""
-        return self.loss_of(model(micro_batch), micro_batch)
+        """Cross-entropy summed over targets; where logits of all tokens would be large, and the
+        model hands out what its head sees, they never exist."""
+        if not has_hidden(model) or not is_worth_chunks(
+            micro_batch.num_slots, len(model.head_weight)
+        ):
+            return self.loss_of(model(micro_batch), micro_batch)
+        hidden_ND = model.hidden(micro_batch).flatten(0, 1)
+        targets_N = self.targets(micro_batch.labels).flatten()
+        most = self.most_targets(len(targets_N))
+        if most < len(targets_N):
+            chosen = (targets_N == IGNORED).sort(stable=True).indices[:most]
+            hidden_ND, targets_N = hidden_ND.index_select(0, chosen), targets_N[chosen]
+        summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N)
+        return Loss(summed, (targets_N != IGNORED).sum())
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
         """The same of logits that are there: a softmax in fp32."""

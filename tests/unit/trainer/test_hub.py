@@ -1,6 +1,7 @@
 """Models of `transformers`: they give what they give alone and by themselves, or are refused."""
 
 import itertools
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -34,8 +35,9 @@ from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Packed, Padded
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.build import make_model
-from tokenfeed.trainer.models.head import Head, HeadKind
+from tokenfeed.trainer.models.head import Head, HeadKind, has_hidden
 from tokenfeed.trainer.models.hub import HubModel
+from tokenfeed.trainer.tasks import vocabulary_loss
 from tokenfeed.trainer.tasks.next_token import LanguageModelling
 
 MakeModel = Any
@@ -297,3 +299,41 @@ def test_nothing_is_printed_while_a_model_loads(
     make_model(train_config(folder), head_of("row"))
     assert capfd.readouterr() == ("", "")
     assert config_of("Llama").vocab_size == VOCABULARY
+
+
+CAPPED: dict[str, dict[str, Any]] = {
+    "Gemma2": {"head_dim": 8, "final_logit_softcapping": 30.0, "attn_logit_softcapping": None},
+    "Granite": {"logits_scaling": 8.0},
+    "Cohere": {"logit_scale": 0.25},
+}
+
+
+@pytest.mark.parametrize("name", [*DECODERS, *ENCODERS, *CAPPED])
+def test_only_a_head_that_does_no_more_is_taken_out_of_the_model(
+    name: str, make_hub: MakeModel, tmp_path: Path
+) -> None:
+    if name in CAPPED:
+        folder = save_model(tmp_path, "CausalLM", name, **CAPPED[name])
+        model = make_model(train_config(folder), head_of("vocabulary", causal=True))
+    else:
+        _, _, model = make_hub(name, "vocabulary")
+    assert has_hidden(model) == (name in DECODERS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_its_loss_without_logits_is_that_of_its_logits(
+    name: str, make_hub: MakeModel, shards: dict[HeadKind, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, head, model = make_hub(name, "vocabulary")
+    task = LanguageModelling(Manifest.read(shards["vocabulary"]), seed=0)
+    _, micro_batch = next(shown(shards["vocabulary"], Packed(32, batch_size=3), head))
+    losses = []
+    for least in (0, math.inf):
+        monkeypatch.setattr(vocabulary_loss, "_WORTH_BYTES", least)
+        model.zero_grad()
+        loss = task.loss(model, micro_batch).sum
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        losses.append(torch.stack((loss.detach(), norm)))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+    assert isinstance(model.head_weight, torch.nn.Parameter)

@@ -1,0 +1,137 @@
+"""`train --dry-run`: what a run will be, without training and on any machine.
+
+Rows as long as the manifest has them are batched as the loader would; one batch is read, for how
+documents lie in rows. Steps run on tensors without values (`weightless`), so memory is that of the
+real operators. Speed is a bound: the GPU's arithmetic by the operations of a token.
+"""
+
+from dataclasses import dataclass
+
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
+from tokenfeed.trainer.gpus import GIB
+from tokenfeed.trainer.planned import Planned, find_gpu
+
+__all__ = ["DryRun", "dry_run"]
+
+FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
+_KEPT_CHECKPOINTS = 3
+_DISK_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """What a run will be."""
+
+    steps: int
+    epochs: float
+    tokens: int
+    """Real tokens that are trained on, about."""
+    micro_batches_per_step: int
+    slots_per_step: int
+    padding: float
+    """Fraction of all token slots that will hold no token, about."""
+    shapes: dict[str, int]
+    """How many micro-batches of an epoch are of which rows x length: the most frequent."""
+    parameters: int
+    flops_per_token: float
+    flops_formula: str
+    precision: str
+    peak_gib: float
+    """Of tensors; without what kernels, CUDA and an allocator take besides."""
+    gpu: str | None
+    gpu_gib: float | None
+    fits: bool | None
+    """Whether the peak is within 92 % of the GPU's memory."""
+    fitting_micro_batch_tokens: int | None
+    """The largest micro-batch that is, with the same step; None: not even the smallest."""
+    fitting_peak_gib: float | None
+    tokens_per_s_bound: float | None
+    """What the GPU's arithmetic allows; good runs reach a third to a half of it."""
+    hours_bound: float | None
+    checkpoints: int
+    checkpoint_gib: float
+    disk_gib: float
+    """Of the checkpoints that are kept: the latest two and the best."""
+    checkpoint_seconds: float
+    """Of one, at 1 GB/s."""
+
+    def summary(self) -> str:
+        """The same in a few lines."""
+        listed = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
+        lines = [
+            f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
+            f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
+            f"batches  an epoch has {listed}; padding {self.padding:.2%}",
+            f"model    {self.parameters / 1e6:.1f} M parameters, {self.flops_per_token / 1e9:.3g} "
+            f"GFLOP a token ({self.flops_formula})",
+            f"memory   {self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
+        ]
+        if self.gpu is not None:
+            lines.append(f"fits     {self._fitting()}")
+        if self.tokens_per_s_bound is not None:
+            lines.append(
+                f"speed    at most {self.tokens_per_s_bound:,.0f} tokens/s, so at least "
+                f"{self.hours_bound:.3g} hours"
+            )
+        lines.append(
+            f"disk     {self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB, of which "
+            f"{self.disk_gib:.2f} GiB are kept; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
+        )
+        return "\n".join(lines)
+
+    def _of_gpu(self) -> str:
+        return "" if self.gpu_gib is None else f", of {self.gpu_gib:g} GiB on {self.gpu}"
+
+    def _fitting(self) -> str:
+        if self.fitting_micro_batch_tokens is None:
+            return "no micro-batch: try --recompute full, or a smaller --sequence-length"
+        return (
+            f"--micro-batch-tokens {self.fitting_micro_batch_tokens} and less "
+            f"({self.fitting_peak_gib:.2f} GiB)"
+        )
+
+
+def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
+    """Plan a run, on the GPU of that name or size; by default on the device it would train on.
+
+    Raises:
+        TokenfeedError: Settings or shards do not allow it; one line says why.
+    """
+    config.check()
+    gpu = find_gpu(config, gpu_name)
+    planned = Planned(config, gpu)
+    length = planned.shape(config)[1]
+    peak = planned.peak(config)
+    fitting, fitting_peak = planned.fitting()
+    flops = planned.weightless.flops_per_token(planned.like, length)
+    bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
+    epoch = planned.epoch()
+    micro_batches = config.steps * config.accumulation
+    tokens = round(micro_batches * epoch.tokens / epoch.count)
+    state = planned.weightless.state_bytes(planned.like)
+    return DryRun(
+        steps=config.steps,
+        epochs=micro_batches / epoch.count,
+        tokens=tokens,
+        micro_batches_per_step=config.accumulation,
+        slots_per_step=round(config.accumulation * epoch.slots / epoch.count),
+        padding=1 - epoch.tokens / epoch.slots,
+        shapes=epoch.shapes,
+        parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
+        flops_per_token=flops,
+        flops_formula=FORMULA,
+        precision=planned.precision,
+        peak_gib=peak / GIB,
+        gpu=gpu.name if gpu else None,
+        gpu_gib=gpu.gib if gpu else None,
+        fits=peak <= SHARE_OF_MEMORY * gpu.bytes if gpu else None,
+        fitting_micro_batch_tokens=fitting,
+        fitting_peak_gib=None if fitting_peak is None else fitting_peak / GIB,
+        tokens_per_s_bound=bound,
+        hours_bound=tokens / bound / 3600 if bound else None,
+        checkpoints=-(-config.steps // config.save_every),
+        checkpoint_gib=state / GIB,
+        disk_gib=_KEPT_CHECKPOINTS * state / GIB,
+        checkpoint_seconds=state / _DISK_BYTES_PER_S,
+    )

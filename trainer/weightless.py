@@ -1,0 +1,128 @@
+"""A learner whose tensors have shapes and no values: whole steps run anywhere, at once.
+
+They are of the host, and computed in the number format of a GPU: operators, dtypes and what is kept
+for the backward pass are the same there, so the memory is. Attention counts as a GPU's fused one.
+What is not in it: what kernels take for themselves while they run, CUDA's context, and what an
+allocator loses between blocks. A compiled model takes less.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from tokenfeed.trainer.config import PrecisionName, TrainConfig
+from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.attention import Scope
+from tokenfeed.trainer.models.weights import trained_state
+from tokenfeed.trainer.optimizer import make_optimizer
+from tokenfeed.trainer.peak_bytes import PeakBytes
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.tasks.task import Task
+
+__all__ = ["Weightless"]
+
+_CPU = torch.device("cpu")
+_STEPS = 2
+"""The first makes the optimizer's state, and the second has it from its beginning."""
+
+
+class Weightless:
+    """Runs steps without values, and says what they take."""
+
+    def __init__(self, config: TrainConfig, task: Task, precision: PrecisionName) -> None:
+        """The model is made in earnest first: its price is that of the start of a run."""
+        self._config, self._task, self._precision = config, task, precision
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
+        _drop_values(self.learner.model, self._mode)
+
+    def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
+        """The most bytes that tensors take in steps of `parts` micro-batches of a shape."""
+        learner = self.learner
+        memory = PeakBytes()
+        with self._mode, memory:
+            self._begin()
+            for tensor in (*learner.model.parameters(), *learner.model.buffers()):
+                memory.add(tensor)
+            for step in range(1, _STEPS + 1):
+                targets = torch.zeros((), dtype=torch.int64)
+                for number in range(parts):
+                    shown = self._task.prepare(like.blank_like(rows, length), number)
+                    targets = targets + learner.add_gradients(shown).targets
+                    del shown
+                learner.step(step, targets)
+        return memory.peak
+
+    def state_bytes(self, like: MicroBatch) -> int:
+        """Those of a checkpoint: what is trained, and the optimizer's state."""
+        with self._mode:
+            self._begin()
+            self.learner.add_gradients(self._task.prepare(like.blank_like(2, 8), 0))
+            self.learner.step(1, torch.ones((), dtype=torch.int64))
+            tensors = [*trained_state(self.learner.model).values()]
+        for values in self.learner.optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def flops_per_token(self, like: MicroBatch, length: int) -> float:
+        """Floating-point operations to learn one token of full rows: 6 for each weight in a matrix
+        product, and those of attention over whole rows; of weights that are not trained 4."""
+        shown = like.blank_like(2, length)
+        with self._mode, torch.no_grad():
+            plain = _over_rows(self._task.prepare(shown, 0))
+            counter = FlopCounterMode(display=False, custom_mapping=_OF_HOST_ATTENTION)
+            with counter:
+                self.learner.model(plain)
+        forward = counter.get_total_flops() / shown.num_slots
+        return 3 * forward - 2 * _frozen_products(self.learner.model)
+
+    def _begin(self) -> None:
+        """An optimizer and a number format that know nothing yet."""
+        config, learner = self._config, self.learner
+        learner.precision = Precision(self._precision, _CPU)
+        learner.model.zero_grad(set_to_none=True)
+        learner.optimizer = make_optimizer(learner.model, config.optimizer, config.weight_decay)
+        gc.collect()
+
+
+def _attention_flops(
+    query: Any, key: Any, value: Any, *others: Any, out_shape: Any = None, **named: Any
+) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+_OF_HOST_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
+}
+
+
+def _over_rows(shown: MicroBatch) -> MicroBatch:
+    """The same where every slot sees all it may of its row."""
+    return replace(shown, scope=Scope(shown.scope.causal))
+
+
+def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Leave shapes and dtypes of a model's tensors; ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, value in part._parameters.items():
+            if value is not None and id(value) not in made:
+                bare = mode.from_tensor(value.detach())
+                made[id(value)] = nn.Parameter(bare, value.requires_grad)
+            part._parameters[name] = None if value is None else made[id(value)]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
+
+
+def _frozen_products(model: nn.Module) -> int:
+    """Weights of matrix products that are not trained."""
+    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    weights = {id(part.weight): part.weight for part in linear}
+    return sum(weight.numel() for weight in weights.values() if not weight.requires_grad)
