@@ -6,7 +6,7 @@ systems run in turn in one process with one thread, several rounds; a figure is 
 memory is of a process of its own, by a second call with --memory. Refuted by a loop more than 3 %
 behind the bare one, and by a peer that is not 1.2 times slower on short rows at an equal loss.
 
-usage: python benchmarks/trainer.py [--steps 120] [--rounds 5] [--case classify] [--data FOLDER]
+usage: python benchmarks/trainer.py [--steps 40] [--rounds 5] [--case classify] [--memory]
 """
 
 import argparse
@@ -116,7 +116,7 @@ def show(results: list[Entry]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--case", choices=list(SYSTEMS), help="this one alone; others are kept")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--data", type=Path, help="keep the data sets here")
     parser.add_argument("--memory", action="store_true", help="alone; speeds are kept")

@@ -141,6 +141,14 @@ def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
     assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
 
 
+def test_flags_survive_the_second_reading(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = parsed(monkeypatch, "--shards", shards, "--run-dir", tmp_path, "--json", "--compile")
+    assert config.json
+    assert config.compile
+
+
 def test_epochs_are_those_of_the_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = parsed(monkeypatch, "--shards", shards, "--epochs", 2)
     policy = make_policy(config, packed=False, on_gpu=False)
