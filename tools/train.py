@@ -74,7 +74,7 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Command(TrainConfig):
-    """What the command line says: settings, epochs, which become steps, and what to do with them."""
+    """What the command line says: settings, epochs that become steps, and what to do with them."""
 
     epochs: Positive | None = None
     """Passes over the train split, instead of --steps."""
