@@ -25,7 +25,7 @@ from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.trainer.config import Positive, TrainConfig
 from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
 
-__all__ = ["main", "parse_config"]
+__all__ = ["Command", "main", "parse_config"]
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Command(TrainConfig):
+class Command(TrainConfig):
     """What the command line says: settings, epochs that become steps, and what to do with them."""
 
     epochs: Positive | None = None
@@ -93,7 +93,7 @@ def parse_config() -> TrainConfig:
     return _read_command().config()
 
 
-def _read_command() -> _Command:
+def _read_command() -> Command:
     """Read the command line, on top of the settings that suit the shards; with --resume, of those
     the run was begun with."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -118,9 +118,9 @@ def _read_command() -> _Command:
     return _suited(asked, manifest) if manifest else _parse(tyro.MISSING_NONPROP)
 
 
-def _parse(default: Any, *, resuming: bool = False) -> _Command:
-    command: _Command = tyro.cli(
-        _Command,
+def _parse(default: Any, *, resuming: bool = False) -> Command:
+    command: Command = tyro.cli(
+        Command,
         prog="train",
         description=_DESCRIPTION,
         default=default,
@@ -137,7 +137,7 @@ def _manifest_of(shards: str | None) -> Manifest | None:
     return None
 
 
-def _suited(words: argparse.Namespace, manifest: Manifest) -> _Command:
+def _suited(words: argparse.Namespace, manifest: Manifest) -> Command:
     """Reads the command line twice: steps follow from other settings that are given there."""
     asked = Asked(
         objective=words.objective,
@@ -147,7 +147,7 @@ def _suited(words: argparse.Namespace, manifest: Manifest) -> _Command:
     )
     choices = suited(manifest, asked)
     epochs = None if words.steps else epochs_of(manifest, asked)
-    default = _with(_Command(shards=words.shards), choices)
+    default = _with(Command(shards=words.shards), choices)
     given = _parse(_with(default, lasting(default, manifest, asked, epochs)))
     given.check()
     more = lasting(given, manifest, asked, given.epochs or epochs)
@@ -157,15 +157,15 @@ def _suited(words: argparse.Namespace, manifest: Manifest) -> _Command:
     return command
 
 
-def _with(command: _Command, choices: list[Choice]) -> _Command:
+def _with(command: Command, choices: list[Choice]) -> Command:
     for choice in choices:
         command = dataclasses.replace(command, **choice.settings)
     return command
 
 
-def _resumed(begun: TrainConfig) -> _Command:
+def _resumed(begun: TrainConfig) -> Command:
     """The settings of a run that goes on; those that differ from before are named."""
-    command = _parse(_Command(**_values(begun)), resuming=True)
+    command = _parse(Command(**_values(begun)), resuming=True)
     if command.epochs is not None:
         command.check()
         steps = steps_of(command.epochs, command, Manifest.read(command.shards))

@@ -26,7 +26,7 @@ from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.shards import Inspect, Verify
 from tokenfeed.tools.shuffling.command import ShuffleRows
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.tools.train import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -206,7 +206,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands = (Options, TrainConfig, Inspect, Verify, Cat, ShuffleRows)
+    commands = (Options, Command, Inspect, Verify, Cat, ShuffleRows)
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))
