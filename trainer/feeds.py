@@ -12,7 +12,7 @@ from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Feeds", "is_apart"]
+__all__ = ["Feeds", "check_rows", "is_apart"]
 
 _SPLITS = ("train", "validation", "test")
 """Those that a run reads."""
@@ -34,7 +34,7 @@ class Feeds:
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
-        _check_rows(config, task)
+        check_rows(config, task)
         self._config, self._device, self._manifest = config, device, task.manifest
         self._apart, self._causal = is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
@@ -100,8 +100,12 @@ class Feeds:
         return 0 if self._device.type == "cpu" else 2
 
 
-def _check_rows(config: TrainConfig, task: Task) -> None:
-    """A label of a row is neither shared with other rows nor of a part."""
+def check_rows(config: TrainConfig, task: Task) -> None:
+    """A label of a row is neither shared with other rows nor of a part.
+
+    Raises:
+        ConfigError: It would be.
+    """
     if task.kind != "row":
         return
     if is_packed(config, task):

@@ -16,7 +16,7 @@ from tokenfeed.trainer.batching import (
 )
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
 from tokenfeed.trainer.epoch_shapes import EpochShapes
-from tokenfeed.trainer.feeds import is_apart
+from tokenfeed.trainer.feeds import check_rows, is_apart
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.gpus import Gpu, gpu_of, recognized
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
@@ -51,6 +51,7 @@ class Planned:
         self._config, self._gpu = config, gpu
         self._manifest = Manifest.read(config.shards)
         self._task = make_task(config, self._manifest, _CPU)
+        check_rows(config, self._task)
         self.precision: PrecisionName = config.precision
         if config.precision == "auto":
             self.precision = gpu.precision if gpu else "fp32"

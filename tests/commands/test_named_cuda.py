@@ -14,16 +14,12 @@ from places import SUPPORT
 from training import RUNS, make_config, write_every_task
 
 from tokenfeed.trainer.gpus import GPUS
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.planned import Planned
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
 
 Seen = dict[str, Any]
-
-SIZE = {"layers": 1, "width": 64, "heads": 2}
-"""Of the model there."""
 
 NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 CASES: dict[str, dict[str, Any]] = {
@@ -151,11 +147,10 @@ def test_fp16_scales_its_gradients_and_bf16_has_no_need_to(seen: dict[str, Seen]
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "fp32"])
 def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
-    seen: dict[str, Seen], case: str, data: Path, monkeypatch: pytest.MonkeyPatch
+    seen: dict[str, Seen], case: str, data: Path
 ) -> None:
     settings = {"num_workers": 0} | CASES[case]
     shards = data / settings.pop("shards")
-    monkeypatch.setitem(SIZES, "tiny", ModelSize(**SIZE))
     config = make_config(shards, data / "run", steps=100, **settings)
     predicted = Planned(config, GPUS["H100"]).peak(config)
     assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)

@@ -25,7 +25,7 @@ from tokenfeed.trainer.models.transformer import SIZES, ModelSize  # noqa: E402
 from tokenfeed.trainer.peak_bytes import PeakBytes  # noqa: E402
 
 _STEPS = 2  # the first makes the optimizer's state
-SIZE = ModelSize(layers=1, width=64, heads=2)
+_SIZE = ModelSize(layers=1, width=64, heads=2)
 
 
 class Journal(TorchDispatchMode):
@@ -81,7 +81,7 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         PeakBytes("cuda") as memory,
         HostWaits(follow_brackets(patch)) as waits,
     ):
-        patch.setitem(SIZES, "tiny", SIZE)
+        patch.setitem(SIZES, "tiny", _SIZE)
         trainer = Trainer(config)
         learner = trainer.learner
         if fault:

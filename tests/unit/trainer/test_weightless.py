@@ -44,7 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plan_of(data: Path, **settings: Any) -> tuple[Any, Planned]:
     shards = data / settings.pop("shards")
-    sizes = {"micro_batch_tokens": 512, "step_tokens": 1024}
+    sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
     config = make_config(shards, data / "run", **sizes | settings)
     return config, Planned(config, None)
 
