@@ -29,10 +29,11 @@ __all__ = ["Command", "main", "parse_config"]
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTION = """Train a language model on the shards of `pretokenize`, and report the stall.
-Without options: a minute on a CPU. For a GPU of 80 GB: --model gpt2 --sequence-length 1024
---micro-batch-tokens 65536 --step-tokens 524288 --learning-rate 6e-4 --compile; with less
-memory a smaller --micro-batch-tokens, and the training stays the same."""
+_DESCRIPTION = """Learn what the shards of `pretokenize` are for: documents, completions, classes,
+scores or tags; report the metrics and the stall. What is not said suits the data set, and is
+printed. On documents without options: a minute on a CPU. For a GPU of 80 GB: --model gpt2
+--sequence-length 1024 --micro-batch-tokens 65536 --step-tokens 524288 --learning-rate 6e-4
+--compile; with less memory a smaller --micro-batch-tokens, and the training stays the same."""
 
 
 class Wishes:

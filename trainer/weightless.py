@@ -38,7 +38,8 @@ class Weightless:
 
     def __init__(self, config: TrainConfig, task: Task, precision: PrecisionName) -> None:
         """The model is made in earnest first: its price is that of the start of a run."""
-        self._config, self._task, self._precision = config, task, precision
+        self._config, self._task = config, task
+        self._precision: PrecisionName = precision
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
         _drop_values(self.learner.model, self._mode)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 __all__ = ["Reach", "Scope", "attend", "has_varlen"]
 
@@ -101,7 +102,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 def knows_ends() -> bool:
     """Whether this torch has `varlen_attn` as it is used here."""
-    return bool(torch.torch_version.TorchVersion(torch.__version__) >= "2.11")
+    return bool(TorchVersion(torch.__version__) >= "2.11")
 
 
 def attend(

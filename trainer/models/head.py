@@ -53,6 +53,10 @@ class HasHidden(Protocol):
         """(B, T, D): what the head sees."""
         ...
 
+    def __call__(self, micro_batch: "MicroBatch") -> "Tensor":
+        """(B, T, V): logits."""
+        ...
+
 
 def has_hidden(model: "nn.Module") -> TypeGuard[HasHidden]:
     """Whether a model offers them."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import Head, HeadKind, has_hidden
+from tokenfeed.trainer.models.head import HasHidden, Head, HeadKind, has_hidden
 from tokenfeed.trainer.tasks.vocabulary_loss import (
     is_worth_chunks,
     most_chunk_tokens,
@@ -111,10 +111,11 @@ class Task:
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
         """Cross-entropy summed over targets; where logits of all tokens would be large, and the
         model hands out what its head sees, they never exist."""
-        if not has_hidden(model) or not is_worth_chunks(
-            micro_batch.num_slots, len(model.head_weight)
-        ):
-            return self.loss_of(model(micro_batch), micro_batch)
+        if has_hidden(model) and is_worth_chunks(micro_batch.num_slots, len(model.head_weight)):
+            return self._loss_in_chunks(model, micro_batch)
+        return self.loss_of(model(micro_batch), micro_batch)
+
+    def _loss_in_chunks(self, model: HasHidden, micro_batch: MicroBatch) -> Loss:
         hidden_ND = model.hidden(micro_batch).flatten(0, 1)
         targets_N = self.targets(micro_batch.labels).flatten()
         most = self.most_targets(len(targets_N))
