@@ -81,7 +81,7 @@ def races(data: Path, device: str, scale: Scale) -> Entry:
 
 def waits(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
     """Steps in which only log lines, saves and evaluations may wait; torch raises at a wait."""
-    with tempfile.TemporaryDirectory() as folder, waits_are_errors():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, waits_are_errors():
         steps = {"steps": WAITING_STEPS, "log_every": 5}
         trainer = Trainer(config(data, device, scale, Path(folder) / "run", settings | steps))
         with contextlib.closing(trainer):
@@ -138,7 +138,7 @@ def settle(device: str) -> None:
 
 def measured_training(data: Path, device: str, scale: Scale, settings: Entry) -> Entry:
     """What a run reports of itself, and the most memory it took of a GPU."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         report = train(config(data, device, scale, Path(folder) / "run", settings), lambda: False)
     return {
         "model": report.model,

@@ -70,9 +70,9 @@ class CheckpointMeta:
         names = ("model", "task", "vocabulary_size", "optimizer")
         pairs = [(name, getattr(self, name), getattr(ours, name)) for name in names]
         # Adapters stand beside weights that are read again: they must be the same ones.
-        pairs.append(
-            ("init_from", self.config.get("init_from", config.init_from), config.init_from)
-        )
+        if config.lora is not None:
+            began = self.config.get("init_from", config.init_from)
+            pairs.append(("init_from", began, config.init_from))
         for name, saved, wanted in pairs:
             if saved != wanted:
                 raise ResumeError(

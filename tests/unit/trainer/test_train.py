@@ -226,7 +226,6 @@ def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model": "mini"}, "the checkpoint has --model training:small_model, this run has mini"),
-        ({"init_from": "other"}, "the checkpoint has --init-from None, this run has other"),
         ({"optimizer": "muon"}, "the checkpoint has --optimizer adamw, this run has muon"),
         ({"seed": 1}, "seed=0, this loader has seed=1"),
         ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
