@@ -105,6 +105,7 @@ def _read_command() -> Command:
     first.add_argument("--model")
     first.add_argument("--from-scratch", "--from_scratch", action="store_true")
     first.add_argument("--step-tokens", "--step_tokens")
+    first.add_argument("--step-rows", "--step_rows")
     first.add_argument("--steps")
     first.add_argument("--epochs")
     asked, _ = first.parse_known_args()
@@ -112,9 +113,13 @@ def _read_command() -> Command:
         raise ConfigError("`--run-dir` is empty: expected a folder. Is a shell variable unset?")
     if asked.steps and asked.epochs:
         raise ConfigError("`--epochs` and --steps both say how long to train. Leave one out.")
+    if asked.step_tokens and asked.step_rows:
+        raise ConfigError("`--step-rows` and --step-tokens both say what a step is. Leave one out.")
     begun = TrainConfig.of_run(Path(asked.run_dir)) if asked.resume and asked.run_dir else None
     if begun is not None:
         return _resumed(begun)
+    if asked.resume and asked.run_dir and not asked.shards:
+        raise ConfigError(f"`--run-dir`: {asked.run_dir} holds no run. Give the folder of one.")
     manifest = _manifest_of(asked.shards)
     return _suited(asked, manifest) if manifest else _parse(tyro.MISSING_NONPROP)
 

@@ -15,7 +15,6 @@ from tokenfeed.trainer.planned import Planned, find_gpu
 __all__ = ["DryRun", "dry_run"]
 
 FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
-_KEPT_CHECKPOINTS = 3
 _DISK_BYTES_PER_S = 1e9
 
 
@@ -52,7 +51,7 @@ class DryRun:
     checkpoints: int
     checkpoint_gib: float
     disk_gib: float
-    """Of the checkpoints that are kept: the latest two and the best."""
+    """Of the checkpoints that are kept: the latest and the best."""
     checkpoint_seconds: float
     """Of one, at 1 GB/s."""
 
@@ -72,11 +71,11 @@ class DryRun:
         if self.tokens_per_s_bound is not None:
             lines.append(
                 f"speed    at most {self.tokens_per_s_bound:,.0f} tokens/s, so at least "
-                f"{self.hours_bound:.3g} hours"
+                f"{_duration(self.hours_bound)}"
             )
         lines.append(
-            f"disk     {self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB, of which "
-            f"{self.disk_gib:.2f} GiB are kept; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
+            f"disk     {self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; those "
+            f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
         )
         return "\n".join(lines)
 
@@ -110,6 +109,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     micro_batches = config.steps * config.accumulation
     tokens = round(micro_batches * epoch.tokens / epoch.count)
     state = planned.weightless.state_bytes(planned.like)
+    checkpoints = -(-config.steps // config.save_every)
     return DryRun(
         steps=config.steps,
         epochs=micro_batches / epoch.count,
@@ -130,8 +130,13 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         fitting_peak_gib=None if fitting_peak is None else fitting_peak / GIB,
         tokens_per_s_bound=bound,
         hours_bound=tokens / bound / 3600 if bound else None,
-        checkpoints=-(-config.steps // config.save_every),
+        checkpoints=checkpoints,
         checkpoint_gib=state / GIB,
-        disk_gib=_KEPT_CHECKPOINTS * state / GIB,
+        disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
         checkpoint_seconds=state / _DISK_BYTES_PER_S,
     )
+
+
+def _duration(hours: float | None) -> str:
+    seconds = (hours or 0.0) * 3600
+    return f"{hours:,.1f} hours" if seconds >= 3600 else f"{seconds:.3g} s"

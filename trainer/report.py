@@ -93,11 +93,20 @@ class Report:
                 f"{self.precision} on {self.device}",
                 f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
                 f"loss     {loss}",
+                *self._metrics(),
                 f"speed    {self._speed()}, padding {self.padding:.2%}",
                 f"stall    {self._stall()}",
                 f"report   {Path(self.run_dir) / REPORT_FILE}",
             ]
         )
+
+    def _metrics(self) -> list[str]:
+        """A line for each split that was measured."""
+        step = "" if self.best_step is None else f", best at step {self.best_step:,}"
+        return [
+            f"metrics  {split}{step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+            for split, metrics in self.metrics.items()
+        ]
 
     def _speed(self) -> str:
         if self.real_tokens_per_s is None:

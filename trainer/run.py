@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
@@ -101,6 +102,11 @@ def _is_begun_alike(config: TrainConfig) -> bool:
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
+    if (config.run_dir / MANIFEST_FILE).exists():
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
+            "Give another folder."
+        )
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:
         checkpoints.to_resume()

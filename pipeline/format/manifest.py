@@ -275,7 +275,7 @@ def _canonical(content: dict[str, Any]) -> bytes:
 def _load_json(store: Store, path: str) -> dict[str, Any]:
     try:
         raw = store.read(MANIFEST_FILE)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(
             f"{path}: not found, so this folder holds no finished data set. "
             "Point at the output folder of `pretokenize`, or run it to the end."

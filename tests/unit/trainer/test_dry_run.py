@@ -23,7 +23,8 @@ def words(shards: Path, *more: str) -> tuple[str, ...]:
 
 
 def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
-    said = call(command.main, *words(shards, "--gpu", "H100", "--steps", "50", "--json"))
+    asked = ("--gpu", "H100", "--steps", "50", "--save-every", "5", "--keep", "4", "--json")
+    said = call(command.main, *words(shards, *asked))
     found = json.loads(said.stdout)
     assert found["steps"] == 50
     assert found["micro_batches_per_step"] == 8
@@ -31,7 +32,8 @@ def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
     assert found["fitting_micro_batch_tokens"] == 1024
     assert found["tokens_per_s_bound"] == pytest.approx(989e12 / found["flops_per_token"])
     assert found["tokens"] <= 50 * 8 * 128
-    assert found["disk_gib"] == pytest.approx(3 * found["checkpoint_gib"])
+    assert found["checkpoints"] == 10
+    assert found["disk_gib"] == pytest.approx((4 + 1) * found["checkpoint_gib"])
     assert not (shards.parent / "run").exists()
 
 

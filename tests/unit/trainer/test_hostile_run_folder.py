@@ -304,3 +304,29 @@ def test_a_strange_line_of_metrics_is_named(line: str, shards: Path, finished: P
     with pytest.raises(ResumeError, match=r"metrics\.jsonl: line 1 is none of a run") as error:
         run(make_config(shards, finished, resume=True, steps=10))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shards", "out", "--steps", "3", "--epochs", "2"], "`--epochs` and --steps both say"),
+        (
+            ["--shards", "out", "--step-rows", "8", "--step-tokens", "64"],
+            "`--step-rows` and --step",
+        ),
+        (["--resume", "--run-dir", "nowhere"], "`--run-dir`: nowhere holds no run"),
+    ],
+)
+def test_words_that_contradict_each_other_are_refused(
+    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", *words])
+    with pytest.raises(ConfigError, match=message):
+        parse_config()
+
+
+def test_a_run_is_not_mixed_with_the_shards(shards: Path) -> None:
+    before = sorted(shards.iterdir())
+    with pytest.raises(ConfigError, match=r"holds shards, and a run would mix its files with them"):
+        run(make_config(shards, shards))
+    assert sorted(shards.iterdir()) == before

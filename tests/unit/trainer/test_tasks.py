@@ -285,3 +285,13 @@ def test_the_scores_of_a_regression_are_those_of_numpy(data: st.DataObject) -> N
     assert found["mean_rmse"] == pytest.approx(true.astype(float).std(), abs=1e-4)
     if true.std() > 0.01 and guess.std() > 0.01:
         assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-3)
+
+
+def test_the_summary_tells_the_metrics_of_every_split(
+    folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    report = run(make_config(folders["classify"], tmp_path))
+    for split in ("validation", "test"):
+        [line] = [each for each in report.summary().splitlines() if f"metrics  {split}" in each]
+        for name, value in report.metrics[split].items():
+            assert f"{name} {value:.4f}" in line
