@@ -161,6 +161,7 @@ def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -
         "model",
         "trained",
         "loss",
+        "metrics",
         "speed",
         "stall",
         "report",
