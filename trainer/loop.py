@@ -9,7 +9,6 @@ corrected once, there.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import logging
 import math
@@ -33,16 +32,14 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
+from tokenfeed.trainer.progress_log import ProgressLog
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter, warmup_steps
 from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
+from tokenfeed.trainer.telemetry import MetricsFile, Tally
 
 __all__ = ["Trainer"]
-
-MOST_SKIPPED = 20
-"""So many steps in a row without finite gradients end a run: nothing has been learnt since."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,11 +59,8 @@ class Trainer:
         self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver = Saver(self.checkpoints, config.keep, self.device)
-        self.gauge = GpuGauge(self.device)
         self.step = self.saved_step = self.tokens = self.slots = 0
         self.best: Best | None = None
-        self.since_log = self._new_tally()
-        self.skipped = 0
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
         self._resources.callback(self.saver.close)
@@ -80,7 +74,7 @@ class Trainer:
         learner, stall = self.learner, self.stall
         feed, gradients = iter(self.loader), StepGradients(learner)
         for step in range(self.step + 1, config.steps + 1):
-            tally, rows = self._new_tally(), []
+            tally, rows = Tally.zero(self.device), []
             gradients.begin()
             for part in range(config.accumulation):
                 with stall.cause("data"):
@@ -97,7 +91,7 @@ class Trainer:
 
     def finish(self) -> Report:
         """Save what a stop left unsaved; write the report."""
-        if self.since_log.tokens:
+        if self.progress_log.is_behind:
             self._write_log()
         if self.saved_step != self.step:
             self._save()
@@ -133,7 +127,9 @@ class Trainer:
         self.metrics.keep(until_step=self.step if config.resume else -1)
         config.write()
         self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
-        self.last_reading = self.stall.read()
+        self.progress_log = ProgressLog(
+            self.metrics, self.stall, self.learner, self.device, config.steps
+        )
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
 
@@ -143,7 +139,7 @@ class Trainer:
         self.step, self.last_norm, self.last_rows = step, norm, rows
         self.tokens += tally.tokens
         self.slots += tally.slots
-        self.since_log.extend(tally)
+        self.progress_log.add(tally)
         config, saving = self.config, save or self._is_due(self.config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
@@ -156,38 +152,11 @@ class Trainer:
         return self.step == self.config.steps or self.step % every == 0
 
     def _write_log(self) -> None:
-        """One line on the console and in metrics.jsonl: the one place that waits for the device."""
         self.saver.check()
         with self.stall.cause("log"):
-            interval, self.since_log = self.since_log, self._new_tally()
-            loss, targets, norm, skipped, in_a_row = self._fetch(interval)
-            before, self.skipped = self.skipped, int(skipped)
-            loss /= max(1, targets)
-            if not math.isfinite(loss):
-                raise self._diverged(f"the loss is {loss}")
-            if in_a_row >= MOST_SKIPPED:
-                raise self._diverged(f"gradients are not finite, {in_a_row:.0f} steps in a row,")
-            reading = self.stall.read()
-            window, self.last_reading = reading.since(self.last_reading), reading
-            log = StepLog(
-                step=self.step,
-                loss=loss,
-                learning_rate=self.learner.rate(self.step),
-                gradient_norm=norm if math.isfinite(norm) else None,
-                skipped_steps=self.skipped - before,
-                tokens=self.tokens,
-                real_tokens_per_s=window.tokens_per_s if window.steps else None,
-                stall=window.fraction if window.steps else None,
-                gpu=self.gauge.read(),
-            )
-            self.metrics.write(dataclasses.asdict(log))
-            _log.info("%s", log.line(self.config.steps))
-
-    def _fetch(self, interval: Tally) -> list[float]:
-        """Summed loss, targets, latest norm, skipped steps, and of these the last in a row: the
-        wait, and only one."""
-        values = (interval.loss, interval.targets, self.last_norm, *self.learner.precision.skips)
-        return torch.stack([value.double() for value in values]).tolist()
+            finding = self.progress_log.write(self.step, self.tokens, self.last_norm)
+        if finding is not None:
+            raise self._diverged(finding)
 
     def _evaluate(self, *, note: bool = True) -> None:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved
@@ -210,13 +179,10 @@ class Trainer:
             self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
+        most = self.config.eval_batches
         with self.feeds.whole(split) as feed:
-            return evaluate(
-                self.learner.model,
-                self.task,
-                map(self.feeds.shape_whole, itertools.islice(feed, self.config.eval_batches)),
-                self.learner.precision,
-            )
+            shown = map(self.feeds.shape_whole, itertools.islice(feed, most))
+            return evaluate(self.learner.model, self.task, shown, self.learner.precision)
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
@@ -259,7 +225,6 @@ class Trainer:
         progress.check(config, self._meta())
         self.loader.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
-        self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         best = self.checkpoints.best()
         self.best = best if best and best.step <= self.step else None
@@ -293,9 +258,6 @@ class Trainer:
             precision=self.learner.precision.name,
             versions=versions(),
         )
-
-    def _new_tally(self) -> Tally:
-        return Tally.zero(self.device)
 
 
 def _choose_device(name: str) -> torch.device:

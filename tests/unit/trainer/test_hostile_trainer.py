@@ -13,7 +13,7 @@ from training import load_weights, make_config, read_metrics, run, write_countin
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer import learner, loop
+from tokenfeed.trainer import learner, loop, progress_log
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.precision import Precision, _allow_tf32
 from tokenfeed.trainer.stall import StallMeter
@@ -137,6 +137,7 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
     watch(learner, "random_state")
     watch(MetricsFile, "write")
     watch(loop._log, "info")
+    watch(progress_log._log, "info")
     run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
     assert set(seen) == {
         *((name, "checkpoint") for name in ("state_dict", "random_state")),

@@ -1,0 +1,96 @@
+"""The progress lines of a run, and the one place of the loop that waits for the device."""
+
+import dataclasses
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
+
+__all__ = ["ProgressLog"]
+
+MOST_SKIPPED = 20
+"""So many steps in a row without finite gradients end a run: nothing has been learnt since."""
+
+_log = logging.getLogger(__name__)
+
+
+class ProgressLog:
+    """Adds up steps, and says now and then how they went.
+
+    Args:
+        metrics: Gets each line as an object.
+        stall: Its readings give speed and stall of the steps since the line before.
+        learner: Its learning rate and skipped steps are told.
+        device: Where the sums are kept, and whose memory and use are told.
+        steps: Where the run ends.
+    """
+
+    def __init__(
+        self,
+        metrics: MetricsFile,
+        stall: StallMeter[object],
+        learner: Learner,
+        device: torch.device,
+        steps: int,
+    ) -> None:
+        self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
+        self._device, self._gauge = device, GpuGauge(device)
+        self._interval = Tally.zero(device)
+        self._skipped = int(learner.precision.skips[0])
+        self._reading = stall.read()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether steps were added since the last line."""
+        return self._interval.tokens > 0
+
+    def add(self, tally: Tally) -> None:
+        """Add a step."""
+        self._interval.extend(tally)
+
+    def write(self, step: int, tokens: int, norm: Tensor) -> str | None:
+        """Write a line; this waits for the device.
+
+        Args:
+            step: The latest one.
+            tokens: Real tokens trained so far.
+            norm: Of the latest step's gradient.
+
+        Returns:
+            Why the run has diverged, and nothing is written; None where it has not.
+        """
+        interval, self._interval = self._interval, Tally.zero(self._device)
+        loss, targets, latest_norm, skipped, in_a_row = self._fetch(interval, norm)
+        before, self._skipped = self._skipped, int(skipped)
+        loss /= max(1, targets)
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if in_a_row >= MOST_SKIPPED:
+            return f"gradients are not finite, {in_a_row:.0f} steps in a row,"
+        reading = self._stall.read()
+        window, self._reading = reading.since(self._reading), reading
+        log = StepLog(
+            step=step,
+            loss=loss,
+            learning_rate=self._learner.rate(step),
+            gradient_norm=latest_norm if math.isfinite(latest_norm) else None,
+            skipped_steps=self._skipped - before,
+            tokens=tokens,
+            real_tokens_per_s=window.tokens_per_s if window.steps else None,
+            stall=window.fraction if window.steps else None,
+            gpu=self._gauge.read(),
+        )
+        self._metrics.write(dataclasses.asdict(log))
+        _log.info("%s", log.line(self._steps))
+        return None
+
+    def _fetch(self, interval: Tally, norm: Tensor) -> list[float]:
+        """Summed loss, targets, latest norm, skipped steps, and of these the last in a row: the
+        wait, and only one."""
+        values = (interval.loss, interval.targets, norm, *self._learner.precision.skips)
+        return torch.stack([value.double() for value in values]).tolist()
