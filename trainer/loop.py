@@ -59,7 +59,7 @@ class Trainer:
         self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver = Saver(self.checkpoints, config.keep, self.device)
-        self.step = self.saved_step = self.tokens = self.slots = 0
+        self.step = self.saved_step = self.tokens = self.slots = self.skipped = 0
         self.best: Best | None = None
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
@@ -128,7 +128,7 @@ class Trainer:
         config.write()
         self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.progress_log = ProgressLog(
-            self.metrics, self.stall, self.learner, self.device, config.steps
+            self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
@@ -225,6 +225,7 @@ class Trainer:
         progress.check(config, self._meta())
         self.loader.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
+        self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         best = self.checkpoints.best()
         self.best = best if best and best.step <= self.step else None

@@ -28,6 +28,7 @@ class ProgressLog:
         learner: Its learning rate and skipped steps are told.
         device: Where the sums are kept, and whose memory and use are told.
         steps: Where the run ends.
+        skipped: Steps that earlier sessions skipped.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class ProgressLog:
         learner: Learner,
         device: torch.device,
         steps: int,
+        skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device, self._gauge = device, GpuGauge(device)
         self._interval = Tally.zero(device)
-        self._skipped = int(learner.precision.skips[0])
+        self._skipped = skipped
         self._reading = stall.read()
 
     @property
