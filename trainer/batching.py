@@ -22,6 +22,7 @@ __all__ = [
     "largest_shape",
     "make_policy",
     "micro_batch_sizes",
+    "possible_sizes",
     "rows_of",
     "shapes",
 ]
@@ -50,7 +51,7 @@ def make_policy(config: TrainConfig, *, packed: bool, on_gpu: bool) -> Policy:
     if config.step_rows is not None:
         return Fixed(config.rows, multiple_of=multiple_of)
     return Padded(
-        config.micro_batch_tokens, multiple_of=multiple_of, sequence_length=config.sequence_length
+        config.micro_batch_slots, multiple_of=multiple_of, sequence_length=config.sequence_length
     )
 
 
@@ -92,6 +93,13 @@ def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
     lengths = [last] if isinstance(policy, Packed) else range(step, last + 1, step)
     shapes = [(rows_of(policy, length), length) for length in lengths]
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
+def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
+    """What --micro-batch-tokens may be for a task; evaluation packs what the task packs."""
+    packed = task.packs or is_packed(config, task)
+    longest = task.manifest.split("train").longest_row
+    return micro_batch_sizes(config, packed=packed, longest=longest)
 
 
 def micro_batch_sizes(config: TrainConfig, *, packed: bool, longest: int) -> list[int]:

@@ -76,8 +76,8 @@ class TrainConfig:
     """auto: lm and complete packed; classify, score and tag padded."""
     attention: AttentionName = "auto"
     """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
-    micro_batch_tokens: Positive = 2048
-    """Tokens of one forward and backward; --dry-run says how many fit."""
+    micro_batch_tokens: Positive | Literal["auto"] = 2048
+    """Tokens of one forward and backward; auto: as many as fit, found by trying."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None
@@ -145,7 +145,7 @@ class TrainConfig:
                 _require(self, name, *_keeps(getattr(self, name), bounds))
         _require(self, "seed", self.seed < 1 << 63, "below 2**63")
         _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
-        if self.step_rows is None:
+        if self.step_rows is None and self.micro_batch_tokens != "auto":
             _require_multiple(self, "step_tokens", "micro_batch_tokens")
 
     def check_packed(self) -> None:
@@ -185,7 +185,7 @@ class TrainConfig:
     @property
     def rows(self) -> int:
         """Rows of a micro-batch that has a fixed number of them: packed, or by --step-rows."""
-        fitting = max(1, self.micro_batch_tokens // self.sequence_length)
+        fitting = max(1, self.micro_batch_slots // self.sequence_length)
         if self.step_rows is None:
             return fitting
         return max(rows for rows in range(1, fitting + 1) if self.step_rows % rows == 0)
@@ -195,12 +195,18 @@ class TrainConfig:
         """Micro-batches of a step."""
         if self.step_rows is not None:
             return self.step_rows // self.rows
-        return self.step_tokens // self.micro_batch_tokens
+        return self.step_tokens // self.micro_batch_slots
+
+    @property
+    def micro_batch_slots(self) -> int:
+        """Token slots of a micro-batch, once `auto` is decided."""
+        assert self.micro_batch_tokens != "auto"
+        return self.micro_batch_tokens
 
     @property
     def step_slots(self) -> int:
         """About the token slots of a step."""
-        return self.accumulation * self.micro_batch_tokens
+        return self.accumulation * self.micro_batch_slots
 
 
 def _bounds(hint: Any) -> msgspec.Meta | None:
@@ -212,8 +218,10 @@ def _bounds(hint: Any) -> msgspec.Meta | None:
     return None
 
 
-def _keeps(value: float | None, bounds: msgspec.Meta) -> tuple[bool, str]:
-    """Whether a value is within its bounds, and in words what these are."""
+def _keeps(value: float | str | None, bounds: msgspec.Meta) -> tuple[bool, str]:
+    """Whether a value is within its bounds, or a word, and in words what these are."""
+    if isinstance(value, str):
+        return True, ""
     if bounds.gt is not None:
         return value is None or value > bounds.gt, f"a number above {bounds.gt}"
     assert bounds.ge is not None

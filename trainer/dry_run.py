@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
 from tokenfeed.trainer.gpus import GIB
-from tokenfeed.trainer.planned import Planned, find_gpu
+from tokenfeed.trainer.planned import Planned, find_gpu, predict_micro_batch
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -99,6 +99,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     """
     config.check()
     gpu = find_gpu(config, gpu_name)
+    config = predict_micro_batch(config, gpu)
     planned = Planned(config, gpu)
     length = planned.shape(config)[1]
     peak = planned.peak(config)

@@ -6,7 +6,14 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.batching import Policy, is_packed, make_policy, rows_of, shapes
+from tokenfeed.trainer.batching import (
+    Policy,
+    is_packed,
+    largest_shape,
+    make_policy,
+    rows_of,
+    shapes,
+)
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
@@ -62,11 +69,21 @@ class Feeds:
             found += self._blanks(self._whole, self.shape_whole)
         return found
 
+    def largest_blank(self) -> MicroBatch:
+        """An empty micro-batch of the largest shape that `training` gives."""
+        longest = self._manifest.split("train").longest_row
+        return self._like(self._training, self.shape).blank_like(
+            *largest_shape(self._training, longest)
+        )
+
     def _blanks(self, policy: Policy, shape: Shaper) -> list[MicroBatch]:
         longest = max(split.longest_row for split in self._manifest.splits.values())
-        with self._open("train", policy, num_workers=0, epochs=1) as feed:
-            like = shape(next(iter(feed)))
+        like = self._like(policy, shape)
         return [like.blank_like(rows, length) for rows, length in shapes(policy, longest)]
+
+    def _like(self, policy: Policy, shape: Shaper) -> MicroBatch:
+        with self._open("train", policy, num_workers=0, epochs=1) as feed:
+            return shape(next(iter(feed)))
 
     def _policy(self, *, packed: bool) -> Policy:
         return make_policy(self._config, packed=packed, on_gpu=self._device.type != "cpu")

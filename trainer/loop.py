@@ -32,6 +32,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
+from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.progress_log import ProgressLog
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter, warmup_steps
@@ -50,8 +51,8 @@ class Trainer:
     def __init__(self, config: TrainConfig) -> None:
         config.check()
         self._started_s = time.perf_counter()
-        self.config = config
         self.device = _choose_device(config.device)
+        self.config = config = decide_micro_batch(config, self.device)
         self.task = make_task(config, Manifest.read(config.shards), self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)

@@ -12,7 +12,7 @@ from tokenfeed.trainer.batching import (
     is_packed,
     largest_shape,
     make_policy,
-    micro_batch_sizes,
+    possible_sizes,
 )
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
 from tokenfeed.trainer.epoch_shapes import EpochShapes
@@ -21,10 +21,11 @@ from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.gpus import Gpu, gpu_of, recognized
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import knows_ends
+from tokenfeed.trainer.probing import size_of_cpu
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.weightless import Weightless
 
-__all__ = ["Planned", "find_gpu"]
+__all__ = ["Planned", "find_gpu", "predict_micro_batch"]
 
 _CPU = torch.device("cpu")
 
@@ -38,10 +39,20 @@ def find_gpu(config: TrainConfig, name: str | None) -> Gpu | None:
         return None
     here = accelerator(device)
     total = here.module.get_device_properties(device).total_memory
-    fast = "bf16" if here.has_bfloat16() else "fp16"
-    return recognized(
-        here.module.get_device_name(device), total, "bf16" if fast == "bf16" else "fp16"
-    )
+    name = here.module.get_device_name(device)
+    return recognized(name, total, "bf16" if here.has_bfloat16() else "fp16")
+
+
+def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
+    """The settings with a predicted number where --micro-batch-tokens says auto: the most that fit,
+    or the fewest there are."""
+    if config.micro_batch_tokens != "auto":
+        return config
+    sizes = possible_sizes(config, make_task(config, Manifest.read(config.shards), _CPU))
+    tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
+    config = dataclasses.replace(config, micro_batch_tokens=tokens)
+    found, _ = Planned(config, gpu).fitting()
+    return dataclasses.replace(config, micro_batch_tokens=found or tokens)
 
 
 class Planned:
@@ -73,8 +84,6 @@ class Planned:
         """Tokens of the largest micro-batch that fits the GPU, and its peak."""
         if self._gpu is None:
             return None, None
-        longest = self._manifest.split("train").longest_row
-        sizes = micro_batch_sizes(self._config, packed=self._packed, longest=longest)
         peaks: dict[int, int] = {}
 
         def measure(tokens: int) -> int:
@@ -83,7 +92,12 @@ class Planned:
             return peaks[tokens]
 
         limit = int(SHARE_OF_MEMORY * self._gpu.bytes)
-        found = largest_fitting(measure, sizes, limit, least=self._task.logits_at_once)
+        found = largest_fitting(
+            measure,
+            possible_sizes(self._config, self._task),
+            limit,
+            least=self._task.logits_at_once,
+        )
         return found, None if found is None else peaks[found]
 
     def epoch(self) -> EpochShapes:

@@ -95,8 +95,12 @@ def _finished_report(config: TrainConfig) -> Report | None:
 def _is_begun_alike(config: TrainConfig) -> bool:
     """But for what changes nothing that is trained."""
     begun = TrainConfig.of_run(config.run_dir)
+    if begun is None:
+        return False
     asked = dataclasses.replace(config, resume=True, json=False)
-    return begun is not None and dataclasses.replace(begun, export=asked.export) == asked
+    if asked.micro_batch_tokens == "auto":
+        asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
+    return dataclasses.replace(begun, export=asked.export) == asked
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:
