@@ -37,7 +37,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 
@@ -159,13 +158,7 @@ def rate(steps: int) -> Callable[[int], float]:
 
 def loss(model: Transformer, ids: Ids) -> torch.Tensor:
     ids_BT = torch.from_numpy(ids)
-    shown = MicroBatch(
-        ids_BT=ids_BT,
-        labels=ids_BT,
-        positions_BT=torch.arange(ids_BT.shape[1])[None],
-        scope=Scope(causal=True),
-    )
-    logits_BTV = model(shown)
+    logits_BTV = model(MicroBatch.of_ids(ids_BT, causal=True))
     return cross_entropy(logits_BTV[:, :-1].flatten(0, 1), ids_BT[:, 1:].flatten())
 
 

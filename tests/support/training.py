@@ -2,6 +2,7 @@
 they leave."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,11 @@ import pytest
 import torch
 from data_sets import random_rows, write_rows
 
-from tokenfeed.pipeline.format.schema import IGNORED, Task, task_columns
+from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.config import SizeName, TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.models.head import Head, HeadKind
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.report import Report
@@ -142,12 +142,8 @@ def make_transformer(name: SizeName = "tiny", vocabulary_size: int = VOCABULARY)
 
 def one_document_a_row(ids_BT: torch.Tensor, labels_BT: torch.Tensor | None = None) -> MicroBatch:
     """Full rows, read forwards."""
-    return MicroBatch(
-        ids_BT=ids_BT,
-        labels=torch.full_like(ids_BT, IGNORED) if labels_BT is None else labels_BT,
-        positions_BT=torch.arange(ids_BT.shape[1])[None],
-        scope=Scope(causal=True),
-    )
+    bare = MicroBatch.of_ids(ids_BT, causal=True)
+    return bare if labels_BT is None else dataclasses.replace(bare, labels=labels_BT)
 
 
 def small_model(head: Head) -> Transformer:
