@@ -16,6 +16,7 @@ import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.settings import read_settings
 
 __all__ = [
     "ALL_LINEAR",
@@ -63,11 +64,22 @@ class TrainConfig:
 
     shards: str
     """Output folder of `pretokenize`."""
+    objective: ObjectiveName = "auto"
+    """auto: what the shards are for; masked: fill gaps in documents."""
     model: str = "tiny"
     """bag, shallow, tiny, mini, small, gpt2 (0, 0.4, 1, 11, 25, 85 M parameters + embedding);
     hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
-    objective: ObjectiveName = "auto"
-    """auto: what the shards are for; masked: fill gaps in documents."""
+    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    """Share of values set to 0; by default none in built-in models, and what an hf: model's config
+    says."""
+    from_scratch: bool = False
+    """Of an hf: model take the config only, and draw weights anew."""
+    lora: Positive | None = None
+    """Train adapters of this rank, and leave an hf: model's weights as they are."""
+    lora_target: str = ALL_LINEAR
+    """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
+    init_from: str | None = None
+    """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
     steps: Positive = 200
     """Optimizer steps, earlier ones included."""
     sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
@@ -96,17 +108,8 @@ class TrainConfig:
     """On matrices only."""
     clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
-    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    """Share of values set to 0; by default none in built-in models, and what an hf: model's config
-    says."""
-    from_scratch: bool = False
-    """Of an hf: model take the config only, and draw weights anew."""
-    lora: Positive | None = None
-    """Train adapters of this rank, and leave an hf: model's weights as they are."""
-    lora_target: str = ALL_LINEAR
-    """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
-    init_from: str | None = None
-    """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
+    seed: NotNegative = 0
+    """Decides initial weights and order."""
     device: str = "auto"
     """cpu, cuda; auto: cuda where there is one."""
     precision: PrecisionName = "auto"
@@ -117,8 +120,6 @@ class TrainConfig:
     """Slow start, then faster; for cuda."""
     num_workers: NotNegative | None = None
     """Loader processes; by default cuda 2, cpu 0."""
-    seed: NotNegative = 0
-    """Decides initial weights and order."""
     eval_every: Positive = 100
     """Steps between validation losses."""
     eval_batches: Positive | None = None
@@ -171,15 +172,12 @@ class TrainConfig:
         if not path.is_file():
             return None
         try:
-            values = yaml.safe_load(path.read_text())
-            values |= {"run_dir": run_dir, "resume": True, "json": False}
-            cls(**values)  # refuses names that are no settings
-            # Not strict: YAML takes 1e-3, without a point, for text.
-            return msgspec.convert(values, cls, strict=False, dec_hook=_as_path)
-        except (ValueError, TypeError, yaml.YAMLError) as error:
+            values = read_settings(path, get_type_hints(cls, include_extras=True))
+            return cls(**values | {"run_dir": run_dir, "resume": True, "json": False})
+        except (ConfigError, TypeError) as error:  # a TypeError: it says nothing of the shards
             raise ConfigError(
-                f"{path}: is not the config.yaml of a run ({' '.join(str(error).split())}). "
-                "Restore it, or delete it and give all settings."
+                f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "
+                "give all settings."
             ) from error
 
     @property
@@ -228,10 +226,6 @@ def _keeps(value: float | str | None, bounds: msgspec.Meta) -> tuple[bool, str]:
     below = "" if bounds.lt is None else f" and below {bounds.lt}"
     kept = value is None or bounds.ge <= value < (math.inf if bounds.lt is None else bounds.lt)
     return kept, f"at least {bounds.ge}{below}"
-
-
-def _as_path(kind: type, value: Any) -> Path:
-    return Path(value)
 
 
 def _flag(name: str) -> str:

@@ -40,7 +40,7 @@ class Choice:
     def line(self, config: TrainConfig) -> str:
         """For the console: the flags that a run has by this choice; empty where it has none."""
         flags = [
-            f"--{name.replace('_', '-')} {value}"
+            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
             if getattr(config, name) == value
         ]

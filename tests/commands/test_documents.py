@@ -26,7 +26,7 @@ from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.shards import Inspect, Verify
 from tokenfeed.tools.shuffling.command import ShuffleRows
-from tokenfeed.tools.train import Command
+from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

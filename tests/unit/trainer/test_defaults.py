@@ -14,7 +14,7 @@ from training import write_labelled
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
-from tokenfeed.tools.train import parse_config
+from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.batching import make_policy
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.defaults import Asked, epochs_of, lasting, steps_of, suited

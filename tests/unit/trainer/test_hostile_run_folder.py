@@ -17,7 +17,7 @@ from training import assert_same_run, make_config, read_metrics, run, write_coun
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.tools.train import parse_config
+from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer import loop
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
@@ -260,11 +260,11 @@ def test_an_empty_run_dir_is_refused(words: list[str], monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("steps", "many", r"Expected `int`, got `str` - at `\$\.steps`"),
+        ("steps", "many", "steps: expected a whole number of at least 1, got many"),
         ("seed", [1], "seed"),
-        ("precision", "int8", "int8"),
-        ("shards", 3, r"Expected `str`, got `int` - at `\$\.shards`"),
-        ("stepps", 3, "stepps"),
+        ("precision", "int8", "expected one of auto, fp32, bf16, fp16, got int8"),
+        ("shards", 3, "shards: expected text, got 3"),
+        ("stepps", 3, "stepps is no setting. Did you mean steps?"),
     ],
 )
 def test_a_setting_of_a_wrong_type_in_config_yaml_is_one_line(

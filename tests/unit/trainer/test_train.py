@@ -28,7 +28,7 @@ from training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.train import parse_config
+from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.telemetry import GpuGauge, GpuUse, StepLog
@@ -199,7 +199,7 @@ def test_resume_takes_the_settings_the_run_was_begun_with(
 def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text("steps: [1")
     monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"config\.yaml: is not the config"):
+    with pytest.raises(ConfigError, match=r"is no YAML .* is not the config\.yaml of a run"):
         parse_config()
 
 

@@ -1,0 +1,243 @@
+"""What `train` is told: by flags, by a file, by a preset, and by what suits, in this order."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from command import call
+from hypothesis import given
+from hypothesis import strategies as st
+from training import make_config, write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools import train
+from tokenfeed.tools.train_command import _GROUPS, _KINDS, Command, _over, parse_config
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.gpus import GPUS
+from tokenfeed.trainer.presets import PRESETS
+from tokenfeed.trainer.settings import expected, read_settings, typed
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
+    "objective": st.sampled_from(["auto", "masked"]),
+    "sequence_length": st.integers(2, 10**6),
+    "learning_rate": st.floats(1e-9, 10, allow_nan=False),
+    "dropout": st.none() | st.floats(0, 0.99),
+    "eval_batches": st.none() | st.integers(1, 10**6),
+    "compile": st.booleans(),
+    "seed": st.integers(0, 2**63 - 1),
+    "run_dir": st.sampled_from([Path("runs/a"), Path("é/b")]),
+    "export": st.none() | st.just(Path("out")),
+}
+settings_of_runs = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings by the words of a command line."""
+
+    def parse(*words: object) -> TrainConfig:
+        monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
+        return parse_config()
+
+    return parse
+
+
+def written(path: Path, **settings: object) -> Path:
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+@given(settings_of_runs)
+def test_what_is_written_to_yaml_is_read_again(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.mktemp("yaml") / "some.yaml"
+    config = TrainConfig(shards="out", **{"run_dir": Path("run")} | settings)
+    path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
+    assert TrainConfig(**read_settings(path, _KINDS)) == config
+
+
+@given(settings_of_runs)
+def test_flags_and_yaml_mean_the_same_by_the_same_text(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if value is not None:
+            assert typed(_KINDS[name], text, name) == value
+
+
+@given(settings_of_runs, settings_of_runs, settings_of_runs)
+def test_layers_can_be_laid_in_any_grouping(one: Any, two: Any, three: Any) -> None:
+    assert _over(_over(one, two), three) == _over(one, _over(two, three))
+    assert _over(one, two).items() >= two.items()
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_preset(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards=str(shards), steps=7, **{"log-every": 3})
+    config = told("--config", file, "--preset", "quick", "--log-every", 4)
+    assert (config.log_every, config.steps, config.eval_batches) == (4, 7, 4)
+    assert config.model == "shallow"  # what suits the data set, since none of them says otherwise
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "rows", "tokens"),
+    [
+        ({"step_rows": 32}, {"step_tokens": 4096}, None, 4096),
+        ({"step_tokens": 4096}, {"step_rows": 32}, 32, 2048),
+        ({"step_rows": 32, "step_tokens": 2048}, {}, 32, 2048),
+    ],
+)
+def test_of_two_that_say_what_a_step_is_the_upper_one_counts(
+    below: Any, above: Any, rows: Any, tokens: int, told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", **below)
+    words = [(f"--{name.replace('_', '-')}", value) for name, value in above.items()]
+    config = told("--shards", shards, "--config", file, *itertools.chain(*words))
+    assert (config.step_rows, config.step_tokens) == (rows, tokens)
+
+
+def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards=str(shards), epochs=3, step_rows=10)
+    assert told("--config", file).steps == 3 * math.ceil(40 / 10)
+    assert told("--config", file, "--steps", 5).steps == 5
+
+
+@pytest.mark.parametrize("words", [(), ("--preset", "t4"), ("--steps", 9), ("--step-rows", 5)])
+def test_what_is_printed_is_read_again_as_the_same(
+    words: tuple[object, ...], told: Any, shards: Path, tmp_path: Path
+) -> None:
+    given = ("--shards", shards, "--run-dir", tmp_path / "run", *words)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(call(train.main, *given, "--print-config").stdout)
+    assert told("--config", printed) == told(*given)
+    again = call(train.main, "--config", printed, "--print-config").stdout
+    assert again == printed.read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_config_yaml_of_a_run_begins_another_run(told: Any, shards: Path, tmp_path: Path) -> None:
+    begun = make_config(shards, tmp_path, resume=True, json=True, step_rows=4)
+    begun.write()
+    config = told("--config", tmp_path / "config.yaml", "--run-dir", tmp_path / "other")
+    fresh = {"run_dir": tmp_path / "other", "resume": False, "json": False}
+    assert config == dataclasses.replace(begun, **fresh)
+
+
+def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.yaml", compile=True, shards=str(shards))
+    assert told("--config", file).compile
+    assert not told("--config", file, "--no-compile").compile
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stepps: 3", r"stepps is no setting\. Did you mean steps\?"),
+        ("zzz: 3", r"zzz is no setting\.$"),
+        ("steps: many", r"steps: expected a whole number of at least 1, got many\."),
+        ("steps: 0", r"steps: expected a whole number of at least 1, got 0\."),
+        ("dropout: 1", r"dropout: expected a number of at least 0 and below 1, got 1\."),
+        ("learning-rate: [1]", r"learning-rate: expected a number above 0, got \[1\]\."),
+        ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
+        ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
+        ("run_dir: ''", r"run_dir is empty: expected a folder"),
+        ("run_dir: 3", r"run_dir: expected a path, got 3\."),
+        ("log_every: 2\nlog-every: 3", "log_every is there twice"),
+        ("config: other.yaml", "config is no setting"),
+        ("- steps", "expected settings, one a line, like `steps: 200`"),
+        ("steps: [1", "is no YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
+    content: str, message: str, told: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        told("--config", path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stepps", "3"], r"`--stepps` is no option\. Did you mean --steps\?"),
+        (["--stepps=3"], r"`--stepps` is no option\. Did you mean --steps\?"),
+        (["out"], r"`out` is no option\. See train --help"),
+        (["--steps"], "--steps: expected one argument"),
+        (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
+        (
+            ["--precision", "int8"],
+            "`--precision`: expected one of auto, fp32, bf16, fp16, got int8",
+        ),
+        (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
+        (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
+        (["--compile=yes"], "ignored explicit argument 'yes'"),
+        ([], "`--shards` is needed"),
+    ],
+)
+def test_words_that_cannot_be_meant_are_refused_in_one_line(
+    words: list[str], message: str, told: Any
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        told(*words)
+    assert "\n" not in str(error.value)
+
+
+def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> None:
+    config = told("--shards=a_b", "--log_every", 3, "--save_every=4")
+    assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_works_and_is_named(name: str, told: Any, shards: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    config = told("--shards", shards, "--preset", name)
+    config.check()
+    config.check_packed()
+    assert dataclasses.asdict(config).items() >= PRESETS[name].items()  # type: ignore[index]
+    assert f"(preset {name})" in caplog.text
+
+
+def test_every_preset_is_in_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in PRESETS)
+
+
+def test_groups_of_the_help_begin_with_fields() -> None:
+    names = [field.name for field in dataclasses.fields(Command)]
+    assert [name for name in names if name in _GROUPS] == list(_GROUPS)
+    assert names[0] in _GROUPS
+
+
+def test_the_help_says_all_of_every_field(capsys: pytest.CaptureFixture[str], told: Any) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        told("--help")
+    shown = capsys.readouterr().out
+    for field in dataclasses.fields(Command):
+        assert f"  --{field.name.replace('_', '-')} " in shown or field.type is bool
+    assert all(f"\n{title}:\n" in shown for title in _GROUPS.values())
+
+
+@pytest.mark.parametrize("name", _KINDS)
+def test_every_setting_can_be_described(name: str) -> None:
+    assert expected(_KINDS[name])
+
+
+def test_presets_of_gpus_name_gpus_that_can_be_planned_for() -> None:
+    known = {name.lower().replace("-", "") for name in GPUS}
+    assert {"t4", "rtx4090", "h100"} <= known

@@ -1,0 +1,124 @@
+"""A command line from a dataclass of settings: what was said, and nothing else.
+
+What is not said is not in the result, so that it can be laid over settings from other places. A
+field's docstring is its help, and fields stand in groups.
+"""
+
+import argparse
+import ast
+import dataclasses
+import inspect
+import shutil
+import sys
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.settings import nearest, typed
+
+__all__ = ["flag_of", "read_flags"]
+
+_WIDEST = 120
+_PLACEHOLDERS = {int: "N", float: "X"}
+
+
+def flag_of(name: str) -> str:
+    """How a field is called on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def read_flags(
+    settings: type[Any], groups: Mapping[str, str], prog: str, description: str
+) -> dict[str, Any]:
+    """What the command line says, by the names of the fields; --help prints and exits.
+
+    Args:
+        settings: A dataclass. Its switches are off by default, and `--no-NAME` turns one off.
+        groups: Titles, by the field that a group begins with.
+        prog: Name of the command.
+        description: What stands above the options.
+
+    Raises:
+        ConfigError: An option that there is not, or one with a value that it does not take.
+    """
+    kinds = get_type_hints(settings, include_extras=True)
+    parser = _parser(settings, kinds, groups, prog, description)
+    found, others = parser.parse_known_args([_hyphened(word) for word in sys.argv[1:]])
+    if others:
+        flag, near = others[0].split("=")[0], nearest(others[0], map(flag_of, kinds))
+        raise ConfigError(f"`{flag}` is no option.{near} See {prog} --help.")
+    return {
+        name: typed(kinds[name], said, f"`{flag_of(name)}`") for name, said in vars(found).items()
+    }
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. See {self.prog} --help.")
+
+
+def _parser(
+    settings: type[Any], kinds: dict[str, Any], groups: Mapping[str, str], prog: str, about: str
+) -> _Parser:
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [options]",
+        description=about,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=_formatter,
+    )
+    docs, group = _docs(settings), parser.add_argument_group("options")
+    for field in dataclasses.fields(settings):
+        if field.name in groups:
+            group = parser.add_argument_group(groups[field.name])
+        _add(group, field, kinds[field.name], docs[field.name])
+    return parser
+
+
+def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> None:
+    flag, told = flag_of(field.name), doc.replace("%", "%%")
+    if kind is bool:
+        group.add_argument(flag, action="store_true", help=told)
+        off = "--no-" + flag[2:]
+        group.add_argument(off, dest=field.name, action="store_false", help=argparse.SUPPRESS)
+        return
+    if field.default not in (None, dataclasses.MISSING):
+        told += f" (default: {field.default})"
+    group.add_argument(flag, dest=field.name, metavar=_placeholder(kind), help=told)
+
+
+def _placeholder(kind: Any) -> str:
+    """What stands for a value in the help: choices, N or X for numbers, else a word."""
+    kinds = (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each)))
+    for each in kinds:
+        if get_origin(each) is Literal:
+            return "|".join(get_args(each))
+        if each in _PLACEHOLDERS:
+            return _PLACEHOLDERS[each]
+    return "PATH" if any(getattr(each, "__name__", "") == "Path" for each in kinds) else "NAME"
+
+
+def _docs(settings: type[Any]) -> dict[str, str]:
+    """The docstrings below the fields of a dataclass, its bases' included."""
+    found: dict[str, str] = {}
+    for cls in reversed(settings.__mro__[:-1]):
+        (definition,) = ast.parse(inspect.getsource(cls)).body
+        assert isinstance(definition, ast.ClassDef)
+        for one, below in pairwise(definition.body):
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
+                assert isinstance(below, ast.Expr)
+                found[one.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    return found
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    return argparse.HelpFormatter(prog, max_help_position=34, width=width)
+
+
+def _hyphened(word: str) -> str:
+    """An option that is written with underscores, with hyphens."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word

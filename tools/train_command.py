@@ -1,0 +1,190 @@
+"""What `train` is told, from all places: what suits the data set and the GPU, below a preset, below
+a YAML file, below the command line; where a run goes on, all above the settings it was begun with.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.flags import flag_of, read_flags
+from tokenfeed.trainer.config import Positive, TrainConfig
+from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
+from tokenfeed.trainer.presets import PRESETS, PresetName
+from tokenfeed.trainer.settings import read_settings
+
+__all__ = ["Command", "parse_config", "read_command"]
+
+_log = logging.getLogger(__name__)
+
+_DESCRIPTION = """Learn what the shards of `pretokenize` are for: documents, completions, classes,
+scores or tags; report the metrics and the stall. What is not said suits the data set and the GPU,
+and is printed; --print-config shows all. On documents without options: a minute on a CPU. On a GPU
+of 80 GB: --preset h100; with less memory a smaller --micro-batch-tokens, and the training stays the
+same. --no-compile turns a switch off that a file or preset has turned on; so for every switch."""
+
+_GROUPS = {
+    "shards": "what to train on",
+    "model": "model",
+    "steps": "batches and steps",
+    "optimizer": "optimizer",
+    "device": "memory, precision, speed",
+    "eval_every": "when to evaluate, save and log",
+    "run_dir": "output",
+    "epochs": "settings from elsewhere, and plans",
+}
+_EITHER = (("steps", "epochs", "how long to train"), ("step_tokens", "step_rows", "what a step is"))
+"""Settings of which one is enough, and what they say."""
+_OF_ONE_COMMAND = ("resume", "json")
+"""What a file says of these was for another command: config.yaml of a run has them too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command(TrainConfig):
+    """What the command line says: settings, where others come from, and what to do with them."""
+
+    epochs: Positive | None = None
+    """Passes over the train split, instead of --steps."""
+    config: Path | None = None
+    """YAML file of settings by these names; options come before it. Also config.yaml of a run."""
+    preset: PresetName | None = None
+    """Settings that go together: quick, a look at everything in a minute; t4, rtx4090, h100, learn
+    documents on that GPU; production, a run of days."""
+    print_config: bool = False
+    """Print the settings that would be in force, as --config takes them. Trains nothing."""
+    dry_run: bool = False
+    """Say what the run will take: steps, memory, time, disk. Trains nothing, and needs no GPU."""
+    gpu: str | None = None
+    """The GPU that --dry-run is for: a name like H100, or its memory in GiB."""
+
+    def settings(self) -> TrainConfig:
+        """The settings alone."""
+        return TrainConfig(**_values(self))
+
+    def as_yaml(self) -> str:
+        """The settings as --config takes them; without what is for one command only."""
+        values = self.settings().as_dict()
+        return yaml.safe_dump(
+            {name: value for name, value in values.items() if name not in _OF_ONE_COMMAND},
+            sort_keys=False,
+        )
+
+
+_ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu")
+_KINDS = {
+    name: kind
+    for name, kind in get_type_hints(Command, include_extras=True).items()
+    if name not in _ACTIONS
+}
+"""What a file may say."""
+
+
+def parse_config() -> TrainConfig:
+    """The settings that are in force."""
+    return read_command().settings()
+
+
+def read_command() -> Command:
+    """Read the command line, and what it refers to."""
+    said = _said()
+    resumes = said.get("resume", False) and "run_dir" in said
+    begun = TrainConfig.of_run(said["run_dir"]) if resumes else None
+    if begun is not None:
+        return _resumed(begun, said)
+    if "shards" in said:
+        manifest = _manifest_of(said["shards"])
+        return _suited(said, manifest) if manifest else Command(**said)
+    if resumes:
+        raise ConfigError(f"`--run-dir`: {said['run_dir']} holds no run. Give the folder of one.")
+    raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
+
+
+def _said() -> dict[str, Any]:
+    """What the command line says, and below it the file and the preset that it names."""
+    flags = read_flags(Command, _GROUPS, "train", _DESCRIPTION)
+    for one, other, meaning in _EITHER:
+        if flags.get(one) is not None and flags.get(other) is not None:
+            raise ConfigError(
+                f"`{flag_of(other)}` and {flag_of(one)} both say {meaning}. Leave one out."
+            )
+    preset = PRESETS[flags["preset"]] if flags.get("preset") else {}
+    return _over(_over(preset, _file(flags.get("config"))), flags)
+
+
+def _file(path: Path | None) -> dict[str, Any]:
+    found = read_settings(path, _KINDS) if path else {}
+    return {name: value for name, value in found.items() if name not in _OF_ONE_COMMAND}
+
+
+def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Settings with others laid over them; of two that say the same, the upper one counts."""
+    kept = dict(below)
+    for one, other, _ in _EITHER:
+        for said, replaced in ((one, other), (other, one)):
+            if above.get(said) is not None and above.get(replaced) is None:
+                kept.pop(replaced, None)
+    return kept | above
+
+
+def _manifest_of(shards: str) -> Manifest | None:
+    """None where it cannot be read or has nothing to train on: the run says why."""
+    with contextlib.suppress(TokenfeedError):
+        manifest = Manifest.read(shards)
+        return manifest if "train" in manifest.splits else None
+    return None
+
+
+def _suited(said: dict[str, Any], manifest: Manifest) -> Command:
+    """What was said, over what suits the data set."""
+    asked = Asked(
+        objective=said.get("objective", "auto"),
+        model=said.get("model"),
+        from_scratch=said.get("from_scratch", False),
+        step_tokens=said.get("step_tokens") is not None and said.get("step_rows") is None,
+    )
+    choices = suited(manifest, asked)
+    begun = _laid(choices, said)
+    begun.check()
+    epochs = begun.epochs or (None if "steps" in said else epochs_of(manifest, asked))
+    choices += lasting(begun, manifest, asked, epochs)
+    command = _laid(choices, said)
+    _tell(choices, command)
+    return command
+
+
+def _laid(choices: list[Choice], said: dict[str, Any]) -> Command:
+    chosen: dict[str, Any] = {}
+    for choice in choices:
+        chosen |= choice.settings
+    steps = {"steps": chosen["steps"]} if "epochs" in said and "steps" in chosen else {}
+    return Command(**_over(chosen, said) | steps)
+
+
+def _tell(choices: list[Choice], command: Command) -> None:
+    if command.preset is not None:
+        choices = [Choice(PRESETS[command.preset], f"preset {command.preset}"), *choices]
+    for line in filter(None, (choice.line(command) for choice in choices)):
+        _log.info("%s", line)
+
+
+def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
+    """The settings of a run that goes on; those that differ from before are named."""
+    command = Command(**_over(_values(begun), said))
+    if command.epochs is not None:
+        command.check()
+        steps = steps_of(command.epochs, command, Manifest.read(command.shards))
+        command = dataclasses.replace(command, steps=steps)
+    for name, value in _values(command).items():
+        if name != "json" and value != getattr(begun, name):
+            _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
+    return command
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}

@@ -1,0 +1,60 @@
+"""Settings that go together for a purpose, by name: `train --preset NAME`.
+
+They stand above what suits the data set and below a file and the command line. Those of GPUs are
+for learning documents; their micro-batches fit by `train --dry-run --preset NAME --gpu NAME`.
+"""
+
+from typing import Any, Literal, get_args
+
+__all__ = ["PRESETS", "PresetName"]
+
+PresetName = Literal["quick", "t4", "rtx4090", "h100", "production"]
+
+PRESETS: dict[PresetName, dict[str, Any]] = {
+    # To see all of a run in a minute: evaluated, saved, reported.
+    "quick": {
+        "steps": 20,
+        "warmup_steps": 2,
+        "eval_every": 10,
+        "eval_batches": 4,
+        "save_every": 10,
+        "log_every": 2,
+    },
+    # 16 GB, half precision in fp16 only: a small model, and no compiler to wait for.
+    "t4": {
+        "model": "small",
+        "sequence_length": 512,
+        "micro_batch_tokens": 16_384,
+        "step_tokens": 65_536,
+        "learning_rate": 1e-3,
+    },
+    # 24 GB, bf16.
+    "rtx4090": {
+        "model": "gpt2",
+        "sequence_length": 1024,
+        "micro_batch_tokens": 16_384,
+        "step_tokens": 262_144,
+        "learning_rate": 6e-4,
+        "compile": True,
+    },
+    # 80 GB, bf16: GPT-2 as its reproductions train it.
+    "h100": {
+        "model": "gpt2",
+        "sequence_length": 1024,
+        "micro_batch_tokens": 65_536,
+        "step_tokens": 524_288,
+        "learning_rate": 6e-4,
+        "compile": True,
+    },
+    # For days: rare and few evaluations, more checkpoints to go back to, a schedule that can go on.
+    "production": {
+        "schedule": "wsd",
+        "warmup_steps": 500,
+        "eval_every": 1000,
+        "eval_batches": 200,
+        "save_every": 1000,
+        "keep": 3,
+        "log_every": 20,
+    },
+}
+assert set(PRESETS) == set(get_args(PresetName))
