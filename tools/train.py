@@ -28,7 +28,8 @@ class Wishes:
         self._save = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop_later)
-        signal.signal(signal.SIGUSR1, self._save_later)
+        if hasattr(signal, "SIGUSR1"):  # not on Windows
+            signal.signal(signal.SIGUSR1, self._save_later)
 
     def should_stop(self) -> bool:
         """Whether to save and end."""

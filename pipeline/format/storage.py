@@ -53,7 +53,9 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names inside `folder` survive a power cut."""
+    """Make renames and new names inside `folder` survive a power cut, where a system can."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

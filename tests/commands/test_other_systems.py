@@ -1,0 +1,104 @@
+"""What other systems lack: names are taken away before tokenfeed is imported, in a new process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command import run, texts
+
+POORER = """
+import datasets, errno, mmap, msgspec, numpy, os, pyarrow.ipc, safetensors.torch, shutil, signal
+import socket, subprocess, sys, tempfile, threading, tokenizers, torch, tyro, yaml
+import torch.optim, torch._dynamo, pkgutil, importlib
+
+for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "register_at_fork", "fork",
+             "posix_fadvise", "O_DIRECTORY", "pread", "preadv", "getuid", "geteuid", "statvfs",
+             "uname", "nice", "waitid", "chown", "killpg", "WNOHANG", "getpgid", "mkfifo"):
+    delattr(os, name)
+for name in ("SIGUSR1", "SIGUSR2", "SIGKILL", "SIGBUS", "SIGCHLD", "SIGPIPE", "SIGALRM", "SIGHUP",
+             "SIGSTOP", "SIGCONT", "pthread_sigmask", "sigwait", "setitimer"):
+    delattr(signal, name)
+for name in ("AF_UNIX", "SOCK_SEQPACKET", "SCM_RIGHTS"):
+    delattr(socket, name)
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None  # an import of it is an ImportError
+
+def hide(event, arguments):
+    if event == "open" and str(arguments[0]).startswith(("/proc", "/dev/shm", "/sys")):
+        raise FileNotFoundError(2, "No such file or directory", arguments[0])
+sys.addaudithook(hide)
+"""
+
+EVERY_MODULE = """
+import tokenfeed
+models = "tokenfeed.trainer.models."
+of_frameworks = ("tokenfeed.integrations.", models + "hub", models + "lora")
+for found in pkgutil.walk_packages(tokenfeed.__path__, "tokenfeed."):
+    if not found.name.startswith(of_frameworks):
+        importlib.import_module(found.name)
+"""
+
+SMALL_LOADER = """
+from tokenfeed import Padded, ShardLoader
+policy = Padded(512)
+with ShardLoader(sys.argv[1], batching=policy, epochs=1, num_workers=0, device="cpu") as loader:
+    print(sum(batch.num_tokens for batch in loader))
+"""
+
+WORKERS = """
+from tokenfeed import Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError
+try:
+    next(iter(ShardLoader(sys.argv[1], batching=Padded(512), num_workers=1, device="cpu")))
+except ConfigError as error:
+    print(error)
+"""
+
+SMALL_TRAIN = """
+from tokenfeed.tools.train import main
+sys.argv = ["train", "--shards", sys.argv[1], "--run-dir", sys.argv[1] + "-run", "--steps", "4",
+            "--model", "bag", "--sequence-length", "32", "--micro-batch-tokens", "128",
+            "--step-tokens", "256", "--save-every", "2", "--eval-every", "2"]
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("poorer")
+    (folder / "in").mkdir()
+    for number, text in enumerate(texts(60)):
+        (folder / "in" / f"{number}.txt").write_text(text)
+    run(folder / "in", folder / "out", "--vocab-size", 300)
+    return folder / "out"
+
+
+def output_of(code: str, shards: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", POORER + code, str(shards)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_everything_can_be_imported(shards: Path) -> None:
+    output_of(EVERY_MODULE, shards)
+
+
+def test_a_loader_without_workers_delivers_every_row(shards: Path) -> None:
+    assert int(output_of(SMALL_LOADER, shards)) > 0
+
+
+def test_workers_are_refused_in_one_line_that_names_the_remedy(shards: Path) -> None:
+    said = output_of(WORKERS, shards)
+    assert "`num_workers`=0 needs none" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_train_trains_saves_and_reports(shards: Path) -> None:
+    said = output_of(SMALL_TRAIN, shards)
+    assert "trained  4 steps" in said
+    assert (shards.with_name("out-run") / "checkpoints" / "step-00000004").is_dir()
