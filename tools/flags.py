@@ -90,13 +90,12 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
 
 
 def _placeholder(kind: Any) -> str:
-    """What stands for a value in the help: choices, N or X for numbers, else a word."""
+    """What stands for a value in the help: N or X for numbers, choices, else a word."""
     kinds = (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each)))
-    for each in kinds:
-        if get_origin(each) is Literal:
-            return "|".join(get_args(each))
-        if each in _PLACEHOLDERS:
-            return _PLACEHOLDERS[each]
+    numbers = [_PLACEHOLDERS[each] for each in kinds if each in _PLACEHOLDERS]
+    choices = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
+    if numbers or choices:
+        return "|".join((*numbers[:1], *choices))
     return "PATH" if any(getattr(each, "__name__", "") == "Path" for each in kinds) else "NAME"
 
 
