@@ -12,15 +12,16 @@ import shutil
 import sys
 from collections.abc import Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.settings import nearest, typed
+from tokenfeed.trainer.settings import alternatives, nearest, typed
 
 __all__ = ["flag_of", "read_flags"]
 
 _WIDEST = 120
-_PLACEHOLDERS = {int: "N", float: "X"}
+_PLACEHOLDERS = {int: "N", float: "X", Path: "PATH"}
 
 
 def flag_of(name: str) -> str:
@@ -84,19 +85,21 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
         off = "--no-" + flag[2:]
         group.add_argument(off, dest=field.name, action="store_false", help=argparse.SUPPRESS)
         return
-    if field.default not in (None, dataclasses.MISSING):
+    if field.default not in (None, dataclasses.MISSING, ()):
         told += f" (default: {field.default})"
-    group.add_argument(flag, dest=field.name, metavar=_placeholder(kind), help=told)
+    several = {"nargs": "+", "action": "extend"} if get_origin(kind) is tuple else {}
+    group.add_argument(flag, dest=field.name, metavar=_placeholder(kind), help=told, **several)
 
 
 def _placeholder(kind: Any) -> str:
-    """What stands for a value in the help: N or X for numbers, choices, else a word."""
-    kinds = (kind, *get_args(kind), *(part for each in get_args(kind) for part in get_args(each)))
-    numbers = [_PLACEHOLDERS[each] for each in kinds if each in _PLACEHOLDERS]
-    choices = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-    if numbers or choices:
-        return "|".join((*numbers[:1], *choices))
-    return "PATH" if any(getattr(each, "__name__", "") == "Path" for each in kinds) else "NAME"
+    """What stands for a value in the help: choices, N or X for numbers, else a word."""
+    return "|".join(_PLACEHOLDERS.get(each, "") or _choices(each) for each, _ in alternatives(kind))
+
+
+def _choices(kind: Any) -> str:
+    if get_origin(kind) is tuple:
+        return _placeholder(get_args(kind)[0])
+    return "|".join(get_args(kind)) if get_origin(kind) is Literal else "NAME"
 
 
 def _docs(settings: type[Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.flags import flag_of, read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
 from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
+from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
 from tokenfeed.trainer.settings import read_settings
 
@@ -93,16 +94,22 @@ def parse_config() -> TrainConfig:
 def read_command() -> Command:
     """Read the command line, and what it refers to."""
     said = _said()
-    resumes = said.get("resume", False) and "run_dir" in said
-    begun = TrainConfig.of_run(said["run_dir"]) if resumes else None
-    if begun is not None:
-        return _resumed(begun, said)
-    if "shards" in said:
-        manifest = _manifest_of(said["shards"])
-        return _suited(said, manifest) if manifest else Command(**said)
-    if resumes:
-        raise ConfigError(f"`--run-dir`: {said['run_dir']} holds no run. Give the folder of one.")
-    raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
+    begun = TrainConfig.of_run(said["run_dir"]) if _resumes(said) else None
+    choices = [] if begun else _suited(said)
+    command = _resumed(begun, said) if begun else _laid(choices, said)
+    machine = machine_of(command, command.gpu)
+    if begun is None:
+        choices += sized(command, machine, said)
+        command = _laid(choices, said)
+        _tell(choices, command)
+    for lack in able(command, machine):
+        _log.warning("%s", lack.reason)
+        command = dataclasses.replace(command, **lack.settings)
+    return command
+
+
+def _resumes(said: dict[str, Any]) -> bool:
+    return said.get("resume", False) and "run_dir" in said
 
 
 def _said() -> dict[str, Any]:
@@ -132,16 +139,24 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return kept | above
 
 
-def _manifest_of(shards: str) -> Manifest | None:
+def _manifest_of(said: dict[str, Any]) -> Manifest | None:
     """None where it cannot be read or has nothing to train on: the run says why."""
+    if "shards" not in said:
+        if _resumes(said):
+            folder = said["run_dir"]
+            raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
+        raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
     with contextlib.suppress(TokenfeedError):
-        manifest = Manifest.read(shards)
+        manifest = Manifest.read(said["shards"])
         return manifest if "train" in manifest.splits else None
     return None
 
 
-def _suited(said: dict[str, Any], manifest: Manifest) -> Command:
-    """What was said, over what suits the data set."""
+def _suited(said: dict[str, Any]) -> list[Choice]:
+    """What suits the data set, and what was said."""
+    manifest = _manifest_of(said)
+    if manifest is None:
+        return []
     asked = Asked(
         objective=said.get("objective", "auto"),
         model=said.get("model"),
@@ -152,10 +167,7 @@ def _suited(said: dict[str, Any], manifest: Manifest) -> Command:
     begun = _laid(choices, said)
     begun.check()
     epochs = begun.epochs or (None if "steps" in said else epochs_of(manifest, asked))
-    choices += lasting(begun, manifest, asked, epochs)
-    command = _laid(choices, said)
-    _tell(choices, command)
-    return command
+    return choices + lasting(begun, manifest, asked, epochs)
 
 
 def _laid(choices: list[Choice], said: dict[str, Any]) -> Command:

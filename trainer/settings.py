@@ -3,15 +3,15 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["expected", "nearest", "read_settings", "typed"]
+__all__ = ["alternatives", "expected", "nearest", "read_settings", "typed"]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
@@ -27,21 +27,30 @@ def typed(kind: Any, value: Any, said: str) -> Any:
     Raises:
         ConfigError: It is of another type, or out of its bounds.
     """
-    if value == "" and _core(kind)[0] is Path:  # it would be the working directory
+    if value == "" and alternatives(kind)[0][0] is Path:  # it would be the working directory
         raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
     try:
         # Not strict: words are text, and YAML takes 1e-3, without a point, for text.
         return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)
     except (msgspec.ValidationError, TypeError):
-        raise ConfigError(f"{said}: expected {expected(kind)}, got {value}.") from None
+        hint = " Put it in quotes." if expected(kind) == "text" else ""  # like 20:23 and 1e3
+        raise ConfigError(f"{said}: expected {expected(kind)}, got {value}.{hint}") from None
+
+
+def alternatives(kind: Any) -> list[tuple[Any, msgspec.Meta | None]]:
+    """The types that a field takes besides None, each with its bounds."""
+    if get_origin(kind) in (Union, UnionType):
+        return [found for each in get_args(kind) for found in alternatives(each)]
+    if get_origin(kind) is Annotated:
+        core, *notes = get_args(kind)
+        bounds = next((note for note in notes if isinstance(note, msgspec.Meta)), None)
+        return [(each, bounds) for each, _ in alternatives(core)]
+    return [] if kind is NoneType else [(kind, None)]
 
 
 def expected(kind: Any) -> str:
     """What a field of this type takes, in words."""
-    core, bounds = _core(kind)
-    if get_origin(core) is Literal:
-        return f"one of {', '.join(get_args(core))}"
-    return _KINDS.get(core, "text") + (_within(bounds) if bounds else "")
+    return " or ".join(_words(each, bounds) for each, bounds in alternatives(kind))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -81,14 +90,13 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return content
 
 
-def _core(kind: Any) -> tuple[Any, msgspec.Meta | None]:
-    """The type but for None, and its bounds."""
-    kinds = [k for k in get_args(kind) if k is not NoneType]
-    if NoneType in get_args(kind) and len(kinds) == 1:
-        return _core(kinds[0])
-    if hasattr(kind, "__metadata__"):
-        return kinds[0], next((m for m in kinds[1:] if isinstance(m, msgspec.Meta)), None)
-    return kind, None
+def _words(kind: Any, bounds: msgspec.Meta | None) -> str:
+    if get_origin(kind) is tuple:
+        return f"a list: {expected(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        names = get_args(kind)
+        return ("one of " if len(names) > 1 else "") + ", ".join(names)
+    return _KINDS.get(kind, "text") + (_within(bounds) if bounds else "")
 
 
 def _within(bounds: msgspec.Meta) -> str:
