@@ -7,6 +7,7 @@ itself is refused by `check`, before any file is read or written.
 import dataclasses
 import datetime
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -31,6 +32,7 @@ __all__ = [
     "RecomputeName",
     "ScheduleName",
     "SizeName",
+    "TrackerName",
     "TrainConfig",
 ]
 
@@ -42,11 +44,15 @@ OptimizerName = Literal["adamw", "muon"]
 ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
 PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
 RecomputeName = Literal["none", "selective", "full"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
 """A --lora-target: every linear layer but the head."""
+
+_MOST_TRACED = 100
+"""Steps; a trace of more is too large to be looked at."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -130,6 +136,10 @@ class TrainConfig:
     """Latest checkpoints that are kept, besides the best that was evaluated."""
     log_every: Positive = 10
     """Steps between progress lines."""
+    track: tuple[TrackerName, ...] = ()
+    """Services that are told what metrics.jsonl is told; several are welcome."""
+    profile: str | None = None
+    """Steps A:B to trace, into profile/trace.json of the run, for perfetto.dev."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run."""
     export: Path | None = None
@@ -148,6 +158,8 @@ class TrainConfig:
         _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             _require_multiple(self, "step_tokens", "micro_batch_tokens")
+
+        _ = self.profiled_steps  # raises where they are none
 
     def check_packed(self) -> None:
         """The same for settings that matter where rows are packed."""
@@ -179,6 +191,18 @@ class TrainConfig:
                 f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "
                 "give all settings."
             ) from error
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to trace."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile or "1:0")
+        steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+        if self.profile and not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
+            raise ConfigError(
+                f"`--profile`={self.profile}: expected the first and last of at most "
+                f"{_MOST_TRACED} steps, like 20:23."
+            )
+        return steps
 
     @property
     def rows(self) -> int:

@@ -33,12 +33,14 @@ from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.probing import decide_micro_batch
+from tokenfeed.trainer.profiling import StepTracer
 from tokenfeed.trainer.progress_log import ProgressLog
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter, warmup_steps
 from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import MetricsFile, Tally
+from tokenfeed.trainer.trackers import Trackers
 
 __all__ = ["Trainer"]
 
@@ -62,6 +64,7 @@ class Trainer:
         self.saver = Saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.tokens = self.slots = self.skipped = 0
         self.best: Best | None = None
+        self.tracer: StepTracer | None = None
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
         self._resources.callback(self.saver.close)
@@ -121,6 +124,9 @@ class Trainer:
         config = self.config
         self.metrics = MetricsFile(config.run_dir)
         self._resources.callback(self.metrics.close)
+        trackers = Trackers(config)
+        self._resources.callback(trackers.finish)
+        self.metrics.follow(trackers.log)
         if config.resume:
             self._resume()
         if config.compile:
@@ -133,6 +139,8 @@ class Trainer:
         )
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
+        if config.profiled_steps:
+            self._trace(config.profiled_steps)
 
     def _after_step(
         self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray], *, save: bool
@@ -148,6 +156,14 @@ class Trainer:
             self._save()
         if self._is_due(config.eval_every):
             self._evaluate()  # what it may fail on costs no step: they are saved
+        if self.tracer is not None:
+            with self.stall.cause("log"):
+                self.tracer.after(step)
+
+    def _trace(self, steps: range) -> None:
+        self.tracer = StepTracer(steps, self.config.run_dir / "profile")
+        self._resources.callback(self.tracer.close)
+        self.tracer.after(self.step)
 
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0

@@ -14,6 +14,7 @@ from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.step_gradients import is_out_of_memory
+from tokenfeed.trainer.trackers import check_trackers
 
 __all__ = ["train"]
 
@@ -38,6 +39,7 @@ def train(
         _export(config, report)
         return report
     _check_folder(config, finished=report is not None)
+    check_trackers(config.track)
     if config.export is not None:
         check_export(config.export, config.run_dir)
     try:

@@ -8,6 +8,7 @@ NVML is missing or refuses, training goes on without these two figures.
 import errno
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -118,6 +119,7 @@ class MetricsFile:
     def __init__(self, run_dir: Path) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._path = run_dir / METRICS_FILE
+        self._followers: list[Callable[[dict[str, Any]], None]] = []
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
         if not hold(self._file):
             self.close()
@@ -136,6 +138,12 @@ class MetricsFile:
         line = json.dumps(values).encode() + b"\n"
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        for listen in self._followers:
+            listen(values)
+
+    def follow(self, listen: Callable[[dict[str, Any]], None]) -> None:
+        """From now on call this with every line that was written; it must not fail."""
+        self._followers.append(listen)
 
     def values(self, key: str) -> list[Any]:
         """All values of `key` so far, in order."""
