@@ -72,7 +72,7 @@ class Learner:
         """Update the weights from the gradients of so many targets; gives the gradient's norm."""
         set_learning_rate(self.optimizer, self.rate(number))
         correction = self._config.step_slots / targets.clamp(min=1)
-        return self.precision.step(self.model, self.optimizer, correction, self._config.clip_norm)
+        return self.precision.step(self.optimizer, correction, self._config.clip_norm)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""

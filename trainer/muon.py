@@ -28,6 +28,8 @@ class MuonAdamW(torch.optim.Optimizer):
 
     found_inf: Tensor | None = None
     """Set before `step`: where it is not 0, weights, moments and momentum stay as they are."""
+    grad_scale: Tensor | None = None
+    """Set before `step`: what gradients are divided by."""
 
     def __init__(
         self, matrices: list[nn.Parameter], adamw: torch.optim.AdamW, weight_decay: float
@@ -45,7 +47,9 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         """Update all weights from their gradients, or none."""
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
+        self._adamw.grad_scale = self.grad_scale  # type: ignore[attr-defined]
         self._adamw.step()
+        self._divide_gradients()
         for muon in self._muons:
             if self.found_inf is None:
                 muon.step()  # type: ignore[no-untyped-call]
@@ -56,6 +60,13 @@ class MuonAdamW(torch.optim.Optimizer):
         """Go on with the moments and the momentum of `state_dict()`."""
         super().load_state_dict(state_dict)  # makes groups and state anew
         self._share()
+
+    def _divide_gradients(self) -> None:
+        """Those of the matrices: torch's Muon knows no `grad_scale`."""
+        groups = (muon.param_groups[0]["params"][0].grad for muon in self._muons)
+        gradients = [gradient for gradient in groups if gradient is not None]
+        if gradients and self.grad_scale is not None:
+            torch._foreach_div_(gradients, self.grad_scale)  # pyright: ignore[reportPrivateImportUsage]
 
     def _share(self) -> None:
         """Let the parts work on this optimizer's groups and state."""

@@ -82,6 +82,9 @@ class Batch(Mapping[str, torch.Tensor]):
             self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
         return self._tensors[key]
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys  # a Mapping's own would build the tensor to see
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
 

@@ -272,6 +272,14 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
             batch[missing]
 
 
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_who_asks_what_a_batch_has_does_not_have_it_built(batching: Batching) -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), batching).ragged()[0], PAD)
+    before = len(list(batch.tensors()))
+    assert all(key in batch for key in batch)
+    assert len(list(batch.tensors())) == before < len(batch)
+
+
 def test_a_batch_says_its_shape_tokens_and_device() -> None:
     case = Case(random_rows(np.array([1000, 200])), Fixed(2))
     assert repr(build_on_host(case.ragged()[0], PAD)) == "Batch([2, 1000], 1,200 tokens, cpu)"

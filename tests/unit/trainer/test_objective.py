@@ -69,7 +69,7 @@ def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer
             loss = TASK.loss(model, one_document_a_row(ids_BT[part], labels_BT[part])).sum / nominal
         precision.backward(loss)
     targets = int((labels_BT != -100).sum())
-    norm = precision.step(model, optimizer, nominal / targets, 1e9)
+    norm = precision.step(optimizer, nominal / targets, 1e9)
     return model, norm.item()
 
 

@@ -44,7 +44,7 @@ class Training:
         self.precision.backward(loss)
 
     def step(self, scale: torch.Tensor | float = 1.0, clip_norm: float = NO_LIMIT) -> torch.Tensor:
-        return self.precision.step(self.model, self.optimizer, scale, clip_norm)
+        return self.precision.step(self.optimizer, scale, clip_norm)
 
     def content(self) -> dict[str, Any]:
         """A copy of all that a skipped step must leave as it is."""
@@ -87,7 +87,8 @@ def test_one_pass_scales_and_clips_as_two_passes_do(
     training, expected = Training("fp32", "adamw"), Training("fp32", "adamw")
     seen: list[torch.Tensor] = []
     training.optimizer.step = lambda: seen.extend(  # type: ignore[method-assign, assignment]
-        gradient.clone() for gradient in training.gradients()
+        gradient / training.optimizer.grad_scale  # type: ignore[attr-defined]
+        for gradient in training.gradients()
     )
     training.backward(number)
     norm = training.step(torch.tensor(scale) if on_device else scale, clip_norm)
@@ -97,6 +98,21 @@ def test_one_pass_scales_and_clips_as_two_passes_do(
     expected_norm = nn.utils.clip_grad_norm_(expected.model.parameters(), clip_norm)
     torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
     torch.testing.assert_close(seen, list(expected.gradients()), rtol=1e-6, atol=1e-12)
+
+
+@every_optimizer
+def test_a_step_that_scales_is_one_on_gradients_that_are_scaled_already(
+    optimizer_name: OptimizerName,
+) -> None:
+    training, expected = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
+    for number in range(3):  # the scale differs from step to step: momentum must know it
+        training.backward(number)
+        training.step(torch.tensor(0.5**number))  # by a power of two nothing is rounded
+        expected.backward(number)
+        for gradient in expected.gradients():
+            gradient.mul_(0.5**number)
+        expected.step()
+    assert_same(training.content(), expected.content())
 
 
 @every_precision
