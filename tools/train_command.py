@@ -63,6 +63,8 @@ class Command(TrainConfig):
     """Say what the run will take: steps, memory, time, disk. Trains nothing, and needs no GPU."""
     gpu: str | None = None
     """The GPU that --dry-run is for: a name like H100, or its memory in GiB."""
+    monitor_only: bool = False
+    """Show what GPUs and host are doing, live, with a line of advice. Needs no shards."""
 
     def settings(self) -> TrainConfig:
         """The settings alone."""
@@ -77,7 +79,7 @@ class Command(TrainConfig):
         )
 
 
-_ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu")
+_ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu", "monitor_only")
 _KINDS = {
     name: kind
     for name, kind in get_type_hints(Command, include_extras=True).items()

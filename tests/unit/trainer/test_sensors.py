@@ -1,0 +1,263 @@
+"""Sensors against a driver that is played, and against what the system itself counts."""
+
+import io
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tokenfeed.tools import train
+from tokenfeed.tools.monitor import view
+from tokenfeed.trainer.sensors.advice import advise
+from tokenfeed.trainer.sensors.gpm import Activity
+from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
+from tokenfeed.trainer.sensors.host import HostReading, HostSensor
+from tokenfeed.trainer.sensors.sampler import Sampler
+
+
+class NvmlError(Exception):
+    pass
+
+
+class Box:
+    """Anything with attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Driver(ModuleType):
+    """NVML with one GPU; functions in `refuses` raise, those in `lacks` are not there."""
+
+    NVMLError = NvmlError
+    NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
+    NVML_GPM_METRICS_GET_VERSION = 1
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
+    nvmlClocksEventReasonSwPowerCap = 4
+    nvmlClocksEventReasonHwThermalSlowdown = 64
+
+    def __init__(self, refuses: tuple[str, ...] = (), lacks: tuple[str, ...] = ()) -> None:
+        super().__init__("pynvml")
+        self.calls: list[str] = []
+        self._refuses, self._lacks, self._samples = refuses, lacks, 0
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("nvmlI", "nvmlD", "nvmlG", "c_nvml")) or name in self._lacks:
+            raise AttributeError(name)
+
+        def function(*arguments: Any) -> Any:
+            self.calls.append(name)
+            if name in self._refuses:
+                raise NvmlError(name)
+            return getattr(self, f"_{name}", lambda *_: ANSWERS.get(name))(*arguments)
+
+        return function
+
+    def _nvmlGpmSampleAlloc(self) -> Box:
+        return Box(number=0)
+
+    def _nvmlGpmSampleGet(self, handle: Any, sample: Box) -> None:
+        self._samples += 1
+        sample.number = self._samples
+
+    def _c_nvmlGpmMetricsGet_t(self) -> Box:
+        return Box(metrics=[Box(metricId=0, value=0.0) for _ in range(3)])
+
+    def _nvmlGpmMetricsGet(self, asked: Box) -> Box:
+        """A per cent is the metric's number times the number of the later sample."""
+        assert asked.sample2.number == asked.sample1.number + 1
+        for metric in asked.metrics[: asked.numMetrics]:
+            metric.value = float(metric.metricId * asked.sample2.number)
+        return asked
+
+
+ANSWERS: dict[str, Any] = {
+    "nvmlDeviceGetCount": 2,
+    "nvmlDeviceGetName": "A GPU",
+    "nvmlDeviceGetMemoryInfo": Box(used=3 << 30, total=8 << 30),
+    "nvmlDeviceGetUtilizationRates": Box(gpu=75),
+    "nvmlDeviceGetPowerUsage": 200_000,
+    "nvmlDeviceGetEnforcedPowerLimit": 300_000,
+    "nvmlDeviceGetTotalEnergyConsumption": 5_000,
+    "nvmlDeviceGetTemperature": 61,
+    "nvmlDeviceGetClockInfo": 1500,
+    "nvmlDeviceGetCurrentClocksEventReasons": 4 | 64 | 1,
+    "nvmlGpmQueryDeviceSupport": Box(isSupportedDevice=1),
+}
+
+
+def sensor(monkeypatch: pytest.MonkeyPatch, **driver: Any) -> tuple[GpuSensor, Driver]:
+    nvml = Driver(**driver)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    return GpuSensor("handle"), nvml
+
+
+def test_a_gpu_tells_what_its_driver_tells_in_our_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, _ = sensor(monkeypatch)
+    assert gpu.read().activity is None  # nothing lies before the first
+    assert gpu.read() == GpuReading(
+        name="A GPU",
+        memory_bytes=3 << 30,
+        memory_total_bytes=8 << 30,
+        utilization=0.75,
+        power_watts=200.0,
+        power_limit_watts=300.0,
+        joules=5.0,
+        celsius=61,
+        clock_mhz=1500,
+        held_back_by=("power limit", "heat"),
+        activity=Activity(multiprocessors=0.04, tensor_cores=0.10, memory_bandwidth=0.20),
+    )
+
+
+FIELDS = {
+    "nvmlDeviceGetMemoryInfo": "memory_bytes",
+    "nvmlDeviceGetUtilizationRates": "utilization",
+    "nvmlDeviceGetPowerUsage": "power_watts",
+    "nvmlDeviceGetEnforcedPowerLimit": "power_limit_watts",
+    "nvmlDeviceGetTotalEnergyConsumption": "joules",
+    "nvmlDeviceGetTemperature": "celsius",
+    "nvmlDeviceGetClockInfo": "clock_mhz",
+}
+
+
+@pytest.mark.parametrize("way", ["refuses", "lacks"])
+@pytest.mark.parametrize("function", FIELDS)
+def test_what_a_driver_refuses_is_none_and_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, function: str, way: str
+) -> None:
+    gpu, nvml = sensor(monkeypatch, **{way: (function,)})
+    first, second = gpu.read(), gpu.read()
+    assert getattr(first, FIELDS[function]) is getattr(second, FIELDS[function]) is None
+    assert nvml.calls.count(function) == (way == "refuses")
+    others = [name for name in FIELDS.values() if name != FIELDS[function]]
+    assert all(getattr(second, name) is not None for name in others)
+
+
+@pytest.mark.parametrize("way", ["refuses", "lacks"])
+@pytest.mark.parametrize("function", ["nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc"])
+def test_a_chip_without_counters_has_no_activity(
+    monkeypatch: pytest.MonkeyPatch, function: str, way: str
+) -> None:
+    gpu, _ = sensor(monkeypatch, **{way: (function,)})
+    assert [gpu.read().activity, gpu.read().activity] == [None, None]
+
+
+def test_counters_that_fail_later_end_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, nvml = sensor(monkeypatch, refuses=("nvmlGpmMetricsGet",))
+    assert [gpu.read().activity for _ in range(3)] == [None, None, None]
+    assert nvml.calls.count("nvmlGpmMetricsGet") == 1
+
+
+def test_all_gpus_are_found_and_without_a_driver_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver())
+    assert [gpu.name for gpu in gpus_here()] == ["A GPU", "A GPU"]
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(refuses=("nvmlInit",)))
+    assert gpus_here() == []
+
+
+def test_the_host_counts_what_this_process_computes_and_reads(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(32 << 20))
+    host = HostSensor()
+    first = host.read()
+    assert (first.cores_busy, first.disk_bytes_per_s, first.cached_bytes_per_s) == (None,) * 3
+    started, computed = time.monotonic(), time.process_time()
+    while time.process_time() < computed + 0.3:
+        (tmp_path / "file").read_bytes()
+    second = host.read()
+    seconds = time.monotonic() - started
+    assert second.cores_busy is not None
+    assert second.cores_busy * seconds == pytest.approx(time.process_time() - computed, abs=0.1)
+    assert second.cached_bytes_per_s is not None
+    assert second.cached_bytes_per_s * seconds >= 32 << 20
+    assert 1 << 20 < second.memory_bytes < second.memory_total_bytes
+    assert 0 <= second.machine_cores_busy <= second.cores
+
+
+def test_a_sampler_keeps_the_latest_reading_and_outlives_a_sensor_that_fails() -> None:
+    readings, enough, failed = iter(range(5)), threading.Event(), threading.Event()
+
+    def read() -> int:
+        try:
+            value = next(readings)
+        except StopIteration:
+            failed.set()
+            raise OSError("the driver has gone") from None
+        if value == 4:
+            enough.set()
+        return value
+
+    with Sampler(read, every_s=0.001) as sampler:
+        assert enough.wait(30)
+        assert failed.wait(30)
+    assert sampler.latest is None
+    assert not any(thread.name == "sampler" for thread in threading.enumerate())
+
+
+def host_of(**changes: Any) -> HostReading:
+    values = {
+        "cores": 8,
+        "machine_cores_busy": 1.0,
+        "cores_busy": 1.0,
+        "memory_bytes": 1 << 30,
+        "memory_free_bytes": 50 << 30,
+        "memory_total_bytes": 64 << 30,
+        "disk_bytes_per_s": 0.0,
+        "cached_bytes_per_s": 0.0,
+    }
+    return HostReading(**values | changes)
+
+
+def gpu_of(**changes: Any) -> GpuReading:
+    values = {"memory_bytes": 1 << 30, "memory_total_bytes": 8 << 30, "utilization": 0.99}
+    return GpuReading(**values | changes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "host", "said"),
+    [
+        ([gpu_of()], {}, "Nothing to advise"),
+        ([gpu_of(utilization=None)], {}, "Nothing to advise"),
+        ([gpu_of(utilization=0.2)], {}, "GPU 0 is idle half of the time"),
+        ([gpu_of(utilization=0.2)], {"machine_cores_busy": 8.0}, "it waits for the host"),
+        ([gpu_of(), gpu_of(utilization=0.2)], {}, "GPU 1 is idle"),
+        ([gpu_of(held_back_by=("heat",))], {}, "held back by heat"),
+        ([gpu_of(activity=Activity(0.9, 0.02, 0.5))], {}, "tensor cores hardly"),
+        ([gpu_of(memory_bytes=(8 << 30) - 1)], {}, "memory of GPU 0 is nearly full"),
+        ([], {}, "Nothing to advise"),
+        ([], {"machine_cores_busy": 8.0}, "All cores are busy"),
+        ([gpu_of(utilization=0.2)], {"memory_free_bytes": 1 << 30}, "short of memory"),
+    ],
+)
+def test_the_advice_names_what_costs_most(
+    gpus: list[GpuReading], host: dict[str, Any], said: str
+) -> None:
+    assert said in advise(gpus, host_of(**host))
+
+
+def test_the_monitor_needs_neither_shards_nor_a_gpu_nor_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", Driver(refuses=("nvmlInit",)))
+    monkeypatch.setattr(sys, "argv", ["train", "--monitor-only"])
+    assert train._run() == 0
+    shown = capsys.readouterr().out
+    assert "none that NVML knows" in shown
+    assert "cores" in shown
+
+
+def test_the_view_shows_what_is_known_and_leaves_out_what_is_not() -> None:
+    console = Console(width=100, record=True, file=io.StringIO())
+    full = gpu_of(name="H9", power_watts=250.0, power_limit_watts=500.0, clock_mhz=1980)
+    console.print(view([full, GpuReading()], host_of()))
+    shown = console.export_text()
+    for part in ("H9", " 99%", "250 W of 500 W", "1980 MHz", "1.0 of 8 cores", "Nothing to advise"):
+        assert part in shown
+    assert "None" not in shown

@@ -1,0 +1,115 @@
+"""One GPU as NVML sees it: memory, use, power, energy, clocks and what holds them back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tokenfeed.trainer.sensors.gpm import Activity, ActivityCounter
+
+__all__ = ["GpuReading", "GpuSensor", "gpus_here"]
+
+T = TypeVar("T")
+
+_REASONS = {
+    "nvmlClocksEventReasonSwPowerCap": "power limit",
+    "nvmlClocksEventReasonHwPowerBrakeSlowdown": "power brake",
+    "nvmlClocksEventReasonSwThermalSlowdown": "heat",
+    "nvmlClocksEventReasonHwThermalSlowdown": "heat",
+    "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
+    "nvmlClocksEventReasonApplicationsClocksSetting": "clocks set by hand",
+}
+"""Bits of NVML that keep clocks below their highest, in words; being idle is none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuReading:
+    """A GPU at one moment."""
+
+    name: str | None = None
+    memory_bytes: int | None = None
+    """In use by everybody, not only by this process."""
+    memory_total_bytes: int | None = None
+    utilization: float | None = None
+    """Share of NVML's last sampling period in which any kernel ran, 0 to 1."""
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    joules: float | None = None
+    """Consumed since the driver was loaded."""
+    celsius: int | None = None
+    clock_mhz: int | None = None
+    """Of its multiprocessors."""
+    held_back_by: tuple[str, ...] = ()
+    """Why the clock is below its highest."""
+    activity: Activity | None = None
+    """Since the reading before."""
+
+
+class GpuSensor:
+    """Reads one GPU.
+
+    A question that NVML once refuses is not asked again: a partitioned GPU has no such figure.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        """
+        Args:
+            handle: NVML's name of the GPU.
+        """
+        self._handle = handle
+        self._refused: set[str] = set()
+        self._activity = ActivityCounter(handle)
+        self.name = self._ask("nvmlDeviceGetName", str)
+
+    def read(self) -> GpuReading:
+        """What the GPU is doing now."""
+        ask = self._ask
+        memory = ask("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
+        return GpuReading(
+            name=self.name,
+            memory_bytes=memory[0] if memory else None,
+            memory_total_bytes=memory[1] if memory else None,
+            utilization=ask("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu) / 100),
+            power_watts=ask("nvmlDeviceGetPowerUsage", _thousandth),
+            power_limit_watts=ask("nvmlDeviceGetEnforcedPowerLimit", _thousandth),
+            joules=ask("nvmlDeviceGetTotalEnergyConsumption", _thousandth),
+            celsius=ask("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
+            clock_mhz=ask("nvmlDeviceGetClockInfo", int, "NVML_CLOCK_SM"),
+            held_back_by=ask("nvmlDeviceGetCurrentClocksEventReasons", _reasons) or (),
+            activity=self._activity.read(),
+        )
+
+    def _ask(self, name: str, convert: Callable[[Any], T], *constants: str) -> T | None:
+        """The answer of an NVML function; None where there is none."""
+        if name in self._refused:
+            return None
+        import pynvml
+
+        try:
+            arguments = [getattr(pynvml, constant) for constant in constants]
+            return convert(getattr(pynvml, name)(self._handle, *arguments))
+        except (pynvml.NVMLError, AttributeError, ValueError):  # an older package lacks names
+            self._refused.add(name)
+            return None
+
+
+def gpus_here() -> list[GpuSensor]:
+    """All GPUs that NVML knows, in its order; none where there is no driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        return [GpuSensor(pynvml.nvmlDeviceGetHandleByIndex(number)) for number in range(count)]
+    except pynvml.NVMLError:
+        return []
+
+
+def _thousandth(value: Any) -> float:
+    return int(value) / 1e3
+
+
+def _reasons(bits: Any) -> tuple[str, ...]:
+    import pynvml
+
+    found = (text for name, text in _REASONS.items() if int(bits) & getattr(pynvml, name, 0))
+    return tuple(dict.fromkeys(found))

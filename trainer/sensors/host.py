@@ -1,0 +1,110 @@
+"""The host: what the machine and the processes of a run use of it."""
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import psutil
+
+__all__ = ["HostReading", "HostSensor"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReading:
+    """The host since the reading before, where it is a rate."""
+
+    cores: int
+    machine_cores_busy: float
+    """Of everybody: 1.5 is one core and a half."""
+    cores_busy: float | None
+    """Of the processes that are watched; None at the first reading."""
+    memory_bytes: int
+    """Of these processes; what they share is counted for each."""
+    memory_free_bytes: int
+    """Available to new processes without swapping."""
+    memory_total_bytes: int
+    disk_bytes_per_s: float | None
+    """Read from disks by these processes; None where the system does not tell."""
+    cached_bytes_per_s: float | None
+    """Read by them besides: from the page cache, or through pipes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    at_s: float
+    cpu_s: dict[int, float]
+    disk_bytes: dict[int, int]
+    read_bytes: dict[int, int]
+
+
+class HostSensor:
+    """Reads the machine, and one process with its children."""
+
+    def __init__(self, pid: int | None = None) -> None:
+        """
+        Args:
+            pid: The process; by default this one.
+        """
+        self._process = psutil.Process(pid)
+        self._before: _Totals | None = None
+        psutil.cpu_percent()  # the first answer is none
+
+    def read(self) -> HostReading:
+        """What the host is doing; processes that have ended since count for nothing."""
+        family, memory = self._family(), psutil.virtual_memory()
+        now, before = _totals(family), self._before
+        self._before = now
+        disk, read = _rates(before, now)
+        cores = psutil.cpu_count() or 1
+        return HostReading(
+            cores=cores,
+            machine_cores_busy=psutil.cpu_percent() / 100 * cores,
+            cores_busy=_rate(before.cpu_s, now.cpu_s, now.at_s - before.at_s) if before else None,
+            memory_bytes=sum(_resident(process) for process in family),
+            memory_free_bytes=memory.available,
+            memory_total_bytes=memory.total,
+            disk_bytes_per_s=disk,
+            cached_bytes_per_s=None if read is None else max(0.0, read - (disk or 0.0)),
+        )
+
+    def _family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            return [self._process, *self._process.children(recursive=True)]
+        return []
+
+
+def _totals(family: list[psutil.Process]) -> _Totals:
+    cpu, disk, read = {}, {}, {}
+    for process in family:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            cpu[process.pid] = times.user + times.system
+        with contextlib.suppress(psutil.Error, AttributeError):  # macOS has no such counters
+            counters = process.io_counters()
+            disk[process.pid] = counters.read_bytes
+            read[process.pid] = getattr(counters, "read_chars", counters.read_bytes)
+    return _Totals(time.monotonic(), cpu, disk, read)
+
+
+def _rates(before: _Totals | None, now: _Totals) -> tuple[float | None, float | None]:
+    """Bytes a second from disks, and in all."""
+    if before is None or not now.disk_bytes:
+        return None, None
+    seconds = now.at_s - before.at_s
+    return (
+        _rate(before.disk_bytes, now.disk_bytes, seconds),
+        _rate(before.read_bytes, now.read_bytes, seconds),
+    )
+
+
+def _rate(before: Mapping[int, float], now: Mapping[int, float], seconds: float) -> float:
+    """Growth a second of what is known at both times."""
+    grown = sum(value - before[pid] for pid, value in now.items() if pid in before)
+    return max(0.0, grown) / max(seconds, 1e-9)
+
+
+def _resident(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.memory_info().rss)
+    return 0
