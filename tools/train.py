@@ -13,7 +13,6 @@ from types import FrameType
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.monitor import monitor
 from tokenfeed.tools.train_command import read_command
 from tokenfeed.trainer.config import TrainConfig
 
@@ -60,6 +59,8 @@ def main() -> None:
 
 def _run() -> int:
     if "--monitor-only" in sys.argv[1:]:
+        from tokenfeed.tools.monitor import monitor
+
         return monitor()
     command = read_command()
     config = command.settings()
