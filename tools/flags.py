@@ -87,8 +87,11 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
         return
     if field.default not in (None, dataclasses.MISSING, ()):
         told += f" (default: {field.default})"
-    several = {"nargs": "+", "action": "extend"} if get_origin(kind) is tuple else {}
-    group.add_argument(flag, dest=field.name, metavar=_placeholder(kind), help=told, **several)
+    shown: Any = _placeholder(kind)
+    more: dict[str, Any] = {}
+    if get_origin(kind) is tuple:
+        shown, more = (shown, "..."), {"nargs": "+", "action": "extend"}
+    group.add_argument(flag, dest=field.name, metavar=shown, help=told, **more)
 
 
 def _placeholder(kind: Any) -> str:

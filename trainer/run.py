@@ -102,7 +102,8 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     asked = dataclasses.replace(config, resume=True, json=False)
     if asked.micro_batch_tokens == "auto":
         asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    return dataclasses.replace(begun, export=asked.export) == asked
+    free = {"export": asked.export, "track": asked.track, "profile": asked.profile}
+    return dataclasses.replace(begun, **free) == asked
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:

@@ -43,16 +43,16 @@ class TensorBoard:
     def __init__(self, config: TrainConfig) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"))
 
     def log(self, values: dict[str, float], step: int) -> None:
         """Take figures of a step."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def finish(self) -> None:
         """Write what is left."""
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WandbLike:

@@ -146,7 +146,7 @@ def test_both_archives_hold_every_module(archives: Archives) -> None:
 
 def test_the_wheel_asks_for_no_tool_of_development(environment: Environment) -> None:
     (wheel,) = [d for d in distributions(path=[str(environment.packages)]) if d.name == "tokenfeed"]
-    assert wheel.metadata.get_all("Provides-Extra") == ["examples", "hub", "lora"]
+    assert wheel.metadata.get_all("Provides-Extra") == ["examples", "hub", "lora", "track"]
     assert not (environment.packages / "pytest").exists()
 
 

@@ -1,0 +1,235 @@
+"""Every option of `train` does what its help says: said on a command line, seen in the run."""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import call
+from training import write_labelled
+
+from tokenfeed.tools import train as command
+from tokenfeed.tools.train_command import Command
+from tokenfeed.trainer import run as outside
+from tokenfeed.trainer.evaluation import evaluate
+from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.step_gradients import StepGradients
+
+SETTINGS: dict[str, Any] = {
+    "model": "training:small_model",
+    "steps": 4,
+    "sequence_length": 32,
+    "micro_batch_tokens": 128,
+    "step_tokens": 256,
+    "warmup_steps": 2,
+    "eval_every": 4,
+    "save_every": 4,
+    "log_every": 1,
+    "device": "cpu",
+}
+PROVED_ELSEWHERE = {
+    "from_scratch": "test_hub.py",
+    "lora": "test_hub_runs.py",
+    "lora_target": "test_hub_runs.py",
+    "init_from": "test_export.py",
+    "compile": "test_compile.py",
+    "export": "test_export.py",
+    "track": "test_trackers.py",
+    "profile": "test_profiling.py",
+    "resume": "test_train.py",
+    "epochs": "test_defaults.py",
+    "config": "test_train_command.py",
+    "preset": "test_train_command.py",
+    "print_config": "test_train_command.py",
+    "dry_run": "test_dry_run.py",
+    "gpu": "test_dry_run.py",
+    "num_workers": "test_train.py",  # of tests/commands: it starts processes
+}
+
+
+@dataclass
+class Seen:
+    """What a run did."""
+
+    folder: Path
+    trainer: Trainer = None  # type: ignore[assignment]
+    report: dict[str, Any] = field(default_factory=dict)
+    batches: list[list[MicroBatch]] = field(default_factory=list)
+    """Micro-batches of each step."""
+    clipped: set[float] = field(default_factory=set)
+    evaluated: int = 0
+    initial: torch.Tensor = None  # type: ignore[assignment]
+
+    def told(self, name: str) -> dict[int, float]:
+        """A figure of metrics.jsonl, by step."""
+        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line[name] for line in lines if name in line}
+
+    @property
+    def shapes(self) -> set[tuple[int, ...]]:
+        return {tuple(batch.ids_BT.shape) for step in self.batches for batch in step}
+
+    @property
+    def saved(self) -> list[int]:
+        found = (self.folder / "checkpoints").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in found)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.learner.optimizer
+
+    @property
+    def decays(self) -> set[float]:
+        return {group["weight_decay"] for group in self.optimizer.param_groups}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
+
+
+@pytest.fixture
+def run_of(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Seen]:
+    """Runs the command with these settings, and says what was seen."""
+
+    def run(**changes: Any) -> Seen:
+        seen = Seen(tmp_path / f"run{len(list(tmp_path.iterdir()))}")
+        _watch(seen, monkeypatch)
+        settings = {"shards": shards, "run_dir": seen.folder} | SETTINGS | changes
+        said = {name: value for name, value in settings.items() if value is not None}
+        words = [(f"--{name.replace('_', '-')}", value) for name, value in said.items()]
+        seen.report = json.loads(call(command.main, *itertools.chain(*words), "--json").stdout)
+        return seen
+
+    return run
+
+
+def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Watched(Trainer):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            seen.trainer = self
+            seen.initial = next(self.learner.model.parameters()).detach().clone()
+
+    class WatchedGradients(StepGradients):
+        def begin(self) -> None:
+            seen.batches.append([])
+            super().begin()
+
+        def add(self, micro_batch: MicroBatch) -> Any:
+            seen.batches[-1].append(micro_batch)
+            return super().add(micro_batch)
+
+    class WatchedPrecision(Precision):
+        def step(self, *arguments: Any) -> Any:
+            seen.clipped.add(arguments[3])
+            return super().step(*arguments)
+
+    def counted(model: Any, task: Any, batches: Any, precision: Any) -> Any:
+        kept = list(batches)
+        seen.evaluated = len(kept)
+        return evaluate(model, task, kept, precision)
+
+    monkeypatch.setattr(outside, "Trainer", Watched)
+    monkeypatch.setattr("tokenfeed.trainer.loop.StepGradients", WatchedGradients)
+    monkeypatch.setattr("tokenfeed.trainer.loop.Precision", WatchedPrecision)
+    monkeypatch.setattr("tokenfeed.trainer.loop.evaluate", counted)
+
+
+def rows_a_step(seen: Seen) -> set[int]:
+    return {sum(len(batch.ids_BT) for batch in step) for step in seen.batches}
+
+
+def has_dropout(seen: Seen) -> bool:
+    seen.trainer.learner.model.train()
+    batch = seen.batches[0][0]
+    task, model = seen.trainer.task, seen.trainer.learner.model
+    return task.loss(model, batch).sum.item() != task.loss(model, batch).sum.item()
+
+
+WITH: list[tuple[str, Any, Callable[[Seen], bool]]] = [
+    ("objective", "masked", lambda seen: seen.report["task"] == "masked"),
+    ("model", "bag", lambda seen: seen.report["model"] == "bag"),
+    ("steps", 3, lambda seen: seen.report["steps"] == 3 == len(seen.batches)),
+    ("sequence_length", 64, lambda seen: seen.shapes == {(2, 64)}),
+    ("batching", "padded", lambda seen: len(seen.shapes) > 1),
+    ("attention", "documents", lambda seen: seen.batches[0][0].scope.mask_BHTT is not None),
+    ("attention", "rows", lambda seen: seen.batches[0][0].scope.mask_BHTT is None),
+    ("micro_batch_tokens", 64, lambda seen: seen.shapes == {(2, 32)}),
+    ("micro_batch_tokens", "auto", lambda seen: rows_a_step(seen) == {8}),
+    ("step_tokens", 512, lambda seen: {len(step) for step in seen.batches} == {4}),
+    ("optimizer", "muon", lambda seen: "Muon" in type(seen.optimizer).__name__),
+    ("learning_rate", 0.01, lambda seen: max(seen.told("learning_rate").values()) == 0.01),
+    (
+        "learning_rate_reference_tokens",
+        64,
+        lambda seen: math.isclose(max(seen.told("learning_rate").values()), 0.004),
+    ),
+    ("schedule", "constant", lambda seen: seen.told("learning_rate")[4] == 0.002),
+    ("schedule", "linear", lambda seen: seen.told("learning_rate")[4] < 0.002),
+    ("warmup_steps", 4, lambda seen: [*seen.told("learning_rate").values()] == WARMING),
+    ("weight_decay", 0.3, lambda seen: seen.decays == {0.0, 0.3}),
+    ("clip_norm", 0.25, lambda seen: seen.clipped == {0.25}),
+    ("device", "cpu", lambda seen: seen.report["device"] == "cpu"),
+    ("precision", "bf16", lambda seen: seen.report["precision"] == "bf16"),
+    ("recompute", "full", lambda seen: seen.trainer.config.recompute == "full"),
+    ("eval_every", 2, lambda seen: [*seen.told("validation_loss")] == [0, 2, 4]),
+    ("eval_batches", 1, lambda seen: seen.evaluated == 1),
+    ("save_every", 3, lambda seen: seen.saved == [3, 4]),
+    ("log_every", 3, lambda seen: [*seen.told("loss")] == [1, 3, 4]),
+    ("run_dir", "{here}", lambda seen: (seen.folder / "report.json").is_file()),
+    ("shards", "{shards}", lambda seen: seen.report["vocabulary_size"] == 64),
+]
+WARMING = [0.0005, 0.001, 0.0015, 0.002]
+
+
+@pytest.mark.parametrize(("name", "value", "holds"), WITH, ids=lambda value: str(value)[:20])
+def test_an_option_does_what_its_help_says(
+    name: str, value: Any, holds: Callable[[Seen], bool], run_of: Callable[..., Seen]
+) -> None:
+    said = {} if str(value).startswith("{") else {name: value}
+    assert holds(run_of(**said))
+
+
+def test_rows_of_a_step_are_those_asked_for(run_of: Callable[..., Seen]) -> None:
+    assert rows_a_step(run_of(step_rows=6, step_tokens=None)) == {6}
+
+
+def test_dropout_draws_and_none_does_not(run_of: Callable[..., Seen]) -> None:
+    assert has_dropout(run_of(model="tiny", dropout=0.5, steps=1))
+    assert not has_dropout(run_of(model="tiny", steps=1))
+
+
+def test_a_seed_decides_weights_and_order(run_of: Callable[..., Seen]) -> None:
+    one, same, other = (run_of(seed=seed, steps=1) for seed in (1, 1, 2))
+    ids = [seen.batches[0][0].ids_BT for seen in (one, same, other)]
+    assert torch.equal(one.initial, same.initial)
+    assert torch.equal(ids[0], ids[1])
+    assert not torch.equal(one.initial, other.initial)
+    assert not torch.equal(ids[0], ids[2])
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_latest_checkpoints_are_kept(keep: int, run_of: Callable[..., Seen]) -> None:
+    seen = run_of(keep=keep, save_every=1, eval_every=6, steps=6)
+    assert seen.saved == [*range(7 - keep, 7)]
+
+
+def test_every_option_is_proved_here_or_there() -> None:
+    here = Path(__file__)
+    proved = {name for name, *_ in WITH} | {"step_rows", "dropout", "seed", "keep", "json"}
+    assert proved.isdisjoint(PROVED_ELSEWHERE)
+    assert {f.name for f in dataclasses.fields(Command)} == proved | PROVED_ELSEWHERE.keys()
+    for name, file in PROVED_ELSEWHERE.items():
+        found = [*here.parents[2].rglob(file)]
+        texts = [path.read_text(encoding="utf-8") for path in found]
+        said = (name, f"--{name.replace('_', '-')}")
+        assert any(word in text for word, text in itertools.product(said, texts)), name
