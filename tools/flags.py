@@ -90,7 +90,7 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
     shown: Any = _placeholder(kind)
     more: dict[str, Any] = {}
     if get_origin(kind) is tuple:
-        shown, more = (shown, "..."), {"nargs": "+", "action": "extend"}
+        shown, more = (shown, "NAME"), {"nargs": "+", "action": "extend"}
     group.add_argument(flag, dest=field.name, metavar=shown, help=told, **more)
 
 

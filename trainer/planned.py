@@ -39,7 +39,7 @@ def find_gpu(config: TrainConfig, name: str | None) -> Gpu | None:
         return None
     here = accelerator(device)
     total = here.module.get_device_properties(device).total_memory
-    name = here.module.get_device_name(device)
+    name = str(here.module.get_device_name(device))
     return recognized(name, total, "bf16" if here.has_bfloat16() else "fp16")
 
 

@@ -10,7 +10,7 @@ from command import run, texts
 POORER = """
 import datasets, errno, mmap, msgspec, numpy, os, pyarrow.ipc, safetensors.torch, shutil, signal
 import socket, subprocess, sys, tempfile, threading, tokenizers, torch, tyro, yaml
-import torch.optim, torch._dynamo, pkgutil, importlib
+import torch.optim, torch._dynamo, torch.distributed.checkpoint, pkgutil, importlib
 
 for name in ("memfd_create", "sched_getaffinity", "sched_setaffinity", "register_at_fork", "fork",
              "posix_fadvise", "O_DIRECTORY", "pread", "preadv", "getuid", "geteuid", "statvfs",
@@ -33,7 +33,7 @@ sys.addaudithook(hide)
 EVERY_MODULE = """
 import tokenfeed
 models = "tokenfeed.trainer.models."
-of_frameworks = ("tokenfeed.integrations.", models + "hub", models + "lora")
+of_frameworks = ("tokenfeed.integrations.", *(models + name for name in ("hub", "lora", "trial")))
 for found in pkgutil.walk_packages(tokenfeed.__path__, "tokenfeed."):
     if not found.name.startswith(of_frameworks):
         importlib.import_module(found.name)

@@ -130,7 +130,7 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
 
     class WatchedPrecision(Precision):
         def step(self, *arguments: Any) -> Any:
-            seen.clipped.add(arguments[3])
+            seen.clipped.add(arguments[-1])
             return super().step(*arguments)
 
     def counted(model: Any, task: Any, batches: Any, precision: Any) -> Any:
