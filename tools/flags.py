@@ -1,7 +1,7 @@
 """A command line from a dataclass of settings: what was said, and nothing else.
 
-What is not said is not in the result, so that it can be laid over settings from other places. A
-field's docstring is its help, and fields stand in groups.
+What is not said is not in the result, so that it can be laid over settings from other places: hence
+argparse, for parsers of typed dataclasses fill defaults in. A field's docstring is its help.
 """
 
 import argparse

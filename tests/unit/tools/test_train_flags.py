@@ -51,6 +51,7 @@ PROVED_ELSEWHERE = {
     "print_config": "test_train_command.py",
     "dry_run": "test_dry_run.py",
     "gpu": "test_dry_run.py",
+    "monitor_only": "test_sensors.py",
     "num_workers": "test_train.py",  # of tests/commands: it starts processes
 }
 
