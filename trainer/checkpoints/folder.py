@@ -1,27 +1,48 @@
 """The folder of a run's checkpoints: which are there, which are kept, what was best."""
 
-import json
+import contextlib
 import re
 import shutil
-from dataclasses import asdict
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_write, sync_folder
 from tokenfeed.trainer.checkpoints import former
-from tokenfeed.trainer.checkpoints.format import read_checkpoint, write_checkpoint
+from tokenfeed.trainer.checkpoints.format import (
+    read_checkpoint,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from tokenfeed.trainer.checkpoints.host_copy import HostCopy
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["Checkpoints"]
+__all__ = ["BEST_FILE", "DAMAGE", "Checkpoints", "Held", "name_of"]
 
-_BEST = "best.json"
-_NAME = re.compile(r"step-\d{8}")
+BEST_FILE = "best.json"
+_NAME = re.compile(r"step-(\d{8})")
+_DAMAGED_SUFFIX = ".damaged"
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged checkpoint may raise."""
+
+
+def name_of(step: int) -> str:
+    """The name of a checkpoint's folder."""
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Steps whose checkpoints nothing deletes for now."""
+
+    latest: int | None
+    best: Best | None
 
 
 class Checkpoints:
@@ -29,6 +50,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._held: set[int] = set()
+        self._lock = threading.Lock()
+        """Of names: what is held keeps its own."""
+        self._changed: Callable[[], None] = lambda: None
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Checkpoints":
@@ -37,11 +62,23 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step stands, if there is one."""
-        return self._folder / f"step-{step:08d}"
+        return self._folder / name_of(step)
+
+    def steps(self) -> list[int]:
+        """Those of the whole checkpoints, in order."""
+        if not self._folder.is_dir():
+            return []
+        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a checkpoint has become whole, or the best; in the thread that did."""
+        self._changed = listener
 
     def latest(self) -> Path | None:
         """The whole checkpoint of the highest step, if there is any."""
-        return max(self._whole(), default=None)
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
 
     def to_resume(self) -> Path:
         """The latest checkpoint, which there must be.
@@ -65,14 +102,15 @@ class Checkpoints:
     def best(self) -> Best | None:
         """The best one so far; None where there was no evaluation, or its checkpoint is gone."""
         try:
-            best = msgspec.json.decode((self._folder / _BEST).read_bytes(), type=Best)
-        except (OSError, msgspec.MsgspecError):
+            best = Best.of_json((self._folder / BEST_FILE).read_bytes())
+        except OSError:
             return None
-        return best if self.path(best.step).is_dir() else None
+        return best if best and self.path(best.step).is_dir() else None
 
     def keep_best(self, best: Best) -> None:
         """From now on keep the checkpoint of this step instead of the best one before."""
-        atomic_write(self._folder / _BEST, json.dumps(asdict(best)).encode() + b"\n")
+        atomic_write(self._folder / BEST_FILE, best.to_json())
+        self._changed()
 
     def write(self, meta: CheckpointMeta, rest: State, copy: HostCopy, keep: int) -> None:
         """Write a checkpoint, then delete those older than the latest `keep`, but for the best.
@@ -91,7 +129,8 @@ class Checkpoints:
             self._delete_unfinished()  # its bytes may be what the disk lacks
             reason = f"{error.strerror}. When this is mended, {self.way_on()}"
             raise OSError(error.errno, reason, str(final)) from error
-        self._delete_old(keep)
+        self.delete_old(keep)
+        self._changed()
 
     def load(self, device: torch.device, step: int | None = None) -> tuple[CheckpointMeta, State]:
         """Read the checkpoint of a step, or the latest; its tensors land on `device`.
@@ -103,22 +142,63 @@ class Checkpoints:
         read = former.read_checkpoint if former.is_former(path) else read_checkpoint
         try:
             return read(path, device)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except DAMAGE as error:
             raise ResumeError(
                 f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from "
                 "the one before it."
             ) from error
 
-    def _whole(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+    def damage(self, step: int) -> str | None:
+        """What is wrong with the checkpoint of a step; None where all its bytes are right."""
+        path = self.path(step)
+        verify = former.verify_checkpoint if former.is_former(path) else verify_checkpoint
+        try:
+            verify(path)
+        except DAMAGE as error:
+            return str(error)
+        return None
 
-    def _delete_old(self, keep: int) -> None:
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[Held]:
+        """The latest and the best, which are not deleted within the block; one block at a time."""
+        with self._lock:
+            held = Held(max(self.steps(), default=None), self.best())
+            self._held = {step for step in (held.latest, held.best and held.best.step) if step}
+        try:
+            yield held
+        finally:
+            self._held = set()
+
+    def delete_old(self, keep: int) -> None:
+        """Delete the checkpoints older than the latest `keep`, but for the best and those held."""
         best = self.best()
-        for path in self._whole()[:-keep]:
-            if best is None or path != self.path(best.step):
-                shutil.rmtree(path.rename(_unfinished(path)))  # a half of one is no checkpoint
+        with self._lock:
+            kept = {*self._held, best and best.step}
+            old = [self.path(step) for step in self.steps()[:-keep] if step not in kept]
+            unnamed = [path.rename(_unfinished(path)) for path in old]
+        for path in unnamed:  # a half of one is no checkpoint
+            shutil.rmtree(path)
+
+    def set_aside(self, step: int) -> Path:
+        """Give the checkpoint of a step a name by which it is none; returns it."""
+        path = self.path(step)
+        aside = path.with_name(path.name + _DAMAGED_SUFFIX)
+        shutil.rmtree(aside, ignore_errors=True)
+        return path.rename(aside)
+
+    @contextlib.contextmanager
+    def receive(self, step: int) -> Iterator[Path]:
+        """An empty folder to copy a checkpoint into, which takes its place if the block ends well;
+        another that has this place is set aside."""
+        final = self.path(step)
+        temporary = _unfinished(final)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        if final.exists():
+            self.set_aside(step)
+        temporary.rename(final)
+        sync_folder(self._folder)
 
     def _delete_unfinished(self) -> None:
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):

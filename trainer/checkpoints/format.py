@@ -22,11 +22,11 @@ from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tensor_file import read_tensors, write_tensors
 from tokenfeed.trainer.checkpoints.tree import State, join
 
-__all__ = ["read_checkpoint", "write_checkpoint"]
+__all__ = ["CONTENT_FILE", "files_of", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
 
 _VERSION = 2
 """The former format counts as the first."""
-_CONTENT, _TENSORS = "checkpoint.json", "state-00000.safetensors"
+CONTENT_FILE, _TENSORS = "checkpoint.json", "state-00000.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: Host
         },
         state=rest,
     )
-    with open(folder / _CONTENT, "wb") as file:
+    with open(folder / CONTENT_FILE, "wb") as file:
         file.write(_sealed(asdict(content)))
         file.flush()
         os.fsync(file.fileno())
@@ -91,18 +91,46 @@ def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta,
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
     """
-    content = msgspec.convert(_unsealed((folder / _CONTENT).read_bytes()), _Content)
-    if content.version != _VERSION:
-        raise ValueError(f"its version is {content.version}, expected {_VERSION}")
-    for name, checksum in content.files.items():
-        if file_xxh3(folder / name) != checksum:
-            raise ValueError(f"{name} fails its checksum")
+    content = _verified(folder)
     kinds = {name: entry.kind() for name, entry in content.tensors.items()}
     try:
         tensors = read_tensors(folder / _TENSORS, kinds, device)
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     return content.meta, join(content.state, tensors)
+
+
+def verify_checkpoint(folder: Path) -> None:
+    """Read all bytes of a checkpoint.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+    """
+    _verified(folder)
+
+
+def files_of(data: bytes) -> list[str]:
+    """The files that the bytes of a checkpoint.json tell of.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: They are damaged.
+    """
+    return list(_content(data).files)
+
+
+def _verified(folder: Path) -> _Content:
+    content = _content((folder / CONTENT_FILE).read_bytes())
+    for name, checksum in content.files.items():
+        if file_xxh3(folder / name) != checksum:
+            raise ValueError(f"{name} fails its checksum")
+    return content
+
+
+def _content(data: bytes) -> _Content:
+    content = msgspec.convert(_unsealed(data), _Content)
+    if content.version != _VERSION:
+        raise ValueError(f"its version is {content.version}, expected {_VERSION}")
+    return content
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
@@ -114,7 +142,7 @@ def _unsealed(data: bytes) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(data)
     checksum = content.pop("xxh3")
     if xxhash.xxh3_64_hexdigest(_as_json(content)) != checksum:
-        raise ValueError(f"{_CONTENT} fails its checksum")
+        raise ValueError(f"{CONTENT_FILE} fails its checksum")
     return content
 
 

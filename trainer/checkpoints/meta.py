@@ -1,7 +1,10 @@
 """What a checkpoint says of its run, beside tensors."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config import TrainConfig
@@ -32,6 +35,18 @@ class Best:
         """The larger, the better."""
         value = self.metrics[self.metric]
         return -value if self.metric == "loss" else value
+
+    @classmethod
+    def of_json(cls, data: bytes) -> "Best | None":
+        """What best.json says; None where it is damaged."""
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError:
+            return None
+
+    def to_json(self) -> bytes:
+        """As best.json."""
+        return json.dumps(asdict(self)).encode() + b"\n"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
