@@ -35,7 +35,8 @@ def read_flags(
     """What the command line says, by the names of the fields; --help prints and exits.
 
     Args:
-        settings: A dataclass. Its switches are off by default, and `--no-NAME` turns one off.
+        settings: A dataclass. Its switches are off by default, and `--no-NAME` turns one off; some
+            take a word as well.
         groups: Titles, by the field that a group begins with.
         prog: Name of the command.
         description: What stands above the options.
@@ -80,8 +81,10 @@ def _parser(
 
 def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> None:
     flag, told = flag_of(field.name), doc.replace("%", "%%")
-    if kind is bool:
-        group.add_argument(flag, action="store_true", help=told)
+    if bool in (each for each, _ in alternatives(kind)):
+        word = {"nargs": "?", "const": True, "metavar": _placeholder(kind)}
+        switch = {"action": "store_true"} if kind is bool else word
+        group.add_argument(flag, dest=field.name, help=told, **switch)
         off = "--no-" + flag[2:]
         group.add_argument(off, dest=field.name, action="store_false", help=argparse.SUPPRESS)
         return
@@ -96,7 +99,8 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
 
 def _placeholder(kind: Any) -> str:
     """What stands for a value in the help: choices, N or X for numbers, else a word."""
-    return "|".join(_PLACEHOLDERS.get(each, "") or _choices(each) for each, _ in alternatives(kind))
+    kinds = [each for each, _ in alternatives(kind) if each is not bool]
+    return "|".join(_PLACEHOLDERS.get(each, "") or _choices(each) for each in kinds)
 
 
 def _choices(kind: Any) -> str:

@@ -96,6 +96,8 @@ def parse_config() -> TrainConfig:
 def read_command() -> Command:
     """Read the command line, and what it refers to."""
     said = _said()
+    if said.get("resume") == "auto":
+        said["resume"] = _finds_run(said)
     begun = TrainConfig.of_run(said["run_dir"]) if _resumes(said) else None
     choices = [] if begun else _suited(said)
     command = _resumed(begun, said) if begun else _laid(choices, said)
@@ -108,6 +110,19 @@ def read_command() -> Command:
         _log.warning("%s", lack.reason)
         command = dataclasses.replace(command, **lack.settings)
     return command
+
+
+def _finds_run(said: dict[str, Any]) -> bool:
+    """Whether there is a run to go on with; then its folder has the newest checkpoint, and the
+    settings that this was made with."""
+    if "run_dir" not in said:
+        raise ConfigError("`--resume` auto needs --run-dir: the folder where the run goes on.")
+    begun = TrainConfig.of_run(said["run_dir"])
+    if said.get("dry_run") or said.get("print_config"):
+        return begun is not None
+    from tokenfeed.trainer.checkpoints.newest import bring_newest  # torch, as training needs it
+
+    return bring_newest(said["run_dir"], said.get("upload", begun.upload if begun else None))
 
 
 def _resumes(said: dict[str, Any]) -> bool:

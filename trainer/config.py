@@ -30,12 +30,14 @@ __all__ = [
     "Positive",
     "PrecisionName",
     "RecomputeName",
+    "Resume",
     "ScheduleName",
     "SizeName",
     "TrackerName",
     "TrainConfig",
 ]
 
+Resume = bool | Literal["auto"]
 SizeName = Literal["bag", "shallow", "tiny", "mini", "small", "gpt2"]
 ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
@@ -144,8 +146,10 @@ class TrainConfig:
     """Folder of the run."""
     export: Path | None = None
     """Folder to make at the end: the best weights, their config and tokenizer."""
-    resume: bool = False
-    """Go on from --run-dir, with its settings."""
+    upload: str | None = None
+    """URL where the run is copied to meanwhile: s3://..., file://..., all that fsspec knows."""
+    resume: Resume = False
+    """Go on from --run-dir, with its settings; auto: if there is a run, in it or at --upload."""
     json: bool = False
     """Print the report as one line of JSON."""
 

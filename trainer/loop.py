@@ -25,6 +25,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.saver import Saver
+from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.evaluation import Metrics, evaluate
@@ -65,6 +66,7 @@ class Trainer:
         self.step = self.saved_step = self.tokens = self.slots = self.skipped = 0
         self.best: Best | None = None
         self.tracer: StepTracer | None = None
+        self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
         self._resources.enter_context(self.loader)
         self._resources.callback(self.saver.close)
@@ -102,6 +104,7 @@ class Trainer:
         self.saver.wait()
         report = self._report(self._final_metrics())
         report.write(self.config.run_dir)
+        self.uploads.finish()
         return report
 
     def _final_metrics(self) -> dict[str, Metrics]:
@@ -133,6 +136,7 @@ class Trainer:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
         config.write()
+        self.uploads.begin()
         self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.progress_log = ProgressLog(
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped

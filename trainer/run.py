@@ -9,6 +9,8 @@ from collections.abc import Callable
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.newest import bring_newest
+from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
@@ -33,13 +35,18 @@ def train(
         TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
     """
     _refuse_ranks()
+    if config.resume == "auto":
+        resume = bring_newest(config.run_dir, config.upload)
+        config = dataclasses.replace(config, resume=resume)
     report = _finished_report(config)
     if report is not None and _is_begun_alike(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
+        _upload(config)
         _export(config, report)
         return report
     _check_folder(config, finished=report is not None)
     check_trackers(config.track)
+    check_upload(config)
     if config.export is not None:
         check_export(config.export, config.run_dir)
     try:
@@ -66,6 +73,7 @@ def _train(
         return trainer.finish()
     except Exception:
         trainer.saver.settle()
+        trainer.uploads.finish()
         raise
 
 
@@ -74,6 +82,14 @@ def _export(config: TrainConfig, report: Report) -> None:
     if config.export is not None and report.finished:
         export_run(config, config.export)
         _log.info("exported to %s", config.export)
+
+
+def _upload(config: TrainConfig) -> None:
+    """Copy what an earlier session could not."""
+    check_upload(config)
+    uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
+    uploads.begin()
+    uploads.finish()
 
 
 def _refuse_ranks() -> None:
@@ -102,7 +118,7 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     asked = dataclasses.replace(config, resume=True, json=False)
     if asked.micro_batch_tokens == "auto":
         asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {"export": asked.export, "track": asked.track, "profile": asked.profile}
+    free = {name: getattr(asked, name) for name in ("export", "track", "profile", "upload")}
     return dataclasses.replace(begun, **free) == asked
 
 

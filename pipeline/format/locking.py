@@ -1,6 +1,10 @@
 """A file held by one process: how two runs of a command keep out of each other's folder."""
 
+import contextlib
 import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 try:
@@ -8,7 +12,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["hold"]
+__all__ = ["alone_in", "hold"]
 
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 
@@ -26,3 +30,21 @@ def hold(file: IO[Any]) -> bool:
     except OSError as error:
         return error.errno not in _HELD_BY_ANOTHER
     return True
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time do something with a folder; others wait.
+
+    A system or file system without such locks lets all in.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

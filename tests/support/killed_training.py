@@ -1,15 +1,18 @@
 """Trains in forks that are killed, again and again, and prints what was seen as a line of JSON.
 
-python killed_training.py SHARDS FOLDER KILLS
+python killed_training.py SHARDS FOLDER KILLS [--lose-disks]
 
-Half of the kills come at a random time, half when the thread that saves opens, makes, renames or
-deletes its n-th file or folder. The disk is slow, so that many come while a checkpoint is written.
+Half of the kills come at a random time, half when the thread that saves or uploads opens, makes,
+renames or deletes its n-th file or folder. The disk is slow, so that many come while a checkpoint
+is written. With --lose-disks the runs upload, slowly too, and after half of the kills the folder of
+the run is gone.
 """
 
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -18,25 +21,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from saves import assert_same, names_in
 from training import assert_same_run, load_state, make_config, run
 
 from tokenfeed.trainer.checkpoints import format as checkpoint_format
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.remote import RemoteRun
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 STEPS = 16
-_LONGEST_S, _MOST_EVENTS = 0.5, 60
+LOSE_DISKS = "--lose-disks" in sys.argv
+_LONGEST_S, _MOST_EVENTS = (2.0, 300) if LOSE_DISKS else (0.5, 60)
 
 
 def train(shards: Path, run_dir: Path) -> None:
     """A whole run, or its rest."""
+    settings = {"steps": STEPS, "save_every": 2, "eval_every": 4, "eval_batches": 2}
+    if LOSE_DISKS:
+        url = f"file://{copy_of(run_dir)}"
+        run(make_config(shards, run_dir, **settings, resume="auto", upload=url))
+        return
     resume = Checkpoints.of_run(run_dir).latest() is not None
-    run(
-        make_config(
-            shards, run_dir, steps=STEPS, save_every=2, eval_every=4, eval_batches=2, resume=resume
-        )
-    )
+    run(make_config(shards, run_dir, **settings, resume=resume))
+
+
+def copy_of(run_dir: Path) -> Path:
+    return run_dir.with_name(f"copy-{run_dir.name}")
 
 
 def slow_down(module: Any) -> None:
@@ -50,6 +61,15 @@ def slow_down(module: Any) -> None:
     module.write_tensors = slow
 
 
+def upload_slowly(files: LocalFileSystem, path: str, there: str, **_: Any) -> None:
+    data = Path(path).read_bytes()
+    with open(there, "wb") as file:
+        for half in (data[: len(data) // 2], data[len(data) // 2 :]):
+            file.write(half)
+            file.flush()
+            time.sleep(0.02)
+
+
 def kill_at(last_event: int) -> None:
     events = itertools.count(1)
 
@@ -57,7 +77,7 @@ def kill_at(last_event: int) -> None:
         is_of_files = event == "open" or event.startswith(("os.", "shutil."))
         if (
             is_of_files
-            and threading.current_thread().name == "checkpoint"
+            and threading.current_thread().name in ("checkpoint", "upload")
             and next(events) == last_event
         ):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,13 +112,15 @@ def in_a_fork(shards: Path, run_dir: Path, last_event: int | None, seconds: floa
 def compare(run_dir: Path, undisturbed: Path) -> None:
     """Metrics, all that the last checkpoints hold, and which was best are the same."""
     assert_same_run(run_dir, undisturbed, STEPS)
-    for step in (STEPS - 2, STEPS):
+    steps = {*Checkpoints.of_run(run_dir).steps()} if LOSE_DISKS else {STEPS - 2}
+    for step in {STEPS} | ({STEPS - 2} & steps):
         assert_same(load_state(run_dir, step), load_state(undisturbed, step))
     best = [
         (folder / "checkpoints" / "best.json").read_bytes() for folder in (run_dir, undisturbed)
     ]
     assert best[0] == best[1]
-    assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
+    if not LOSE_DISKS:
+        assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
 
 
 def main(shards: Path, folder: Path, kills: int) -> None:
@@ -107,7 +129,8 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
     train(shards, undisturbed)  # not in a fork: each would import anew what is imported late
     slow_down(checkpoint_format)
-    seen = {"kills": 0, "during_saves": 0, "runs": 0}
+    LocalFileSystem.put_file = upload_slowly
+    seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}
     while seen["kills"] < kills:
         run_dir = folder / str(seen["runs"])
         at_event = draw.random() < 0.5
@@ -115,8 +138,14 @@ def main(shards: Path, folder: Path, kills: int) -> None:
         if in_a_fork(shards, run_dir, last_event, 60 if at_event else draw.uniform(0, _LONGEST_S)):
             seen["kills"] += 1
             seen["during_saves"] += bool(list(run_dir.glob("checkpoints/*.tmp")))
+            halves = {path.parent for path in copy_of(run_dir).glob("checkpoints/step-*/state*")}
+            seen["during_uploads"] += any(not (h / "checkpoint.json").exists() for h in halves)
+            if LOSE_DISKS and draw.random() < 0.5:
+                shutil.rmtree(run_dir, ignore_errors=True)
         else:
             compare(run_dir, undisturbed)
+            if LOSE_DISKS:
+                assert RemoteRun(str(copy_of(run_dir))).steps()[-1] == STEPS
             seen["runs"] += 1
     print(json.dumps(seen))
 

@@ -1,0 +1,168 @@
+"""Copies of a run at a URL, made beside the loop, which never waits for them nor ends by them.
+
+A thread copies the latest checkpoint and the best. What comes meanwhile waits; of several only the
+latest is copied. What is being copied is kept on the disk until it is there. The best comes before
+the latest, so that whoever goes on from there knows it.
+"""
+
+import logging
+import math
+import threading
+import time
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.checkpoints.folder import BEST_FILE, Checkpoints, Held
+from tokenfeed.trainer.checkpoints.format import CONTENT_FILE
+from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
+from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, CONFIG_FILE, TrainConfig
+from tokenfeed.trainer.report import REPORT_FILE
+from tokenfeed.trainer.telemetry import METRICS_FILE
+
+__all__ = ["Uploads", "check_upload"]
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
+FINISH_S, LAST_WAITS_S = 600.0, 5.0
+"""So long does a run that ends wait for the last copy, and so long at most between two tries."""
+
+_log = logging.getLogger(__name__)
+
+
+class Uploads:
+    """Keeps the copy of a run up to date; does nothing for one without --upload."""
+
+    def __init__(self, config: TrainConfig, checkpoints: Checkpoints) -> None:
+        self._remote = RemoteRun(config.upload) if config.upload else None
+        self._config, self._checkpoints = config, checkpoints
+        self._condition = threading.Condition()
+        self._is_behind, self._ends_at = False, math.inf
+        self._step: int | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True, name="upload")
+
+    def begin(self) -> None:
+        """Copy what is there, and from now on what comes."""
+        if self._remote is not None:
+            self._checkpoints.when_changed(self._wake)
+            self._wake()
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last copy, for some minutes at most, and say what became of it. Then no
+        checkpoint is held."""
+        if self._remote is None or self._thread.ident is None:
+            return
+        url = self._remote.url
+        with self._condition:
+            self._is_behind, self._ends_at = True, time.monotonic() + FINISH_S
+            self._condition.notify()
+        _log.info("uploading to %s, for %.0f s at most", url, FINISH_S)
+        self._thread.join(FINISH_S)
+        self._checkpoints.delete_old(self._config.keep)
+        if self._thread.is_alive() or self._error is not None:
+            _log.warning("%s: %s. Start it again with --resume to upload that.", url, self._lack())
+        else:
+            _log.info("uploaded to %s", url)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._ends_at < math.inf
+
+    def _lack(self) -> str:
+        found = "no checkpoint is there" if self._step is None else f"has step {self._step} only"
+        cause = "it takes longer" if self._error is None else reason(self._error)
+        return f"the end of the run was not uploaded, {found} ({cause})"
+
+    def _wake(self) -> None:
+        with self._condition:
+            self._is_behind = True
+            self._condition.notify()
+
+    def _work(self) -> None:
+        failed_at, wait_s = None, FIRST_WAIT_S
+        while self._wait_for_news():
+            try:
+                self._copy()
+            except Exception as error:  # each file system has its own
+                failed_at = failed_at or time.monotonic()
+                self._failed(error, time.monotonic() - failed_at, wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            else:
+                if failed_at is not None:
+                    _log.info("uploads go on")
+                self._error, failed_at, wait_s = None, None, FIRST_WAIT_S
+
+    def _wait_for_news(self) -> bool:
+        """Whether to copy; False at the end."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_behind or self._is_ending)
+            is_wanted = self._is_behind and time.monotonic() < self._ends_at
+            self._is_behind = False
+            return is_wanted
+
+    def _failed(self, error: Exception, since_s: float, wait_s: float) -> None:
+        """Say so, and wait; less where the run ends."""
+        assert self._remote is not None
+        self._error = error
+        _log.warning(
+            "upload to %s fails, for %.0f s now (%s); next try in %.0f s, and the run goes on",
+            self._remote.url,
+            since_s,
+            reason(error),
+            wait_s,
+        )
+        with self._condition:
+            if self._is_ending:
+                self._condition.wait(min(wait_s, LAST_WAITS_S))
+            else:
+                self._condition.wait_for(lambda: self._is_ending, wait_s)
+            self._is_behind = True
+
+    def _copy(self) -> None:
+        """Bring all that is there up to date; small files first, for a checkpoint needs them."""
+        assert self._remote is not None
+        with self._checkpoints.hold() as held:
+            for name in (CONFIG_FILE, METRICS_FILE, REPORT_FILE):
+                path = self._config.run_dir / name
+                if path.exists():
+                    self._remote.put(path.read_bytes(), name)
+            self._copy_checkpoints(self._remote, held)
+        self._step = held.latest
+
+    def _copy_checkpoints(self, remote: RemoteRun, held: Held) -> None:
+        best = held.best.step if held.best else None
+        for step in sorted({step for step in (held.latest, best) if step is not None}):
+            path = self._checkpoints.path(step)
+            if (path / CONTENT_FILE).exists():  # the former format has none
+                remote.put_checkpoint(path)
+            if held.best is not None and step == best:
+                remote.put(held.best.to_json(), CHECKPOINTS_FOLDER, BEST_FILE)
+        if held.latest is not None:
+            remote.delete_old(held.latest, self._config.keep, best)
+
+
+def check_upload(config: TrainConfig) -> None:
+    """Refuse a URL that has gone further than the run's folder: it would lose what it has.
+
+    Raises:
+        ConfigError: It has, or a new run cannot learn whether it has.
+    """
+    if config.upload is None:
+        return
+    remote, steps = RemoteRun(config.upload), Checkpoints.of_run(config.run_dir).steps()
+    if remote.is_in(config.run_dir):
+        raise ConfigError(f"`--upload`: {config.upload} is in --run-dir. Give another place.")
+    try:
+        there = patiently(remote.steps)
+    except Exception as error:
+        if not steps:
+            raise ConfigError(
+                f"`--upload`: {config.upload} cannot be read ({reason(error)}). Mend this, or "
+                "leave --upload out."
+            ) from error
+        _log.warning("%s cannot be read (%s); the run goes on", config.upload, reason(error))
+        return
+    if there and there[-1] > max(steps, default=0):
+        raise ConfigError(
+            f"`--upload`: {config.upload} holds step {there[-1]}, and {config.run_dir} does not. "
+            "Add --resume auto to go on from there, or give another URL."
+        )
