@@ -43,6 +43,7 @@ PROVED_ELSEWHERE = {
     "compile": "test_compile.py",
     "export": "test_export.py",
     "track": "test_trackers.py",
+    "upload": "test_uploads.py",
     "profile": "test_profiling.py",
     "resume": "test_train.py",
     "epochs": "test_defaults.py",
