@@ -26,6 +26,7 @@ from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.optimizer import set_learning_rate
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import learning_rate
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Task
@@ -165,8 +166,8 @@ def model_of(task: Task) -> Transformer:
 
 
 def validation_loss(model: nn.Module, task: Task, feeds: Feeds) -> float:
-    with feeds.whole("validation") as feed:
-        return evaluate(model, task, map(feeds.shape, feed), Precision("fp32", CPU))["loss"]
+    shown = feeds.numbered("validation", None)
+    return evaluate(model, task, shown, Precision("fp32", CPU), World(CPU))["loss"]
 
 
 def by_bare_loop(

@@ -6,6 +6,7 @@ run goes on.
 """
 
 import dataclasses
+import logging
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.train_command import read_command
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.ranks.launch import Launch
 
 __all__ = ["main"]
 
@@ -62,6 +64,9 @@ def _run() -> int:
         from tokenfeed.tools.monitor import monitor
 
         return monitor()
+    launch = Launch.of_environment()
+    if not launch.is_main:
+        logging.getLogger("tokenfeed").setLevel(logging.WARNING)
     command = read_command()
     config = command.settings()
     if command.gpu is not None and not command.dry_run:
@@ -75,7 +80,9 @@ def _run() -> int:
 
     wishes = Wishes()
     report = train(config, wishes.should_stop, wishes.should_save)
-    if config.json:
+    if not launch.is_main:
+        pass  # rank 0 tells it
+    elif config.json:
         print_json(dataclasses.asdict(report))
     else:
         print(report.summary())

@@ -18,6 +18,7 @@ from tokenfeed.trainer.config import Positive, TrainConfig
 from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
 from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
+from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.settings import read_settings
 
 __all__ = ["Command", "parse_config", "read_command"]
@@ -96,6 +97,11 @@ def parse_config() -> TrainConfig:
 def read_command() -> Command:
     """Read the command line, and what it refers to."""
     said = _said()
+    if "run_dir" not in said and Launch.of_environment().may_restart:
+        raise ConfigError(
+            "`--run-dir`: torchrun may restart the run, which goes on only where it finds its "
+            "folder. Give one."
+        )
     if said.get("resume") == "auto":
         said["resume"] = _finds_run(said)
     begun = TrainConfig.of_run(said["run_dir"]) if _resumes(said) else None

@@ -7,6 +7,7 @@ from torch import nn
 
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
 __all__ = ["Metrics", "evaluate"]
@@ -19,23 +20,33 @@ Metrics = dict[str, float]
 def evaluate(
     model: nn.Module,
     task: Task,
-    micro_batches: Iterable[MicroBatch],
+    micro_batches: Iterable[tuple[int, MicroBatch]],
     precision: Precision,
+    world: World,
 ) -> Metrics:
     """What a model makes of a split; waits for the device at its end, and where scores do. Nothing
-    where the split has no target: a mean of nothing would look like the best of all."""
+    where the split has no target: a mean of nothing would look like the best of all.
+
+    Args:
+        model: In training, as it is again afterwards.
+        task: Says what is asked of it.
+        micro_batches: This rank's, with their numbers.
+        precision: What the model computes in.
+        world: Whose ranks have the rest of the split.
+    """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
     scores = task.scores(device)
     model.eval()
-    for number, shown in enumerate(micro_batches):
+    for number, shown in micro_batches:
         micro_batch = task.prepare(shown, number)
         with precision.autocast():
             loss = _loss(model, task, micro_batch, scores)
         total += loss.sum
         targets += loss.targets
     model.train()
+    world.add_up([total, targets, *(scores.sums() if scores else [])])
     if not int(targets):
         return {}
     mean = float(total) / int(targets)

@@ -1,5 +1,7 @@
 """The feeds of a run: loaders of its splits, and how their batches become micro-batches."""
 
+import itertools
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -53,13 +55,39 @@ class Feeds:
         """The same for those of `whole`."""
 
     def training(self) -> ShardLoader:
-        """The train split, shuffled, epoch after epoch."""
-        return self._open("train", self._training, num_workers=self._num_workers(), epochs=None)
+        """The train split, shuffled, epoch after epoch, in steps that ranks share; a run that goes
+        on keeps the steps it has."""
+        config = self._config
+        return self._open(
+            "train",
+            self._training,
+            num_workers=self._num_workers(),
+            epochs=None,
+            step_size=None if config.resume else config.accumulation,
+        )
 
     def whole(self, split: str) -> ShardLoader:
         """A split once, in the batches of its task. It is shuffled too, each time alike: packing in
         the order of length would let the longest documents alone speak for it."""
         return self._open(split, self._whole, num_workers=0, epochs=1)
+
+    def numbered(self, split: str, most: int | None) -> Iterator[tuple[int, MicroBatch]]:
+        """This rank's micro-batches of `whole`, with numbers that hang on no rank.
+
+        At most `most` count, over all ranks; one beyond them has no targets, for no rank may be
+        missing where the others compute.
+        """
+        with self.whole(split) as feed:
+            batches = iter(feed)
+            for first in itertools.count(0, feed.world_size):
+                position = feed.position
+                batch = next(batches, None) if most is None or first < most else None
+                if batch is None:
+                    return
+                shown = self.shape_whole(batch)
+                if most is not None and first + feed.rank >= most:
+                    shown = shown.without_targets()
+                yield (position.window << 32) + position.micro_batch + feed.rank, shown
 
     def blanks(self) -> list[MicroBatch]:
         """An empty micro-batch of every shape that `training` and `whole` give where --compile
@@ -98,7 +126,13 @@ class Feeds:
         )
 
     def _open(
-        self, split: str, policy: Policy, *, num_workers: int, epochs: int | None
+        self,
+        split: str,
+        policy: Policy,
+        *,
+        num_workers: int,
+        epochs: int | None,
+        step_size: int | None = 1,
     ) -> ShardLoader:
         return ShardLoader(
             self._config.shards,
@@ -108,6 +142,7 @@ class Feeds:
             num_workers=num_workers,
             seed=self._config.seed,
             epochs=epochs,
+            micro_batches_per_step=step_size,
         )
 
     def _num_workers(self) -> int:

@@ -7,19 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_state
-from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_state
+from tokenfeed.trainer.checkpoints.random_state import (
+    random_state,
+    seed_random,
+    set_random_state,
+)
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.weights import load_weights, trained_state
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.precision import Precision, gradients_of
 from tokenfeed.trainer.schedule import learning_rate, rate_factor
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 __all__ = ["Learner"]
+
+_OF_DROPOUT = 1
+"""Apart from the draws of a task, which have the same seed."""
 
 _log = logging.getLogger(__name__)
 
@@ -57,12 +65,20 @@ class Learner:
         self.model.train()
         set_random_state(random, self._device)
 
+    def draw_for(self, number: int) -> None:
+        """Have dropout draw for the micro-batch of this number, whichever rank it is on."""
+        seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self._device)
+
     def add_gradients(self, micro_batch: MicroBatch) -> Loss:
         """Forward and backward; the loss is divided by a constant, which keeps fp16 in range."""
         with self.precision.autocast():
             loss = self._task.loss(self.model, micro_batch)
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
+
+    def gradients(self) -> list[Tensor]:
+        """One of every trainable weight, zeros where none has reached it: ranks have the same."""
+        return gradients_of(self.model)
 
     def drop_gradients(self) -> None:
         """Forget those of the step under way."""

@@ -9,22 +9,20 @@ corrected once, there.
 """
 
 import contextlib
-import itertools
 import logging
 import math
 import time
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
-from tokenfeed.trainer.checkpoints.saver import Saver
+from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
+from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.divergence import diverged
@@ -36,11 +34,16 @@ from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.profiling import StepTracer
 from tokenfeed.trainer.progress_log import ProgressLog
+from tokenfeed.trainer.ranks.agreement import Agreement
+from tokenfeed.trainer.ranks.group import chosen_device
+from tokenfeed.trainer.ranks.shared_state import shared_state
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report, stall_report, versions
 from tokenfeed.trainer.stall import make_meter, warmup_steps
+from tokenfeed.trainer.step_feed import step_feed
 from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.telemetry import MetricsFile, Tally
+from tokenfeed.trainer.telemetry import MetricsFile, NoMetrics, Tally
 from tokenfeed.trainer.trackers import Trackers
 
 __all__ = ["Trainer"]
@@ -51,19 +54,22 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """One run: what it trains, where it stands, what it says."""
 
-    def __init__(self, config: TrainConfig) -> None:
+    def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         config.check()
         self._started_s = time.perf_counter()
-        self.device = _choose_device(config.device)
-        self.config = config = decide_micro_batch(config, self.device)
+        self.world = world or World(chosen_device(config.device))
+        self.device = self.world.device
+        self.config = config = decide_micro_batch(config, self.world)
         self.task = make_task(config, Manifest.read(config.shards), self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.loader = self.feeds.training()
         self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
-        self.saver = Saver(self.checkpoints, config.keep, self.device)
-        self.step = self.saved_step = self.tokens = self.slots = self.skipped = 0
+        saver = Saver if self.world.is_main else NoSaver
+        self.saver = saver(self.checkpoints, config.keep, self.device)
+        self.step = self.saved_step = self.skipped = 0
+        self.agreement = Agreement(self.world)
         self.best: Best | None = None
         self.tracer: StepTracer | None = None
         self.uploads = Uploads(config, self.checkpoints)
@@ -78,21 +84,25 @@ class Trainer:
         self._begin()
         config, task, shape = self.config, self.task, self.feeds.shape
         learner, stall = self.learner, self.stall
-        feed, gradients = iter(self.loader), StepGradients(learner)
+        feed = step_feed(self.loader, config.accumulation)
+        gradients, agreement = StepGradients(learner, self.world), self.agreement
         for step in range(self.step + 1, config.steps + 1):
-            tally, rows = Tally.zero(self.device), []
+            tally, rows, ends_step = Tally.zero(self.device), [], False
             gradients.begin()
-            for part in range(config.accumulation):
+            while not ends_step:
                 with stall.cause("data"):
-                    batch = next(feed)
-                micro_batch = task.prepare(shape(batch), step * config.accumulation + part)
-                loss = gradients.add(micro_batch)
-                tally.add(loss, batch.num_tokens, micro_batch.num_slots)
+                    batch, part, ends_step = next(feed)
+                number = step * config.accumulation + part
+                micro_batch = task.prepare(shape(batch), number)
+                loss = gradients.add(micro_batch, number)
+                tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
+            gradients.add_up(tally)
             norm = learner.step(step, tally.targets)
-            stall.mark_step(tally.tokens)
-            self._after_step(step, tally, norm, rows, save=should_save())
-            if should_stop():
+            asked = {"stop": should_stop(), "save": should_save()}
+            stall.mark_step(agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots))
+            self._after_step(step, tally, norm, rows)
+            if agreement.stop:
                 break
 
     def finish(self) -> Report:
@@ -102,9 +112,11 @@ class Trainer:
         if self.saved_step != self.step:
             self._save()
         self.saver.wait()
+        self.agreement.settle()
         report = self._report(self._final_metrics())
-        report.write(self.config.run_dir)
-        self.uploads.finish()
+        if self.world.is_main:
+            report.write(self.config.run_dir)
+            self.uploads.finish()
         return report
 
     def _final_metrics(self) -> dict[str, Metrics]:
@@ -112,7 +124,7 @@ class Trainer:
         found = {"validation": self.best.metrics} if self.best else {}
         if self.step == self.config.steps and "test" in self.loader.manifest.splits:
             if self.best and self.best.step != self.step:
-                _, state = self.checkpoints.load(self.device, self.best.step)
+                _, state = self._load(self.best.step)
                 load_weights(self.learner.model, state["model"])
             found["test"] = self._metrics_of("test")
         return {split: metrics for split, metrics in found.items() if metrics}
@@ -125,35 +137,39 @@ class Trainer:
         """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
         a broken validation split is found, and all is compiled, before the first hour is over."""
         config = self.config
-        self.metrics = MetricsFile(config.run_dir)
-        self._resources.callback(self.metrics.close)
-        trackers = Trackers(config)
-        self._resources.callback(trackers.finish)
-        self.metrics.follow(trackers.log)
+        self.metrics = self._open_metrics() if self.world.is_main else NoMetrics()
         if config.resume:
             self._resume()
+        else:
+            self.world.share([*self.learner.model.parameters(), *self.learner.model.buffers()])
         if config.compile:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
-        config.write()
-        self.uploads.begin()
+        if self.world.is_main:
+            config.write()
+            self.uploads.begin()
         self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
         self.progress_log = ProgressLog(
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
-        if config.profiled_steps:
+        if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
 
-    def _after_step(
-        self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray], *, save: bool
-    ) -> None:
+    def _open_metrics(self) -> MetricsFile:
+        metrics = MetricsFile(self.config.run_dir)
+        self._resources.callback(metrics.close)
+        trackers = Trackers(self.config)
+        self._resources.callback(trackers.finish)
+        metrics.follow(trackers.log)
+        return metrics
+
+    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
         self.step, self.last_norm, self.last_rows = step, norm, rows
-        self.tokens += tally.tokens
-        self.slots += tally.slots
         self.progress_log.add(tally)
-        config, saving = self.config, save or self._is_due(self.config.save_every)
+        config = self.config
+        saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
         if saving:
@@ -175,7 +191,8 @@ class Trainer:
     def _write_log(self) -> None:
         self.saver.check()
         with self.stall.cause("log"):
-            finding = self.progress_log.write(self.step, self.tokens, self.last_norm)
+            self.agreement.settle()
+            finding = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
         if finding is not None:
             raise self._diverged(finding)
 
@@ -200,10 +217,9 @@ class Trainer:
             self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
-        most = self.config.eval_batches
-        with self.feeds.whole(split) as feed:
-            shown = map(self.feeds.shape_whole, itertools.islice(feed, most))
-            return evaluate(self.learner.model, self.task, shown, self.learner.precision)
+        learner = self.learner
+        with contextlib.closing(self.feeds.numbered(split, self.config.eval_batches)) as shown:
+            return evaluate(learner.model, self.task, shown, learner.precision, self.world)
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
@@ -222,8 +238,8 @@ class Trainer:
     def _meta(self) -> CheckpointMeta:
         return CheckpointMeta(
             step=self.step,
-            tokens=self.tokens,
-            slots=self.slots,
+            tokens=self.agreement.tokens,
+            slots=self.agreement.slots,
             model=self.config.model,
             vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
@@ -236,21 +252,28 @@ class Trainer:
     def _diverged(self, finding: str) -> ConfigError:
         """What to say, with the rows of the last step: often a few of them are to blame."""
         self.saver.settle()
-        rows, way_on = np.concatenate(self.last_rows), self.checkpoints.way_on()
+        rows = np.concatenate(self.world.gathered(np.concatenate(self.last_rows)))
+        if not self.world.is_main:
+            return ConfigError(f"{finding} at step {self.step}; see rank 0")
+        way_on = self.checkpoints.way_on()
         return diverged(f"{finding} at step {self.step}", self.config, rows, way_on)
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
         config = self.config
-        progress, state = self.checkpoints.load(self.device)
+        progress, state = self._load()
         progress.check(config, self._meta())
         self.loader.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
-        best = self.checkpoints.best()
+        best = self.world.from_main(self.checkpoints.best)
         self.best = best if best and best.step <= self.step else None
-        self.tokens, self.slots = progress.tokens, progress.slots
+        self.agreement.begin(progress.tokens, progress.slots)
+
+    def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
+        """The checkpoint of a step, or the latest: rank 0 reads it."""
+        return shared_state(self.world, lambda: self.checkpoints.load(self.device, step))
 
     def _report(self, metrics: dict[str, Metrics]) -> Report:
         losses = self.metrics.values("loss")
@@ -261,10 +284,10 @@ class Trainer:
             finished=self.step == self.config.steps,
             steps=self.step,
             skipped_steps=sum(self.metrics.values("skipped_steps")),
-            tokens=self.tokens,
+            tokens=self.agreement.tokens,
             seconds=time.perf_counter() - self._started_s,
             real_tokens_per_s=reading.tokens_per_s if reading.steps else None,
-            padding=1 - self.tokens / self.slots,
+            padding=1 - self.agreement.tokens / self.agreement.slots,
             stall=stall_report(reading, self.stall.method),
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
@@ -280,7 +303,3 @@ class Trainer:
             precision=self.learner.precision.name,
             versions=versions(),
         )
-
-
-def _choose_device(name: str) -> torch.device:
-    return default_device() if name == "auto" else resolve_device(name)

@@ -7,7 +7,7 @@ Shapes: B rows, T slots of a row, S segments (documents and paddings) of the fla
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -81,6 +81,10 @@ class MicroBatch:
     def _counts_rows(self) -> bool:
         """Whether positions differ from row to row."""
         return len(self.positions_BT) > 1
+
+    def without_targets(self) -> "MicroBatch":
+        """The same rows, of which nothing is asked."""
+        return replace(self, labels=torch.full_like(self.labels, _none(self.labels)))
 
     def blank_like(self, rows: int, length: int) -> "MicroBatch":
         """One of the same make and another shape, of which nothing can be learnt."""

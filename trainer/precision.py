@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config import PrecisionName
 
-__all__ = ["Precision", "all_finite", "device_name", "tune_convolutions"]
+__all__ = ["Precision", "all_finite", "device_name", "gradients_of", "tune_convolutions"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -121,6 +121,14 @@ def tune_convolutions(model: nn.Module) -> None:
 def all_finite(model: nn.Module) -> bool:
     """Whether every weight is a finite number; waits for the device."""
     return bool(torch.stack([p.isfinite().all() for p in model.parameters()]).all())
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """Dense ones of all trainable weights, also of those that nothing has reached."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return _dense_gradients(model.parameters())
 
 
 def _allow_tf32(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.step_gradients import is_out_of_memory
 from tokenfeed.trainer.tasks.registry import make_task
 
@@ -71,13 +72,14 @@ class DeviceMemory:
 
 
 def decide_micro_batch(
-    config: TrainConfig, device: torch.device, memory: Memory | None = None
+    config: TrainConfig, world: World, memory: Memory | None = None
 ) -> TrainConfig:
-    """The settings with a number of tokens where they say `auto`.
+    """The settings with a number of tokens where they say `auto`: one for all ranks, of which each
+    has a micro-batch of every step.
 
     Args:
         config: Of the run. One that goes on keeps its number: a saved position counts by it.
-        device: Where it trains. On a CPU none is tried.
+        world: Where it trains. On a CPU none is tried.
         memory: Stands in for that of the device.
 
     Raises:
@@ -85,20 +87,22 @@ def decide_micro_batch(
     """
     if config.micro_batch_tokens != "auto":
         return config
-    begun = TrainConfig.of_run(config.run_dir) if config.resume else None
+    begun = world.from_main(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
     if begun is not None:
         return _decided(config, begun.micro_batch_slots, "as the run was begun")
+    device = world.device
     task = make_task(config, Manifest.read(config.shards), device)
-    sizes = possible_sizes(config, task)
+    sizes = _sizes_for(world.size, config, possible_sizes(config, task))
     if device.type == "cpu" and memory is None:
         return _decided(config, size_of_cpu(sizes), "on a CPU more bring nothing")
     memory = memory or DeviceMemory(device)
     limit = int(SHARE_OF_MEMORY * memory.free_bytes())
     probe = _Probe(_sized(config, sizes[0]), device, memory)
     found = largest_fitting(probe.bytes_of, sizes, limit, least=task.logits_at_once)
+    found = min(world.gathered(found or 0))  # a rank may have less memory
     del probe
     _release(memory)
-    if found is None:
+    if not found:
         raise ConfigError(
             f"`--micro-batch-tokens`=auto: {sizes[0]} tokens, the fewest that divide a step, do "
             f"not fit into {limit / 2**30:.1f} GiB. Try --recompute full, a smaller "
@@ -110,6 +114,12 @@ def decide_micro_batch(
 def size_of_cpu(sizes: Sequence[int]) -> int:
     """What a CPU gets: more brings it nothing, and takes its caches."""
     return max((size for size in sizes if size <= _ON_CPU), default=sizes[0])
+
+
+def _sizes_for(ranks: int, config: TrainConfig, sizes: list[int]) -> list[int]:
+    """Those that make a micro-batch of a step for every rank."""
+    enough = [size for size in sizes if _sized(config, size).accumulation >= ranks]
+    return enough or sizes[:1]
 
 
 class _Probe:

@@ -44,16 +44,14 @@ class ProgressLog:
         self._device, self._gauge = device, GpuGauge(device)
         self._interval = Tally.zero(device)
         self._skipped = skipped
-        self._reading = stall.read()
-
-    @property
-    def is_behind(self) -> bool:
+        self.is_behind = False
         """Whether steps were added since the last line."""
-        return self._interval.tokens > 0
+        self._reading = stall.read()
 
     def add(self, tally: Tally) -> None:
         """Add a step."""
         self._interval.extend(tally)
+        self.is_behind = True
 
     def write(self, step: int, tokens: int, norm: Tensor) -> str | None:
         """Write a line; this waits for the device.
@@ -67,6 +65,7 @@ class ProgressLog:
             Why the run has diverged, and nothing is written; None where it has not.
         """
         interval, self._interval = self._interval, Tally.zero(self._device)
+        self.is_behind = False
         loss, targets, latest_norm, skipped, in_a_row = self._fetch(interval, norm)
         before, self._skipped = self._skipped, int(skipped)
         loss /= max(1, targets)

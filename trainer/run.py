@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import logging
-import os
 from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
@@ -14,6 +13,9 @@ from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.ranks.group import RankError, join_world
+from tokenfeed.trainer.ranks.launch import Launch
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.step_gradients import is_out_of_memory
 from tokenfeed.trainer.trackers import check_trackers
@@ -34,33 +36,63 @@ def train(
     Raises:
         TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
     """
-    _refuse_ranks()
+    world = join_world(config.device)
+    try:
+        report = _train_unless_finished(world, config, should_stop, should_save)
+        world.close()
+        return report
+    except BaseException as error:
+        world.fail(error)
+        raise
+
+
+def _train_unless_finished(
+    world: World,
+    config: TrainConfig,
+    should_stop: Callable[[], bool],
+    should_save: Callable[[], bool],
+) -> Report:
+    """As rank 0 is told, and as it finds the folder."""
+    try:
+        config, report = world.from_main(lambda: _begin(config))
+        if report is None:
+            with contextlib.closing(Trainer(config, world)) as trainer:
+                report = _train(trainer, should_stop, should_save)
+        if world.is_main:
+            _export(config, report)
+        return report
+    except TokenfeedError:  # some are RuntimeErrors
+        raise
+    except RuntimeError as error:
+        if reason := world.reason(error):
+            raise RankError(f"rank {world.rank} ends: {reason}") from error
+        message = _explain(error, config)
+        if message is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
+    """The settings of the run, and its report where it is finished; a restart by the launcher goes
+    on with what was begun before it."""
     if config.resume == "auto":
         resume = bring_newest(config.run_dir, config.upload)
         config = dataclasses.replace(config, resume=resume)
+    launch = Launch.of_environment()
+    if launch.has_begun(config.run_dir) and Checkpoints.of_run(config.run_dir).latest():
+        config = dataclasses.replace(config, resume=True)
     report = _finished_report(config)
     if report is not None and _is_begun_alike(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
         _upload(config)
-        _export(config, report)
-        return report
+        return config, report
     _check_folder(config, finished=report is not None)
     check_trackers(config.track)
     check_upload(config)
     if config.export is not None:
         check_export(config.export, config.run_dir)
-    try:
-        with contextlib.closing(Trainer(config)) as trainer:
-            report = _train(trainer, should_stop, should_save)
-        _export(config, report)
-        return report
-    except TokenfeedError:  # some are RuntimeErrors
-        raise
-    except RuntimeError as error:
-        message = _explain(error, config)
-        if message is None:
-            raise
-        raise ConfigError(message) from error
+    launch.begin(config.run_dir)
+    return config, None
 
 
 def _train(
@@ -90,15 +122,6 @@ def _upload(config: TrainConfig) -> None:
     uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
     uploads.begin()
     uploads.finish()
-
-
-def _refuse_ranks() -> None:
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        raise ConfigError(
-            f"WORLD_SIZE={ranks}: `train` uses one device, and a launcher would start the same "
-            "training on every rank. Start it without one; examples/ has loops for many ranks."
-        )
 
 
 def _finished_report(config: TrainConfig) -> Report | None:

@@ -13,7 +13,9 @@ import torch
 
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss
+from tokenfeed.trainer.telemetry import Tally
 
 __all__ = ["StepGradients", "is_out_of_memory"]
 
@@ -35,36 +37,42 @@ class StepGradients:
     Keeps the micro-batches of a step until the next begins: ids, labels and masks, no activations.
     """
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
+    def __init__(self, learner: Learner, world: World) -> None:
+        self._learner, self._world = learner, world
         self._parts = 1
-        self._shown: list[MicroBatch] = []
+        self._shown: list[tuple[int, MicroBatch]] = []
 
     def begin(self) -> None:
         """A new step."""
         self._shown = []
 
-    def add(self, micro_batch: MicroBatch) -> Loss:
+    def add(self, micro_batch: MicroBatch, number: int) -> Loss:
         """Add those of a micro-batch; gives its loss."""
-        self._shown.append(micro_batch)
-        loss = self._try([micro_batch])
+        self._shown.append((number, micro_batch))
+        loss = self._try(self._shown[-1:])
         while loss is None:
             self._halve()
             loss = self._try(self._shown)  # a backward pass that failed has left some behind
         return loss
 
-    def _try(self, micro_batches: Sequence[MicroBatch]) -> Loss | None:
+    def add_up(self, tally: Tally) -> None:
+        """Make gradients, losses and targets of a step those of all ranks."""
+        if self._world.size > 1:
+            self._world.add_up([*self._learner.gradients(), tally.loss, tally.targets])
+
+    def _try(self, micro_batches: Sequence[tuple[int, MicroBatch]]) -> Loss | None:
         """The loss of the last of them; None where memory was too small, once all that the attempt
         held is free."""
         try:
-            losses = [self._in_parts(micro_batch) for micro_batch in micro_batches]
+            losses = [self._in_parts(*numbered) for numbered in micro_batches]
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self._parts >= len(micro_batches[-1].ids_BT):
+            if not is_out_of_memory(error) or self._parts >= len(micro_batches[-1][1].ids_BT):
                 raise
             return None
         return losses[-1]
 
-    def _in_parts(self, micro_batch: MicroBatch) -> Loss:
+    def _in_parts(self, number: int, micro_batch: MicroBatch) -> Loss:
+        self._learner.draw_for(number)
         losses = [self._learner.add_gradients(part) for part in micro_batch.parts(self._parts)]
         if len(losses) == 1:
             return losses[0]

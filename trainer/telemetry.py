@@ -21,7 +21,7 @@ from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.trainer.tasks.task import Loss
 
-__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "StepLog", "Tally"]
+__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "NoMetrics", "StepLog", "Tally"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -178,6 +178,26 @@ class MetricsFile:
                 f"{self._path}: line {number} is none of a run ({error}). Delete that line."
             ) from error
         return values
+
+
+class NoMetrics(MetricsFile):
+    """What the ranks have that write nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def keep(self, until_step: int) -> None:
+        """Nothing is there."""
+
+    def write(self, values: dict[str, Any]) -> None:
+        """Rank 0 does."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Nothing."""
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class GpuGauge:

@@ -163,6 +163,11 @@ class ShardLoader:
         return self._ranks.world_size
 
     @property
+    def micro_batches_per_step(self) -> int:
+        """Micro-batches of an optimizer step, over all ranks (of a stream)."""
+        return self._plan.micro_batches_per_step
+
+    @property
     def position(self) -> Position:
         """What comes next, counted over all ranks."""
         return self._delivery.delivered.position

@@ -11,7 +11,7 @@ from tokenfeed.trainer.checkpoints.host_copy import HostCopy
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.tree import State, split
 
-__all__ = ["Saver"]
+__all__ = ["NoSaver", "Saver"]
 
 _log = logging.getLogger(__name__)
 
@@ -67,3 +67,13 @@ class Saver:
     def close(self) -> None:
         """Let go of the memory; does not wait for the disk."""
         self._copy.close()
+
+
+class NoSaver(Saver):
+    """What the ranks have that write nothing."""
+
+    def save(self, meta: CheckpointMeta, state: State) -> None:
+        """Rank 0 does."""
+
+    def keep_best(self, best: Best) -> None:
+        """Rank 0 does."""

@@ -42,6 +42,10 @@ class ClassScores:
         pair = targets.flatten().clamp(min=0) * self._classes + logits.argmax(-1).flatten()
         self._counts_CC.view(-1).index_add_(0, pair, counted.long())
 
+    def sums(self) -> list[Tensor]:
+        """The counts."""
+        return [self._counts_CC]
+
     def result(self) -> dict[str, float]:
         """accuracy, majority_accuracy, macro_f1; of nothing all are 0."""
         counts_CC = self._counts_CC.double().cpu()

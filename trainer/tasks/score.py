@@ -53,6 +53,10 @@ class ScoreScores:
         products = (counted_B.double(), true_B, guess_B, true_B**2, guess_B**2, true_B * guess_B)
         self._sums += torch.stack([product.sum() for product in products])
 
+    def sums(self) -> list[Tensor]:
+        """The sums."""
+        return [self._sums]
+
     def result(self) -> dict[str, float]:
         """rmse, mean_rmse, pearson; of nothing all are 0."""
         count, *sums = self._sums.tolist()

@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.format.schema import IGNORED
@@ -70,7 +71,7 @@ class SpanScores:
 
     def __init__(self, words: ClassScores, scheme: TagScheme) -> None:
         self._words, self._scheme = words, scheme
-        self._right = self._true = self._predicted = 0
+        self._spans = torch.zeros(3, dtype=torch.int64)  # right, true and predicted
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
         """Add predictions for rows of words, (B, T, C), and their tags, (B, T); waits for the
@@ -83,11 +84,14 @@ class SpanScores:
         true = spans(targets_BT[is_word_BT], row_ends, self._scheme)
         predicted = spans(predicted_BT[is_word_BT], row_ends, self._scheme)
         _, in_true, in_predicted = np.intersect1d(true[:, 0], predicted[:, 0], return_indices=True)
-        self._right += int((true[in_true] == predicted[in_predicted]).all(axis=1).sum())
-        self._true += len(true)
-        self._predicted += len(predicted)
+        right = int((true[in_true] == predicted[in_predicted]).all(axis=1).sum())
+        self._spans += torch.tensor([right, len(true), len(predicted)])
+
+    def sums(self) -> list[Tensor]:
+        """Those of the words, and of the spans."""
+        return [*self._words.sums(), self._spans]
 
     def result(self) -> dict[str, float]:
         """Those of the words, and span_f1."""
-        found = self._true + self._predicted
-        return self._words.result() | {"span_f1": 2 * self._right / found if found else 0.0}
+        right, *found = self._spans.tolist()
+        return self._words.result() | {"span_f1": 2 * right / sum(found) if sum(found) else 0.0}

@@ -41,6 +41,10 @@ class Scores(Protocol):
         """Add a micro-batch; `targets` has the shape of the logits but for the last."""
         ...
 
+    def sums(self) -> list[Tensor]:
+        """What `add` adds to: the sums of several ranks, added up, are those of all."""
+        ...
+
     def result(self) -> dict[str, float]:
         """The scores by name; waits for the device."""
         ...

@@ -18,6 +18,7 @@ from tokenfeed.trainer.dry_run import dry_run
 from tokenfeed.trainer.fitting import MOST_RUNS, SHARE_OF_MEMORY
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.probing import DeviceMemory, _Probe, decide_micro_batch
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.registry import make_task
 
 CPU = torch.device("cpu")
@@ -84,7 +85,7 @@ def test_the_largest_that_fits_is_found_in_four_tries_and_nothing_stays(
     memory = Simulated(int(bytes_of(config, size) / SHARE_OF_MEMORY * 1.01))
     gc.collect()
     with memory:
-        found = decide_micro_batch(config, CPU, memory)
+        found = decide_micro_batch(config, World(CPU), memory)
     gc.collect()
     assert found == dataclasses.replace(config, micro_batch_tokens=size)
     assert 1 <= memory.tries <= MOST_RUNS
@@ -99,7 +100,7 @@ def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None
         pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=auto: \d+ tokens, .* Try"),
         memory,
     ):
-        decide_micro_batch(config, CPU, memory)
+        decide_micro_batch(config, World(CPU), memory)
 
 
 @pytest.mark.parametrize("way", ["lm packed", "classify padded"])
@@ -110,10 +111,10 @@ def test_a_run_with_auto_is_the_run_with_the_number(
     size = sizes_of(config)[1]
     limit = int(bytes_of(config, size) / SHARE_OF_MEMORY * 1.01)
 
-    def decided(given: TrainConfig, device: torch.device) -> TrainConfig:
+    def decided(given: TrainConfig, world: World) -> TrainConfig:
         memory = Simulated(limit)
         with memory:
-            return decide_micro_batch(given, device, memory)
+            return decide_micro_batch(given, world, memory)
 
     monkeypatch.setattr(loop, "decide_micro_batch", decided)
     run(config)
@@ -138,7 +139,7 @@ def test_a_run_that_goes_on_keeps_its_number(data: Path, tmp_path: Path) -> None
 
 def test_a_cpu_takes_no_more_than_it_has_use_for(data: Path, tmp_path: Path) -> None:
     config = auto(data, tmp_path / "run", "lm packed", step_tokens=6144)
-    found = decide_micro_batch(config, CPU)
+    found = decide_micro_batch(config, World(CPU))
     assert found.micro_batch_tokens == max(size for size in sizes_of(config) if size <= 2048)
 
 

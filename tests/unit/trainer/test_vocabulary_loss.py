@@ -24,6 +24,7 @@ from tokenfeed.trainer.evaluation import evaluate
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks import vocabulary_loss as chunked
 from tokenfeed.trainer.tasks.masked import TARGET_SHARE, Masked
 from tokenfeed.trainer.tasks.registry import make_task
@@ -165,10 +166,10 @@ def test_perplexity_is_evaluated_without_logits(
     for task, micro_batch in shown.values():
         model, precision = model_of(task), Precision("fp32", CPU)
         monkeypatch.setattr(chunked, "_WORTH_BYTES", math.inf)
-        whole = evaluate(model, task, [micro_batch], precision)
+        whole = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
         monkeypatch.setattr(chunked, "_WORTH_BYTES", 0)
         with Largest() as largest:
-            found = evaluate(model, task, [micro_batch], precision)
+            found = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
         assert largest.rows <= CHUNK
         assert found == pytest.approx(whole, rel=1e-6)
 

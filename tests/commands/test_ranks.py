@@ -1,0 +1,132 @@
+"""Training on several ranks is training on one: the same rows in every step, the same losses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import SUPPORT
+from training import RUNS, load_weights, read_metrics, write_every_task
+
+PROGRAM = SUPPORT / "ranked_training.py"
+PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+SETTINGS: dict[str, Any] = {
+    "sequence_length": 32,
+    "micro_batch_tokens": 64,
+    "step_tokens": 256,  # four micro-batches: three ranks need fillers
+    "steps": 6,
+    "save_every": 2,
+    "eval_every": 2,
+    "eval_batches": 5,
+    "keep": 9,
+}
+ALIKE = ["lm packed", "classify padded", "masked packed"]
+KEYS = ("loss", "gradient_norm", "validation_loss", "tokens", "learning_rate")
+
+Run = tuple[int, dict[str, Any]]
+
+
+def train(runs: list[Run]) -> tuple[list[list[int]], str]:
+    """Exit codes of each run's ranks, and what they said."""
+    given = json.dumps(runs, default=str)
+    result = subprocess.run(
+        [sys.executable, str(PROGRAM), given],
+        env=os.environ | {"PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1]), result.stderr
+
+
+def assert_alike(one: Path, other: Path) -> None:
+    for key in KEYS:
+        assert read_metrics(one, key) == pytest.approx(read_metrics(other, key), rel=2e-6), key
+    weights, others = load_weights(one, 6), load_weights(other, 6)
+    for name, weight in weights.items():
+        assert (weight - others[name]).abs().max() < 2e-6, name
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_task(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs on 1, 2 and 3 ranks, and of one on 2, then 3, then 1."""
+    folder = tmp_path_factory.mktemp("runs")
+    runs = [
+        (size, settings_of(name, shards, folder / name / str(size)))
+        for name in ALIKE
+        for size in (1, 2, 3)
+    ]
+    changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
+    changing["model"] = "training:dropping_model"
+    runs += [(1, changing | {"run_dir": folder / "dropping"})]
+    runs += [(2, changing | {"ends": ("stop", 1, 1)})]
+    runs += [(3, changing | {"resume": True, "ends": ("stop", 2, 2)})]
+    runs += [(1, changing | {"resume": True})]
+    codes, errors = train(runs)
+    assert not any(map(any, codes)), errors
+    return folder
+
+
+def settings_of(name: str, shards: Path, run_dir: Path) -> dict[str, Any]:
+    settings = SETTINGS | RUNS[name] | {"run_dir": run_dir}
+    return settings | {"shards": shards / settings["shards"]}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ALIKE)
+def test_any_number_of_ranks_has_the_losses_of_one(name: str, size: int, trained: Path) -> None:
+    assert_alike(trained / name / str(size), trained / name / "1")
+
+
+def test_a_run_goes_on_on_two_three_and_one_rank_with_the_same_dropout(trained: Path) -> None:
+    assert_alike(trained / "lm packed" / "changing", trained / "dropping")
+
+
+def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Path) -> None:
+    steps = [step for step in range(1, 7) if checkpoint_of(trained, step).exists()]
+    assert steps == [1, 2, 3, 4, 6], "those of the wishes, those that are due"
+
+
+def checkpoint_of(trained: Path, step: int) -> Path:
+    return trained / "lm packed" / "changing" / "checkpoints" / f"step-{step:08d}"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "reason"),
+    [
+        ("kill", -signal.SIGKILL, "another rank is gone ("),
+        ("fail", 1, "rank 1 has failed: no way on"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
+    how: str, code: int, reason: str, shards: Path, tmp_path: Path
+) -> None:
+    settings = settings_of("lm packed", shards, tmp_path / "run")
+    started = time.monotonic()
+    codes, errors = train([(3, settings | {"steps": 1000, "ends": (how, 1, 3)})])
+    assert time.monotonic() - started < 60
+    assert codes == [[1, code, 1]], errors
+    lines = [line for line in errors.splitlines() if line.startswith("rank ")]
+    assert sorted(line.split(":")[0] for line in lines) == (
+        ["rank 0", "rank 2"] if how == "kill" else ["rank 0", "rank 1", "rank 2"]
+    )
+    assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
+
+
+def test_more_ranks_than_micro_batches_are_refused_in_one_line(
+    shards: Path, tmp_path: Path
+) -> None:
+    settings = settings_of("lm packed", shards, tmp_path / "run") | {"step_tokens": 64}
+    codes, errors = train([(2, settings)])
+    assert codes == [[1, 1]]
+    assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
