@@ -1,7 +1,7 @@
 """The feeds of a run: loaders of its splits, and how their batches become micro-batches."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from functools import partial
 
 import torch
@@ -71,7 +71,9 @@ class Feeds:
         the order of length would let the longest documents alone speak for it."""
         return self._open(split, self._whole, num_workers=0, epochs=1)
 
-    def numbered(self, split: str, most: int | None) -> Iterator[tuple[int, MicroBatch]]:
+    def numbered(
+        self, split: str, most: int | None
+    ) -> Generator[tuple[int, MicroBatch], None, None]:
         """This rank's micro-batches of `whole`, with numbers that hang on no rank.
 
         At most `most` count, over all ranks; one beyond them has no targets, for no rank may be

@@ -56,7 +56,10 @@ DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {
     *("--check", "--peer-python"),  # benchmarks
-    *("--help", "--nproc-per-node", "--standalone", "--stat", "--strict"),
+    *("--help", "--stat", "--strict"),
+    *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
+    *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
+    *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # sbatch
 }
 
 

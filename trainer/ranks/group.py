@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
@@ -46,8 +48,8 @@ class Group(World):
     def __init__(self, device: torch.device, launch: Launch) -> None:
         super().__init__(device)
         self.rank, self.size = launch.rank, launch.size
-        self._store, _, _ = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        self._store = dist.PrefixStore(str(launch.restarts), self._store)
+        self._store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
+        self._store = PrefixStore(str(launch.restarts), self._store)
         on_gpu = device.type != "cpu"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
@@ -103,7 +105,7 @@ class Group(World):
             return None
         with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
             if self._store.check([_FAILURE]):
-                return self._store.get(_FAILURE).decode()
+                return str(self._store.get(_FAILURE).decode())
         found = _SAID_BY_GLOO.search(str(error))
         said = found[1] if found else str(error).splitlines()[0]
         return f"another rank is gone ({said}). See what it said; go on with --resume"
@@ -158,7 +160,7 @@ def _unflattened(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The values of tensors one after the other; what becomes of them is put back."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     yield flat
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         tensor.copy_(part.view_as(tensor))
 

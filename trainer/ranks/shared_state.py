@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from tokenfeed.trainer.checkpoints.tree import State, join, split
 from tokenfeed.trainer.ranks.world import World
@@ -17,15 +18,17 @@ def shared_state(world: World, load: Callable[[], tuple[Meta, State]]) -> tuple[
     """What `load` gives on rank 0."""
     if world.size == 1:
         return load()
-    found = load() if world.is_main else None
-    rest, own = split(found[1]) if found else ({}, {})
-    kinds = {name: (t.dtype, t.shape) for name, t in own.items()}
-    meta, rest, kinds = world.from_main(lambda: (found and found[0], rest, kinds))
-    tensors = {
-        name: own[name].contiguous()
-        if name in own
-        else torch.empty(shape, dtype=dtype, device=world.device)
-        for name, (dtype, shape) in kinds.items()
-    }
-    world.share(list(tensors.values()))
+    tensors: dict[str, Tensor] = {}
+
+    def described() -> tuple[Meta, State, dict[str, tuple[torch.dtype, torch.Size]]]:
+        meta, state = load()
+        rest, found = split(state)
+        tensors.update(found)
+        return meta, rest, {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()}
+
+    meta, rest, kinds = world.from_main(described)
+    for name, (dtype, shape) in kinds.items():
+        if name not in tensors:
+            tensors[name] = torch.empty(shape, dtype=dtype, device=world.device)
+    world.share([tensors[name] for name in kinds])
     return meta, join(rest, tensors)
