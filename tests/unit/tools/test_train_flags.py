@@ -116,8 +116,8 @@ def run_of(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     class Watched(Trainer):
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             seen.trainer = self
             seen.initial = next(self.learner.model.parameters()).detach().clone()
 
@@ -126,19 +126,19 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.batches.append([])
             super().begin()
 
-        def add(self, micro_batch: MicroBatch) -> Any:
+        def add(self, micro_batch: MicroBatch, number: int) -> Any:
             seen.batches[-1].append(micro_batch)
-            return super().add(micro_batch)
+            return super().add(micro_batch, number)
 
     class WatchedPrecision(Precision):
         def step(self, *arguments: Any) -> Any:
             seen.clipped.add(arguments[-1])
             return super().step(*arguments)
 
-    def counted(model: Any, task: Any, batches: Any, precision: Any) -> Any:
+    def counted(model: Any, task: Any, batches: Any, *others: Any) -> Any:
         kept = list(batches)
         seen.evaluated = len(kept)
-        return evaluate(model, task, kept, precision)
+        return evaluate(model, task, kept, *others)
 
     monkeypatch.setattr(outside, "Trainer", Watched)
     monkeypatch.setattr("tokenfeed.trainer.loop.StepGradients", WatchedGradients)
