@@ -8,7 +8,8 @@ import pytest
 from command import run, texts
 
 POORER = """
-import datasets, errno, mmap, msgspec, numpy, os, pyarrow.ipc, safetensors.torch, shutil, signal
+import datasets, errno, mmap, msgspec, numpy, os, psutil, pyarrow.ipc, safetensors.torch, shutil
+import signal
 import socket, subprocess, sys, tempfile, threading, tokenizers, torch, tyro, yaml
 import torch.optim, torch._dynamo, torch.distributed.checkpoint, pkgutil, importlib
 
