@@ -22,6 +22,9 @@ from tokenfeed.trainer.trackers import check_trackers
 
 __all__ = ["train"]
 
+_AFTER_ERROR_S = 20.0
+"""So long is the last copy waited for where a run ends by an error."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -105,7 +108,7 @@ def _train(
         return trainer.finish()
     except Exception:
         trainer.saver.settle()
-        trainer.uploads.finish()
+        trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
         raise
 
 

@@ -46,17 +46,17 @@ class Uploads:
             self._wake()
             self._thread.start()
 
-    def finish(self) -> None:
-        """Wait for the last copy, for some minutes at most, and say what became of it. Then no
+    def finish(self, seconds: float = FINISH_S) -> None:
+        """Wait for the last copy, for so long at most, and say what became of it. Then no
         checkpoint is held."""
         if self._remote is None or self._thread.ident is None:
             return
         url = self._remote.url
         with self._condition:
-            self._is_behind, self._ends_at = True, time.monotonic() + FINISH_S
+            self._is_behind, self._ends_at = True, time.monotonic() + seconds
             self._condition.notify()
-        _log.info("uploading to %s, for %.0f s at most", url, FINISH_S)
-        self._thread.join(FINISH_S)
+        _log.info("uploading to %s, for %.0f s at most", url, seconds)
+        self._thread.join(seconds)
         self._checkpoints.delete_old(self._config.keep)
         if self._thread.is_alive() or self._error is not None:
             _log.warning("%s: %s. Start it again with --resume to upload that.", url, self._lack())

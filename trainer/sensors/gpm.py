@@ -58,10 +58,10 @@ def _between(before: Any, now: Any) -> Activity:
         pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
         pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
     )
-    asked = pynvml.c_nvmlGpmMetricsGet_t()
+    asked: Any = pynvml.c_nvmlGpmMetricsGet_t()
     asked.version = pynvml.NVML_GPM_METRICS_GET_VERSION
     asked.numMetrics, asked.sample1, asked.sample2 = len(wanted), before, now
     for number, metric in enumerate(wanted):
         asked.metrics[number].metricId = metric
-    found = pynvml.nvmlGpmMetricsGet(asked)
+    found: Any = pynvml.nvmlGpmMetricsGet(asked)
     return Activity(*(found.metrics[number].value / 100 for number in range(len(wanted))))
