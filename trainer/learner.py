@@ -101,6 +101,13 @@ class Learner:
             warmup_steps=config.warmup_steps,
         )
 
+    @property
+    def operations_per_token(self) -> float:
+        """Of floating point, to learn a token: forward 2 for each weight, backward 4, or 2 where it
+        is frozen; without those of attention."""
+        weights = self.model.parameters()
+        return sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for the data."""
         return {

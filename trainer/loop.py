@@ -26,6 +26,7 @@ from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.divergence import diverged
+from tokenfeed.trainer.drafts import DraftReports
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
@@ -38,8 +39,8 @@ from tokenfeed.trainer.ranks.agreement import Agreement
 from tokenfeed.trainer.ranks.group import chosen_device
 from tokenfeed.trainer.ranks.shared_state import shared_state
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.report import Report, stall_report, versions
-from tokenfeed.trainer.stall import make_meter, warmup_steps
+from tokenfeed.trainer.report import Report, versions
+from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.step_feed import step_feed
 from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import make_task
@@ -66,6 +67,7 @@ class Trainer:
         self.loader = self.feeds.training()
         self.learner = Learner(config, self.task, precision, self.device)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
+        self.drafts = DraftReports(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
         self.saver = saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.skipped = 0
@@ -100,7 +102,8 @@ class Trainer:
             gradients.add_up(tally)
             norm = learner.step(step, tally.targets)
             asked = {"stop": should_stop(), "save": should_save()}
-            stall.mark_step(agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots))
+            tokens = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
+            stall.step(tokens, tally.slots * self.world.size)
             self._after_step(step, tally, norm, rows)
             if agreement.stop:
                 break
@@ -148,7 +151,13 @@ class Trainer:
         if self.world.is_main:
             config.write()
             self.uploads.begin()
-        self.stall = make_meter(self.device, warmup_steps(config.steps - self.step))
+        self.stall = StallMeter[object](
+            self.device,
+            skipped_steps=warmup_steps(config.steps - self.step),
+            operations_per_token=self.learner.operations_per_token,
+            devices=self.world.size,
+        )
+        self._resources.callback(self.stall.close)
         self.progress_log = ProgressLog(
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
@@ -193,6 +202,8 @@ class Trainer:
         with self.stall.cause("log"):
             self.agreement.settle()
             finding = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
+            if finding is None and self.world.is_main:
+                self.drafts.write(lambda: self._report({}))
         if finding is not None:
             raise self._diverged(finding)
 
@@ -278,7 +289,7 @@ class Trainer:
     def _report(self, metrics: dict[str, Metrics]) -> Report:
         losses = self.metrics.values("loss")
         validation = self.metrics.values("validation_loss")
-        reading = self.stall.read()
+        stall = self.stall.report()
         return Report(
             run_dir=str(self.config.run_dir),
             finished=self.step == self.config.steps,
@@ -286,9 +297,10 @@ class Trainer:
             skipped_steps=sum(self.metrics.values("skipped_steps")),
             tokens=self.agreement.tokens,
             seconds=time.perf_counter() - self._started_s,
-            real_tokens_per_s=reading.tokens_per_s if reading.steps else None,
+            real_tokens_per_s=stall.real_tokens_per_s,
             padding=1 - self.agreement.tokens / self.agreement.slots,
-            stall=stall_report(reading, self.stall.method),
+            stall=stall.to_dict(),
+            efficiency=stall.efficiency(),
             loss_first=losses[0] if losses else None,
             loss_last=losses[-1] if losses else None,
             validation_loss_first=validation[0] if validation else None,

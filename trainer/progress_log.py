@@ -84,6 +84,7 @@ class ProgressLog:
             tokens=tokens,
             real_tokens_per_s=window.tokens_per_s if window.steps else None,
             stall=window.fraction if window.steps else None,
+            stall_causes={name: part for name, part in window.cause_fractions.items() if part},
             gpu=self._gauge.read(),
         )
         self._metrics.write(dataclasses.asdict(log))

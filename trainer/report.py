@@ -15,9 +15,10 @@ import msgspec
 import torch
 
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.trainer.stall import StallReading
+from tokenfeed.trainer.stall.report import efficiency_parts
+from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline
 
-__all__ = ["REPORT_FILE", "Report", "stall_report", "versions"]
+__all__ = ["REPORT_FILE", "Report", "versions"]
 
 REPORT_FILE = "report.json"
 
@@ -28,7 +29,7 @@ class Report:
 
     run_dir: str
     finished: bool
-    """False where a signal ended the run before its last step."""
+    """False where the run was ended before its last step, or is still going on."""
     steps: int
     """Trained in all, those before a resume included."""
     skipped_steps: int
@@ -43,7 +44,10 @@ class Report:
     padding: float
     """Fraction of all token slots that held no token."""
     stall: dict[str, Any]
-    """See `stall_report`."""
+    """See `StallReport.to_dict`."""
+    efficiency: dict[str, Any] = field(default_factory=dict)
+    """MFU, by which formula, and joules a token; what is not known is null, and earlier reports
+    lack all of it."""
     loss_first: float | None
     """Of the first step; None where metrics.jsonl was lost."""
     loss_last: float | None
@@ -94,8 +98,10 @@ class Report:
                 f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
                 f"loss     {loss}",
                 *self._metrics(),
-                f"speed    {self._speed()}, padding {self.padding:.2%}",
-                f"stall    {self._stall()}",
+                f"speed    {self._speed()}",
+                f"stall    {headline(self.stall)}",
+                *(f"         {line}" for line in cause_table(self.stall)),
+                *(f"advice   {line}" for line in advice_lines(self.stall)),
                 f"report   {Path(self.run_dir) / REPORT_FILE}",
             ]
         )
@@ -110,38 +116,15 @@ class Report:
 
     def _speed(self) -> str:
         if self.real_tokens_per_s is None:
-            return "not measured"
-        return f"{self.real_tokens_per_s:,.0f} real tok/s"
-
-    def _stall(self) -> str:
-        if self.stall["fraction"] is None:
-            return "not measured: the first steps are warm-up"
-        parts = ", ".join(
-            f"{cause} {part['fraction']:.2%}" for cause, part in self.stall["parts"].items()
-        )
-        return f"{self.stall['fraction']:.2%} ({parts})"
+            return f"not measured, padding {self.padding:.2%}"
+        parts = [f"{self.real_tokens_per_s:,.0f} real tok/s", f"padding {self.padding:.2%}"]
+        return ", ".join(parts + efficiency_parts(self.efficiency))
 
 
 def _change(first: float | None, last: float | None) -> str:
     if first is None or last is None:
         return "not known"
     return f"{first:.4f} -> {last:.4f}"
-
-
-def stall_report(reading: StallReading, method: str) -> dict[str, Any]:
-    """The stall as report.json keeps it: total, None before the first measured step; parts that sum
-    to it, window, method."""
-    fractions = reading.cause_fractions
-    return {
-        "fraction": reading.fraction if reading.steps else None,
-        "parts": {
-            cause: {"fraction": fractions[cause], "seconds": seconds}
-            for cause, seconds in reading.cause_seconds.items()
-        },
-        "window_steps": reading.steps,
-        "window_seconds": reading.seconds,
-        "method": method,
-    }
 
 
 def versions() -> dict[str, str]:

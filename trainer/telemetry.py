@@ -19,9 +19,10 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.trainer.stall.table import main_cause
 from tokenfeed.trainer.tasks.task import Loss
 
-__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "NoMetrics", "StepLog", "Tally"]
+__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "NoMetrics", "StepLog", "Tally", "nvml_handle"]
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -81,6 +82,8 @@ class StepLog:
     """None during warm-up."""
     stall: float | None
     """Fraction of the wall time, 0 to 1; None during warm-up."""
+    stall_causes: dict[str, float]
+    """The causes of it that are not 0."""
     gpu: GpuUse | None
 
     def line(self, steps: int) -> str:
@@ -91,7 +94,7 @@ class StepLog:
             f"lr {self.learning_rate:.2e}",
         ]
         if self.real_tokens_per_s is not None and self.stall is not None:
-            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", f"stall {self.stall:.2%}"]
+            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", self._stall(self.stall)]
         else:
             parts.append("warming up")
         if self.gpu is not None:
@@ -99,6 +102,10 @@ class StepLog:
         if self.skipped_steps:
             parts.append(f"{self.skipped_steps} skipped")
         return " | ".join(parts)
+
+    def _stall(self, stall: float) -> str:
+        """With its main cause: an evaluation between two lines must not pass for the loader."""
+        return f"stall {stall:.2%}{main_cause(self.stall_causes)}"
 
 
 class _Line(TypedDict):
@@ -206,7 +213,7 @@ class GpuGauge:
     def __init__(self, device: torch.device) -> None:
         self._handle: Any = None
         if device.type == "cuda":
-            self._handle = _nvml_handle(device)
+            self._handle = nvml_handle(device)
 
     def read(self) -> GpuUse | None:
         """What the GPU is doing now."""
@@ -223,7 +230,7 @@ class GpuGauge:
         return GpuUse(memory_bytes=memory, utilization=busy_percent / 100)
 
 
-def _nvml_handle(device: torch.device) -> Any:
+def nvml_handle(device: torch.device) -> Any:
     """NVML's name of a torch device, found by UUID: the two number GPUs differently."""
     import pynvml
 

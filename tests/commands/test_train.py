@@ -157,7 +157,8 @@ def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -
     result = subprocess.run(command(config), capture_output=True, text=True, check=True)
     assert "step 2/2 | loss " in result.stderr
     assert "real tok/s | stall " in result.stderr
-    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+    sections = [line.split()[0] for line in result.stdout.splitlines() if line[0] != " "]
+    assert [name for name in sections if name != "advice"] == [
         "model",
         "trained",
         "loss",
@@ -195,6 +196,6 @@ def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> No
     config = make_config(shards, tmp_path / "run", device="cuda", steps=20, num_workers=1)
     report = run(config)
     assert report.loss_last < report.loss_first
-    assert report.stall["window_steps"] == 15
+    assert 0 < report.stall["window_steps"] <= 15  # without those that calibrate
     assert 0 <= report.stall["fraction"] < 1
-    assert "CUDA events" in report.stall["method"]
+    assert "events" in report.stall["method"]

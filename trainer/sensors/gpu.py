@@ -71,12 +71,16 @@ class GpuSensor:
             utilization=ask("nvmlDeviceGetUtilizationRates", lambda rates: int(rates.gpu) / 100),
             power_watts=ask("nvmlDeviceGetPowerUsage", _thousandth),
             power_limit_watts=ask("nvmlDeviceGetEnforcedPowerLimit", _thousandth),
-            joules=ask("nvmlDeviceGetTotalEnergyConsumption", _thousandth),
+            joules=self.joules(),
             celsius=ask("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
             clock_mhz=ask("nvmlDeviceGetClockInfo", int, "NVML_CLOCK_SM"),
             held_back_by=ask("nvmlDeviceGetCurrentClocksEventReasons", _reasons) or (),
             activity=self._activity.read(),
         )
+
+    def joules(self) -> float | None:
+        """Consumed since the driver was loaded; None where nothing counts it."""
+        return self._ask("nvmlDeviceGetTotalEnergyConsumption", _thousandth)
 
     def _ask(self, name: str, convert: Callable[[Any], T], *constants: str) -> T | None:
         """The answer of an NVML function; None where there is none."""

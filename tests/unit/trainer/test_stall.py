@@ -1,126 +1,143 @@
-"""The stall meter, against a simulated GPU whose true idle time is known."""
+"""The stall meter as its callers meet it; test_stall_truth has its accounts beside the truth."""
 
 import contextlib
-import math
+import gc
+import json
 import time
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
+from torch.utils.data import DataLoader
 
-from tokenfeed.trainer.stall import CAUSES, EventClock, HostClock, StallMeter, StallReading
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.waits import _MESSAGE, WaitFinder
+from tokenfeed.trainer.stall.watchers import AllocatorWatch
 
 
-class SimulatedGpu:
-    """A first-in-first-out queue of kernels beside a host, each with its own time in seconds.
+def exact(**changes: Any) -> SimulatedDevice:
+    """A device without noise and latency."""
+    return SimulatedDevice(**{"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0} | changes)
 
-    It is a `Clock`: a mark is the device time at which the queue reaches it.
-    """
 
-    method = "simulated"
-
-    def __init__(self) -> None:
-        self.host = 0.0
-        self.device = 0.0
-        self.idle = 0.0
-
-    def launch(self, seconds: float) -> None:
-        self.idle += max(0.0, self.host - self.device)
-        self.device = max(self.device, self.host) + seconds
-
-    def wait(self) -> None:
-        self.host = max(self.host, self.device)
-
-    def mark(self) -> float:
-        self.launch(0.0)
-        return self.device
-
-    def passed(self, mark: float) -> bool:
-        return mark <= self.host
-
-    def seconds(self, earlier: float, later: float) -> float:
-        return later - earlier
-
-    def recycle(self, mark: float) -> None:
-        pass
+def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter[float]:
+    return StallMeter(clock=device, skipped_steps=skipped_steps, calibrate=False)
 
 
 def simulate(
     *, steps: int = 20, data: float, kernels: float, log: float = 0.0, warmup_steps: int = 0
-) -> tuple[SimulatedGpu, StallReading]:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, warmup_steps)
+) -> tuple[SimulatedDevice, StallReading]:
+    device = exact()
+    meter = meter_of(device, warmup_steps)
     for _ in range(steps):
         with meter.cause("data"):
-            gpu.host += data
-        gpu.host += 1e-5
-        gpu.launch(kernels)
-        meter.mark_step(100)
+            device.host += data
+        device.launch(kernels)
+        meter.step(100)
         if log:
             with meter.cause("log"):
-                gpu.wait()
-                gpu.host += log
-    gpu.wait()
-    return gpu, meter.read()
+                device.wait()
+                device.host += log
+    device.wait()
+    return device, meter.read()
 
 
-def test_a_loader_faster_than_the_gpu_is_no_stall_however_long_the_host_waits() -> None:
+def test_a_loader_faster_than_the_device_is_no_stall_however_long_the_host_waits() -> None:
     _, reading = simulate(steps=50, data=0.09, kernels=0.1)
-    assert reading.cause_seconds["data"] == pytest.approx(0.09)  # the first step found it empty
+    assert reading.cause_seconds["data"] == pytest.approx(
+        0.09, rel=1e-3
+    )  # the first found it empty
     _, steady = simulate(steps=50, data=0.09, kernels=0.1, warmup_steps=1)
-    assert steady.fraction == 0.0
+    assert steady.fraction == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_loader_slower_than_the_gpu_is_charged_exactly_the_idle_time() -> None:
-    gpu, reading = simulate(data=0.15, kernels=0.1)
-    assert reading.cause_seconds["data"] == pytest.approx(gpu.idle, rel=1e-3)
+def test_a_loader_slower_than_the_device_is_charged_exactly_the_idle_time() -> None:
+    device, reading = simulate(data=0.15, kernels=0.1)
+    assert reading.cause_seconds["data"] == pytest.approx(device.idle, rel=1e-3)
     _, steady = simulate(data=0.15, kernels=0.1, warmup_steps=1)
     assert steady.fraction == pytest.approx(1 / 3, abs=1e-3)
 
 
-def test_waiting_for_the_loss_is_no_stall_but_what_follows_it_is() -> None:
+def test_a_wait_for_the_loss_is_no_stall_but_what_follows_it_is() -> None:
     _, reading = simulate(data=0.0, kernels=0.1, log=0.02)
-    assert reading.cause_seconds["log"] == pytest.approx(0.02 * 19)  # the last log ends no step
-    assert reading.cause_seconds["data"] == 0.0
+    assert reading.cause_seconds["log"] == pytest.approx(0.02 * 19, rel=1e-3)
+    assert reading.cause_seconds["data"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_who_lost_the_lead_of_the_host_pays_for_the_next_late_batch() -> None:
+    _, with_log = simulate(data=0.05, kernels=0.1, log=0.02, warmup_steps=1)
+    assert with_log.cause_seconds["data"] < 1e-3  # hidden, but for the log
+    assert with_log.cause_seconds["log"] == pytest.approx(0.07 * 18 + 0.05, rel=0.1)
+    _, without = simulate(data=0.05, kernels=0.1, warmup_steps=1)
+    assert with_log.seconds - without.seconds == pytest.approx(
+        with_log.cause_seconds["log"], rel=0.01
+    )
 
 
 def test_warmup_steps_are_left_out() -> None:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, 1)
+    device = exact()
+    meter = meter_of(device, 1)
     for data in (100.0, 1.0, 1.0):
         with meter.cause("data"):
-            gpu.host += data
-        gpu.launch(1.0)
-        gpu.wait()
-        meter.mark_step(7)
+            device.host += data
+        device.launch(1.0)
+        device.wait()
+        meter.step(7)
     reading = meter.read()
     assert (reading.steps, reading.tokens) == (2, 14)
-    assert reading.seconds == pytest.approx(4.0)
-    assert reading.fraction == pytest.approx(0.5)
-    assert reading.tokens_per_s == pytest.approx(3.5)
+    assert reading.seconds == pytest.approx(4.0, rel=1e-3)
+    assert reading.fraction == pytest.approx(0.5, rel=1e-3)
+    assert reading.tokens_per_s == pytest.approx(3.5, rel=1e-3)
 
 
-def test_reading_never_waits_for_the_device() -> None:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, 0)
-    gpu.launch(5.0)
-    meter.mark_step(1)
+def test_reading_and_reporting_never_wait_for_the_device() -> None:
+    device = exact()
+    meter = meter_of(device)
+    device.launch(5.0)
+    meter.step(1)
+    before = device.host
     assert meter.read().steps == 0
-    assert gpu.host == 0.0
-    gpu.wait()
+    assert meter.report().stall is None
+    assert device.host == before
+    device.wait()
     assert meter.read().steps == 1
 
 
 def test_a_bracket_that_ends_in_an_error_is_still_closed() -> None:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, 0)
+    device = exact()
+    meter = meter_of(device)
     with contextlib.suppress(RuntimeError), meter.cause("checkpoint"):
-        gpu.host += 3.0
+        device.host += 3.0
         raise RuntimeError
-    meter.mark_step(1)
-    gpu.wait()
-    assert meter.read().cause_seconds["checkpoint"] == pytest.approx(3.0)
+    meter.step(1)
+    device.wait()
+    assert meter.read().cause_seconds["checkpoint"] == pytest.approx(3.0, rel=1e-3)
+
+
+def test_of_nested_brackets_the_inner_one_counts() -> None:
+    device = exact()
+    meter = meter_of(device)
+    with meter.cause("evaluation"):
+        device.host += 1.0
+        with meter.cause("log"):
+            device.host += 2.0
+        device.host += 3.0
+    meter.step(1)
+    device.wait()
+    seconds = meter.read().cause_seconds
+    assert (seconds["evaluation"], seconds["log"]) == pytest.approx((4.0, 2.0), rel=1e-3)
+
+
+def test_a_cause_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"cause\('dta'\).*expected one of data, copy"):
+        meter_of(exact()).cause("dta").__enter__()  # type: ignore[arg-type]
 
 
 durations = st.floats(0.0, 2.0)
@@ -128,64 +145,151 @@ durations = st.floats(0.0, 2.0)
 
 @given(st.lists(st.tuples(st.sampled_from(CAUSES), durations, durations, st.booleans())))
 def test_causes_sum_to_the_total_and_to_no_more_than_wall_and_true_idle(
-    steps: list[tuple[str, float, float, bool]],
+    steps: list[tuple[Cause, float, float, bool]],
 ) -> None:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, 0)
+    device = exact()
+    meter = meter_of(device)
+    began = device.done
     for cause, host_seconds, kernel_seconds, sync in steps:
-        with meter.cause(cause):  # type: ignore[arg-type]
+        with meter.cause(cause):
             if sync:
-                gpu.wait()
-            gpu.host += host_seconds
-        gpu.launch(kernel_seconds)
-        meter.mark_step(1)
-    gpu.wait()
+                device.wait()
+            device.host += host_seconds
+        device.launch(kernel_seconds)
+        meter.step(1)
+    device.wait()
     reading = meter.read()
     assert reading.steps == len(steps)
-    assert reading.seconds == pytest.approx(gpu.device)
-    assert sum(reading.cause_seconds.values()) == pytest.approx(gpu.idle)
-    assert math.isclose(reading.fraction, sum(reading.cause_fractions.values()))
-    assert 0.0 <= reading.fraction <= 1.0 + 1e-9
+    assert reading.seconds == pytest.approx(device.done - began, abs=1e-4)
+    assert sum(reading.cause_seconds.values()) == pytest.approx(device.idle, abs=1e-3)
+    assert reading.fraction == pytest.approx(sum(reading.cause_fractions.values()))
+    assert 0.0 <= reading.fraction <= 1.0 + 1e-6
 
 
 def test_the_difference_of_two_readings_is_the_time_between_them() -> None:
-    gpu = SimulatedGpu()
-    meter = StallMeter(gpu, 0)
-    gpu.launch(1.0)
-    gpu.wait()
-    meter.mark_step(10)
+    device = exact()
+    meter = meter_of(device)
+    device.launch(1.0)
+    device.wait()
+    meter.step(10)
     first = meter.read()
     with meter.cause("evaluation"):
-        gpu.host += 3.0
-    gpu.launch(1.0)
-    gpu.wait()
-    meter.mark_step(30)
+        device.host += 3.0
+    device.launch(1.0)
+    device.wait()
+    meter.step(30)
     window = meter.read().since(first)
-    assert (window.steps, window.tokens, window.seconds) == (1, 30, pytest.approx(4.0))
-    assert window.cause_fractions["evaluation"] == pytest.approx(0.75)
+    assert (window.steps, window.tokens) == (1, 30)
+    assert window.seconds == pytest.approx(4.0, rel=1e-3)
+    assert window.cause_fractions["evaluation"] == pytest.approx(0.75, rel=1e-3)
 
 
-def test_the_host_clock_charges_a_bracket_its_own_seconds() -> None:
-    meter = StallMeter(HostClock(), 0)
+def test_a_loader_is_watched_as_often_as_it_is_iterated_and_keeps_its_own_face() -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    loader = DataLoader(list(range(12)), batch_size=3)  # type: ignore[arg-type]
+    watched = meter.watch(loader)
+    assert len(watched) == 4
+    assert watched.batch_size == 3
+    for _ in range(2):
+        for batch in watched:
+            meter.step(tokens=len(batch))
+    report = meter.report()
+    assert (report.steps, report.tokens) == (8, 24)
+    assert report.causes["data"].seconds > 0
+
+
+def test_on_the_cpu_parts_and_work_sum_to_the_wall_time() -> None:
+    began = time.perf_counter()
+    meter = StallMeter("cpu", skipped_steps=0)
+    for _ in range(5):
+        with meter.cause("data"):
+            time.sleep(0.01)
+        time.sleep(0.01)
+        meter.step(tokens=3, slots=4)
+    wall = time.perf_counter() - began
+    report = meter.report()
+    assert report.seconds == pytest.approx(wall, abs=0.01)
+    assert report.causes["data"].seconds >= 0.05
+    assert report.seconds - report.causes["data"].seconds >= 0.05
+    assert report.padding == 0.25
+    assert not report.on_gpu
+    assert report.mfu is None
+    assert "CPU" in report.method
+
+
+def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice() -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    began = time.perf_counter()
+    gc.collect()
+    taken = time.perf_counter() - began
+    meter.step(1)
     with meter.cause("data"):
-        time.sleep(0.05)
-    time.sleep(0.05)
-    meter.mark_step(1)
-    reading = meter.read()
-    assert reading.cause_seconds["data"] >= 0.05
-    assert reading.seconds >= reading.cause_seconds["data"] + 0.05
+        gc.collect()
+    meter.step(1)
+    seconds = meter.read().cause_seconds
+    assert 0.5 * taken < seconds["garbage collection"] < 4 * taken
+    assert seconds["data"] < 0.5 * taken
+    meter.close()
+
+
+def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
+    before = list(gc.callbacks)
+    meter = StallMeter[Any]("cpu")
+    assert len(gc.callbacks) == len(before) + 1
+    del meter
+    assert gc.callbacks == before
+
+
+def test_statistics_that_cannot_be_read_end_no_training() -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("driver")
+
+    watch = AllocatorWatch(broken)
+    assert not watch.poll(1.0)
+    assert not watch.poll(2.0)
+
+
+def test_memory_that_was_asked_for_is_noticed_once() -> None:
+    counts = iter([{"num_device_alloc": 5}, {"num_device_alloc": 7}, {"num_device_alloc": 7}])
+    watch = AllocatorWatch(lambda: next(counts))
+    assert [watch.poll(now) for now in (1.0, 2.0, 3.0)] == [False, True, False]
+    assert watch.count == 2
+
+
+def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are_errors() -> None:
+    finder = WaitFinder()
+    finder.begin(2)
+    for _ in range(2):
+        for _ in range(3):
+            warnings.warn(f"{_MESSAGE} (...)", stacklevel=1)
+        finder.end_step()
+    (line, count), *rest = finder.found().items()
+    assert line.startswith(f"{__file__}:")
+    assert (count, rest) == (3.0, [])
+    assert not finder.is_looking
+    with pytest.raises(UserWarning, match="another"):  # the tests' own filter is back
+        warnings.warn("another", stacklevel=1)
+
+
+def test_a_report_is_written_whole_and_read_again(tmp_path: Path) -> None:
+    meter = meter_of(exact())
+    meter.report().write(tmp_path / "new" / "run")
+    content = json.loads((tmp_path / "new" / "run" / "report.json").read_text())
+    assert content["stall"]["fraction"] is None
+    assert tuple(content["stall"]["parts"]) == CAUSES
+    assert "not measured" in str(meter.report())
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
     busy_cycles = 400_000_000  # some 0.2 s on any recent GPU
-    meter = StallMeter(EventClock(torch.device("cuda")), 1)
+    meter = StallMeter[Any]("cuda", skipped_steps=1, calibrate=False)
     for _ in range(4):
         torch.cuda._sleep(busy_cycles)
         with meter.cause("data"):
             time.sleep(0.02)  # hidden behind the kernel
-        meter.mark_step(1)
+        meter.step(1)
     torch.cuda.synchronize()
     hidden = meter.read()
     assert hidden.cause_seconds["data"] < 1e-3
@@ -193,6 +297,6 @@ def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> No
         torch.cuda.synchronize()
         with meter.cause("log"):
             time.sleep(0.02)
-        meter.mark_step(1)
+        meter.step(1)
     torch.cuda.synchronize()
     assert meter.read().cause_seconds["log"] == pytest.approx(0.06, rel=0.2)

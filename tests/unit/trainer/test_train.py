@@ -276,14 +276,17 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
         tokens=4096,
         real_tokens_per_s=12345.6,
         stall=0.0123,
+        stall_causes={"data": 0.0013, "evaluation": 0.011},
         gpu=GpuUse(memory_bytes=12_300_000_000, utilization=0.98),
     )
     assert log.line(1000) == (
-        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s | stall 1.23% "
-        "| gpu 12.3 GB 98%"
+        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
+        "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB 98%"
     )
     skipped = dataclasses.replace(log, skipped_steps=3, gpu=None)
-    assert skipped.line(1000).endswith("stall 1.23% | 3 skipped")
+    assert skipped.line(1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
+    hardly_any = dataclasses.replace(log, stall=0.0001, stall_causes={"data": 0.0001}, gpu=None)
+    assert hardly_any.line(1000).endswith("| stall 0.01%")
     assert GpuGauge(torch.device("cpu")).read() is None
 
 

@@ -1,0 +1,226 @@
+"""Training loops on a simulated device: what they idle is known, with a meter and without.
+
+The truth is that of the same loop without a meter: same kernels, same noise, and no mark and no
+spin in between. A fault is put into a loop that has none; what it cost is the difference.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from simulated_device import SimulatedDevice
+
+from tokenfeed.trainer.stall import StallMeter, StallReport
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.watchers import AllocatorWatch
+
+__all__ = ["CLEAN", "FAULTS", "REGIMES", "Fault", "Loop", "Truth", "measure", "truth"]
+
+WARMUP = 5
+TOKENS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """A training loop."""
+
+    kernels: int = 100
+    """Of a micro-batch."""
+    kernel_seconds: float = 100e-6
+    launch_seconds: float = 8e-6
+    depth: int = 512
+    accumulation: int = 2
+    data_seconds: float = 0.5e-3
+    data_noise: float = 0.2
+    data_spikes: float = 0.0
+    """Share of batches that are ten times as late."""
+    copy_seconds: float = 20e-6
+    log_every: int = 10
+    log_seconds: float = 0.2e-3
+    sub_marks: int = 0
+    """More marks inside a micro-batch."""
+    steps: int = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What a loop did without a meter, after its warm-up."""
+
+    idle: float
+    """Share of the time."""
+    seconds: float
+
+
+Hook = Callable[["Run", int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What goes wrong in a loop, and where it should be found."""
+
+    cause: Cause
+    change: Callable[[Loop], Loop] = lambda loop: loop
+    in_step: Hook = lambda run, step: None
+    """In the middle of the work of a step."""
+    after_micro_batch: Hook = lambda run, step: None
+    after_step: Hook = lambda run, step: None
+
+
+class Run:
+    """A loop that runs."""
+
+    def __init__(self, loop: Loop, fault: Fault | None, seed: int, *, metered: bool) -> None:
+        self.loop, self.fault, self.seed = loop, fault or Fault("other"), seed
+        self.device = SimulatedDevice(
+            launch=loop.launch_seconds, depth=loop.depth, drift=random.Random(seed).gauss(0, 2e-5)
+        )
+        self.allocations = 0
+        self.meter: StallMeter[float] | None = None
+        if metered:
+            self.meter = StallMeter(clock=self.device, skipped_steps=WARMUP)
+            self.meter._allocator = AllocatorWatch(lambda: {"num_device_alloc": self.allocations})
+            self.meter._collector.close()  # of this process, which is none of the simulation's
+        self.begun: tuple[float, float] = (0.0, 0.0)
+
+    def all_steps(self) -> None:
+        for step in range(1, self.loop.steps + WARMUP + 1):
+            self.device.random.seed(self.seed * 1_000_003 + step)
+            self.step(step)
+            if step == WARMUP:
+                self.begun = (self.device.done, self.device.idle)
+        self.ended = (self.device.done, self.device.idle)
+        self.device.wait()
+
+    def step(self, step: int) -> None:
+        loop, draw = self.loop, random.Random(self.seed * 1_000_003 + step)
+        for part in range(loop.accumulation):
+            with self.cause("data"):
+                self.device.host += self.data(draw)
+                moment = self.device.launch(loop.copy_seconds, "copy")
+                self.device.compute_waits(moment)
+            self.micro_batch(step, part)
+            self.fault.after_micro_batch(self, step)
+        if self.meter:
+            self.meter.step(TOKENS)
+        self.fault.after_step(self, step)
+        if step % loop.log_every == 0:
+            with self.cause("log"):
+                self.device.wait()
+                self.device.host += loop.log_seconds
+
+    def data(self, draw: random.Random) -> float:
+        loop = self.loop
+        seconds = loop.data_seconds * (1 + loop.data_noise * (2 * draw.random() - 1))
+        return seconds * (10 if draw.random() < loop.data_spikes else 1)
+
+    def micro_batch(self, step: int, part: int) -> None:
+        pieces = self.loop.sub_marks + 1
+        for piece in range(pieces):
+            self.device.work(self.loop.kernels // pieces // 2, self.loop.kernel_seconds)
+            if part == 0 and piece == 0:
+                self.fault.in_step(self, step)
+            self.device.work(self.loop.kernels // pieces // 2, self.loop.kernel_seconds)
+            if self.meter and piece < pieces - 1:
+                self.meter.mark()
+
+    def cause(self, name: Cause) -> Any:
+        return self.meter.cause(name) if self.meter else _Nothing()
+
+    def interrupt(self, cause: Cause, seconds: float) -> None:
+        """Python stops within the work."""
+        is_marked = self.meter is not None and self.meter.interrupt(cause)
+        self.device.host += seconds
+        if self.meter and is_marked:
+            self.meter.resume()
+
+
+class _Nothing:
+    def __enter__(self) -> None: ...
+    def __exit__(self, *raised: object) -> None: ...
+
+
+def measure(loop: Loop, fault: Fault | None = None, seed: int = 0) -> StallReport:
+    """What the meter says."""
+    run = Run(loop, fault, seed, metered=True)
+    run.all_steps()
+    assert run.meter is not None
+    return run.meter.report()
+
+
+def truth(loop: Loop, fault: Fault | None = None, seed: int = 0) -> Truth:
+    """What is so."""
+    run = Run(loop, fault, seed, metered=False)
+    run.all_steps()
+    seconds = run.ended[0] - run.begun[0]
+    return Truth((run.ended[1] - run.begun[1]) / seconds, seconds)
+
+
+CLEAN = Loop()
+REGIMES: dict[str, Loop] = {
+    "gpu-bound": CLEAN,
+    "data-bound": replace(CLEAN, data_seconds=14e-3),
+    "launch-bound": replace(CLEAN, kernel_seconds=5e-6, launch_seconds=9e-6),
+    "mixed": replace(CLEAN, kernel_seconds=12e-6, data_seconds=0.6e-3, data_spikes=0.1),
+    "launch-bound, more kernels than the queue holds": replace(
+        CLEAN, kernels=2400, kernel_seconds=5e-6, accumulation=1, sub_marks=3, steps=150
+    ),
+    "gpu-bound, more kernels than the queue holds": replace(
+        CLEAN, kernels=1200, kernel_seconds=10e-6, accumulation=1, steps=150
+    ),
+}
+
+
+def _every(count: int, hook: Hook) -> Hook:
+    return lambda run, step: hook(run, step) if step % count == 0 else None
+
+
+def _bracket(cause: Cause, seconds: float) -> Hook:
+    def bracket(run: Run, step: int) -> None:
+        with run.cause(cause):
+            run.device.wait()
+            run.device.host += seconds
+
+    return bracket
+
+
+def _evaluate(run: Run, step: int) -> None:
+    with run.cause("evaluation"):
+        run.device.wait()
+        run.device.host += 60e-3
+
+
+def _retry(run: Run, step: int) -> None:
+    """Memory is given back: the driver waits for the device, and takes its time."""
+    run.allocations += 1
+    run.device.wait()
+    run.device.host += 8e-3
+
+
+FAULTS: dict[str, Fault] = {
+    "a slow loader": Fault("data", lambda loop: replace(loop, data_seconds=14e-3)),
+    "a copy from pageable memory": Fault("copy", lambda loop: replace(loop, copy_seconds=14e-3)),
+    "item in every micro-batch": Fault(
+        "wait",
+        lambda loop: replace(loop, data_seconds=2e-3),
+        after_micro_batch=lambda run, step: run.device.wait(),
+    ),
+    "a slow log": Fault("log", lambda loop: replace(loop, log_seconds=40e-3)),
+    "a checkpoint that is written at once": Fault(
+        "checkpoint", after_step=_every(25, _bracket("checkpoint", 100e-3))
+    ),
+    "tiny kernels": Fault(
+        "launch", lambda loop: replace(loop, kernel_seconds=4e-6, data_seconds=0.1e-3)
+    ),
+    "garbage collection": Fault(
+        "garbage collection",
+        in_step=_every(5, lambda run, step: run.interrupt("garbage collection", 150e-3)),
+    ),
+    "allocator retries": Fault("allocator", in_step=_every(5, _retry)),
+    "recompilation": Fault(
+        "recompilation",
+        in_step=_every(20, lambda run, step: run.interrupt("recompilation", 150e-3)),
+    ),
+    "evaluation": Fault("evaluation", after_step=_every(20, _evaluate)),
+    "a late rank": Fault("communication", after_step=_bracket("communication", 3e-3)),
+}

@@ -1,0 +1,86 @@
+"""report.json while a run goes on: what is measured stays, whatever ends it or fills its disk."""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training import make_config, run, write_counting
+
+from tokenfeed.trainer import drafts
+from tokenfeed.trainer.report import Report
+
+
+class Killed(BaseException):
+    """Ends a run as a kill does: nothing is finished."""
+
+
+@pytest.fixture
+def shards(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
+    return write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
+
+
+def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfinished(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(drafts, "_MOST_SHARE", 1e9)
+    config = make_config(shards, tmp_path / "run", steps=8)
+    asked = iter(range(1, 100))
+
+    def kill() -> bool:
+        if next(asked) == 7:
+            raise Killed
+        return False
+
+    from tokenfeed.trainer.run import train
+
+    with pytest.raises(Killed):
+        train(config, kill)
+    report = Report.of_run(config.run_dir)
+    assert report is not None
+    assert not report.finished
+    assert report.steps == 6
+    assert report.stall["window_steps"] == 2
+    assert "stopped before the end" in report.summary()
+
+
+def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drafts, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(drafts, "_MOST_SHARE", 1e9)
+    seen: list[tuple[int, bool]] = []
+    write = Report.write
+
+    def noted(report: Report, run_dir: Path) -> None:
+        seen.append((report.steps, report.finished))
+        write(report, run_dir)
+
+    monkeypatch.setattr(Report, "write", noted)
+    run(make_config(shards, tmp_path / "run", steps=2))
+    assert seen == [(1, False), (2, False), (2, True)]
+
+
+def test_drafts_are_rare_and_a_full_disk_stops_none_but_is_said_once(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = run(make_config(shards, tmp_path / "run", steps=1))
+    written: list[float] = []
+    now = [100.0]
+
+    def full(report: Report, run_dir: Path) -> None:
+        written.append(now[0])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Report, "write", full)
+    monkeypatch.setattr(drafts.time, "perf_counter", lambda: now[0])
+    kept: Any = drafts.DraftReports(tmp_path)
+    for _ in range(100):
+        kept.write(lambda: report)
+        now[0] += 1.0
+    assert written == [100.0, 130.0, 160.0, 190.0]
+    assert [record.message for record in caplog.records].count(
+        "report.json cannot be written, training goes on: [Errno 28] No space left on device"
+    ) == 1

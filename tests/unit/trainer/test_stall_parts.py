@@ -1,0 +1,184 @@
+"""The parts of the stall's accounts, each a function of numbers, against slow or exact oracles."""
+
+import dataclasses
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulated_device import SimulatedDevice
+from stall_scenarios import CLEAN, FAULTS, measure
+
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
+from tokenfeed.trainer.stall.advice import THRESHOLDS, advise
+from tokenfeed.trainer.stall.batches import Batches
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.clock_map import ClockMap, lowest_line_above
+from tokenfeed.trainer.stall.debts import Debt
+from tokenfeed.trainer.stall.histogram import Histogram
+from tokenfeed.trainer.stall.ranks import slowest_rank
+from tokenfeed.trainer.stall.table import cause_table, headline
+from tokenfeed.trainer.stall.work import Line
+
+seconds = st.floats(0.0, 100.0)
+
+
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 100.0)), min_size=1), st.floats(0.01, 1.0))
+def test_a_quantile_is_within_some_percent_of_the_sorted_values(
+    values: list[float], share: float
+) -> None:
+    histogram = Histogram()
+    for value in values:
+        histogram.add(value)
+    exact = float(np.quantile(values, share, method="inverted_cdf"))
+    assert histogram.quantile(share, len(values)) == pytest.approx(exact, rel=0.04)
+    assert histogram.largest == max(values)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10_000), st.floats(-1, 1)), min_size=3, unique_by=lambda p: p[0]
+    )
+)
+def test_no_point_is_above_the_line_and_no_line_of_the_hull_is_lower(
+    points: list[tuple[int, float]],
+) -> None:
+    points.sort()
+    slope, offset = lowest_line_above([(float(x), y) for x, y in points])
+    assert all(y <= slope * x + offset + 1e-9 for x, y in points)
+    assert abs(slope) <= 1e-4
+    assert any(y == pytest.approx(slope * x + offset, abs=1e-9) for x, y in points)
+
+
+@pytest.mark.parametrize("drift", [-5e-5, 0.0, 2e-5, 9e-5])
+def test_the_map_of_clocks_follows_their_drift_and_never_overstates_a_lead(drift: float) -> None:
+    draw, clocks = random.Random(1), ClockMap()
+    errors = []
+    for number in range(20_000):
+        host = 0.01 * number
+        lead = 0.0 if number % 50 == 0 else draw.random() * 0.01
+        device = (host + lead) * (1 + drift) + 77.0
+        clocks.add(device, host)
+        errors.append(host + lead - clocks.host(device))
+    assert min(errors[2000:]) >= -1e-5
+    assert max(errors[2000:]) <= 5e-5
+
+
+def test_a_debt_is_paid_once_and_forgotten_when_the_lead_is_back() -> None:
+    debt = Debt()
+    debt.lose("log", 5.0, 0.0)
+    assert debt.pay(2.0) == 2.0
+    assert debt.pay(9.0) == 3.0
+    assert debt.pay(1.0) == 0.0
+    debt.lose("log", 5.0, 0.0)
+    debt.see(4.0)
+    assert debt.pay(9.0) == 1.0
+    debt.lose("wait", 5.0, 5.0)
+    assert debt.pay(9.0) == 0.0
+
+
+def test_the_interval_of_batch_means_holds_the_mean_of_correlated_steps() -> None:
+    held = 0
+    for seed in range(200):
+        draw, state, batches, idle = random.Random(seed), 0.0, Batches(), 0.0
+        for _ in range(1000):
+            state = 0.8 * state + draw.gauss(0, 1)
+            batches.add(1.0, {"data": 0.1 + 0.01 * state})
+            idle += 0.1 + 0.01 * state
+        half = batches.half_width("data")
+        assert half is not None
+        held += abs(idle / 1000 - 0.1) <= half
+    assert held >= 180
+
+
+def test_few_steps_have_no_interval_and_many_take_bounded_memory() -> None:
+    batches = Batches()
+    for _ in range(7):
+        batches.add(1.0, {"data": 0.5})
+    assert batches.half_width("data") is None
+    for _ in range(10_000):
+        batches.add(1.0, {"data": 0.5})
+    assert len(batches._batches) <= 64
+    assert sum(batch.steps for batch in batches._batches) == 10_007
+    assert batches.half_width("data") == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0.0, 10.0)), min_size=5))
+def test_a_line_is_that_of_least_squares(points: list[tuple[int, float]]) -> None:
+    line = Line()
+    for slots, taken in points:
+        line.add(float(slots), taken)
+    x, y = np.array([p[0] for p in points], float), np.array([p[1] for p in points])
+    assert line.total(len(points), x.sum()) == pytest.approx(y.sum(), rel=1e-6, abs=1e-6)
+    if np.ptp(x) > 0.01 * x.max():
+        slope, offset = np.polyfit(x, y, 1)
+        assert line.total(1, 1000.0) == pytest.approx(slope * 1000 + offset, rel=1e-3, abs=1e-3)
+
+
+def reading(own: float, communication: float, **gaps: float) -> StallReading:
+    causes: dict[Cause, float] = {"communication": communication}
+    causes.update(gaps)  # type: ignore[call-overload]
+    return StallReading(steps=10, tokens=10, slots=10, seconds=own + communication, gaps=causes)
+
+
+def test_the_slowest_rank_is_who_waits_least_for_the_others_and_its_own_cause_is_named() -> None:
+    found = slowest_rank([reading(6, 4, data=1), reading(10, 0, data=1, log=4), reading(7, 3)])
+    assert (found.rank, found.cause) == (1, "log")
+    assert found.seconds == pytest.approx(4.0)
+    assert found.cost == pytest.approx(0.4)
+    assert "rank 1 is the slowest: log" in str(found)
+
+
+def report_with(stall: float = 0.0, **changes: Any) -> StallReport:
+    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
+    blank = meter.report()
+    causes = dict(blank.causes)
+    for name, fraction in changes.pop("causes", {}).items():
+        part = causes[name]
+        causes[name] = dataclasses.replace(part, fraction=fraction, speed_up=1 / (1 - fraction))
+    return dataclasses.replace(blank, stall=stall, at_most=stall, causes=causes, **changes)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_advice_begins_at_its_threshold_and_names_something_to_change(cause: Cause) -> None:
+    named, severe = THRESHOLDS[cause]
+    assert advise(report_with(causes={cause: 0.99 * named})) == []
+    (piece,) = advise(report_with(stall=named, causes={cause: 1.01 * named}))
+    assert not piece.is_severe
+    assert piece.gain == pytest.approx(1 / (1 - 1.01 * named) - 1)
+    (piece,) = advise(report_with(stall=severe, causes={cause: 1.01 * severe}))
+    assert piece.is_severe
+
+
+def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
+    waits = {"train.py:57": 4.0}
+    (piece,) = advise(report_with(stall=0.2, causes={"wait": 0.2}, events={"waits": waits}))
+    assert "train.py:57 (4 a step)" in piece.text
+    (piece,) = advise(report_with(padding=0.25))
+    assert piece.gain == pytest.approx(1 / 3)
+    assert "--batching packed" in piece.text
+    (piece,) = advise(report_with(mfu=0.1, stall=0.001))
+    assert "not the problem" in piece.text
+    assert advise(report_with(mfu=0.45, padding=0.01)) == []
+    assert advise(report_with(stall=None)) == []  # type: ignore[arg-type]
+
+
+def test_a_table_has_the_largest_cause_first_and_reads_reports_that_knew_less() -> None:
+    fault = FAULTS["a slow log"]
+    stall = json.loads(json.dumps(measure(fault.change(CLEAN), fault).to_dict()))
+    lines = cause_table(stall)
+    assert lines[1].startswith("log ")
+    assert lines[-1].startswith("work ")
+    assert "of 3" in headline(stall) or "of 7" in headline(stall)
+    old = {
+        "fraction": 0.02,
+        "parts": {"data": {"fraction": 0.02, "seconds": 1.0}},
+        "window_steps": 5,
+        "window_seconds": 50.0,
+        "method": "as it was",
+    }
+    assert headline(old) == "2.00% of 50.0 s on the CPU, 5 steps"
+    assert cause_table(old)[1].split() == ["data", "2.00%", "1.00", "-", "-", "-", "-"]

@@ -1,0 +1,111 @@
+"""What to change, and what that gains: from a report alone. Nothing is said when all is well.
+
+Thresholds of data and launch are those of TensorFlow's input-pipeline analyzer; what should cost
+nothing is named from 1 % on.
+"""
+
+from collections.abc import Iterator
+
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.report import Advice, StallReport
+
+__all__ = ["THRESHOLDS", "advise"]
+
+THRESHOLDS: dict[Cause, tuple[float, float]] = {
+    "data": (0.05, 0.20),
+    "copy": (0.01, 0.05),
+    "launch": (0.03, 0.15),
+    "wait": (0.01, 0.10),
+    "log": (0.01, 0.05),
+    "checkpoint": (0.01, 0.05),
+    "evaluation": (0.05, 0.20),
+    "garbage collection": (0.005, 0.05),
+    "allocator": (0.005, 0.05),
+    "recompilation": (0.01, 0.05),
+    "communication": (0.05, 0.20),
+    "other": (0.01, 0.10),
+}
+"""Shares of the time from which a cause is named, and is severe."""
+
+_REMEDIES: dict[Cause, str] = {
+    "data": "batches come late: raise `--num-workers` (of your loader: workers and prefetching), "
+    "make micro-batches larger, or read from a faster disk",
+    "copy": "batches are copied while the device waits: page-lock them and copy ahead with "
+    "`non_blocking=True`, and send int32, not int64",
+    "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
+    "`--compile`",
+    "wait": "the host waits for values: read them a step later, or at progress lines only",
+    "log": "raise `--log-every`",
+    "checkpoint": "raise `--save-every`, or save beside the training",
+    "evaluation": "raise `--eval-every`, or lower `--eval-batches`",
+    "garbage collection": "call `gc.freeze()` after the first steps and `gc.disable()`, and "
+    "collect at progress lines",
+    "allocator": "memory is given back and asked for again: set "
+    "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
+    "recompilation": "torch.compile compiles again: bound the shapes, or mark them dynamic",
+    "communication": "ranks wait for each other: see which of them is the slowest",
+    "other": "host code between steps: bracket it with `meter.cause(...)` to see which",
+}
+_MUCH_PADDING = 0.10
+_LOW_MFU = 0.30
+_LITTLE_STALL = 0.02
+_MUCH_UNSEEN = 0.05
+
+
+def advise(report: StallReport) -> list[Advice]:
+    """Advice on a report, the largest gain first."""
+    if report.stall is None:
+        return []
+    found = [*_on_causes(report), *_beside_stall(report, report.stall)]
+    return sorted(found, key=lambda piece: -(piece.gain or 0.0))
+
+
+def _on_causes(report: StallReport) -> Iterator[Advice]:
+    for cause, (named, severe) in THRESHOLDS.items():
+        part = report.causes[cause]
+        if part.fraction < named:
+            continue
+        text = f"{cause} {part.fraction:.1%}: {_REMEDIES[cause]}{_lines(cause, report)}"
+        yield Advice(
+            cause=cause,
+            is_severe=part.fraction >= severe,
+            text=text,
+            gain=part.speed_up - 1,
+        )
+
+
+def _lines(cause: Cause, report: StallReport) -> str:
+    """Where the host waits, as far as that was looked for."""
+    if cause != "wait":
+        return ""
+    waits: dict[str, float] = report.events.get("waits", {})
+    if not waits:
+        return "; `meter.find_waits()` names the lines"
+    return "; " + ", ".join(f"{line} ({count:g} a step)" for line, count in list(waits.items())[:3])
+
+
+def _beside_stall(report: StallReport, stall: float) -> Iterator[Advice]:
+    """What costs tokens a second and is no stall."""
+    if report.padding is not None and report.padding >= _MUCH_PADDING:
+        yield Advice(
+            cause="padding",
+            is_severe=report.padding >= 2 * _MUCH_PADDING,
+            text=f"padding {report.padding:.0%}: `--batching packed`, or sort more rows by length",
+            gain=report.padding / (1 - report.padding),
+        )
+    if report.at_most is not None and report.at_most - stall >= _MUCH_UNSEEN:
+        yield Advice(
+            cause="unseen",
+            is_severe=False,
+            text=f"{report.at_most - stall:.0%} may be idle inside the work: run more steps, or "
+            "set `meter.mark()` between forward and backward",
+            gain=None,
+        )
+    if report.mfu is not None and report.mfu < _LOW_MFU and stall < _LITTLE_STALL:
+        yield Advice(
+            cause="kernels",
+            is_severe=False,
+            text=f"MFU {report.mfu:.0%} with hardly any stall: feeding is not the problem; look at "
+            "kernels, precision and the size of micro-batches",
+            gain=None,
+        )

@@ -1,0 +1,94 @@
+"""The clock of a device: marks in its queue of work, and the host's time beside them."""
+
+import time
+from typing import NamedTuple, Protocol, TypeVar
+
+__all__ = ["Clock", "HostClock", "Moment"]
+
+Mark = TypeVar("Mark")
+
+
+class Moment(NamedTuple):
+    """A mark that the device has passed, in seconds."""
+
+    device: float
+    """On the device's clock, since the first mark."""
+    before: float
+    """Host time just before it was queued: no device passes it earlier."""
+    after: float
+    """Host time just after: whatever came before it is queued by then."""
+
+
+class Clock(Protocol[Mark]):
+    """Puts marks into the device's queue of work, and tells the time between them."""
+
+    method: str
+    """One sentence for the report: what is measured, and how."""
+    is_beside_host: bool
+    """Whether the device works on while the host does something else."""
+
+    def now(self) -> float:
+        """Host time."""
+        ...
+
+    def mark(self) -> tuple[Mark, float, float]:
+        """Queue a mark behind all work queued so far; with host time before and after."""
+        ...
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether the device has reached the mark; never waits for it."""
+        ...
+
+    def seconds(self, earlier: Mark, later: Mark) -> float:
+        """Device time between two neighbouring marks that it has passed."""
+        ...
+
+    def recycle(self, mark: Mark) -> None:
+        """Take back a mark that will not be asked about again."""
+        ...
+
+    def spin(self, seconds: float) -> bool:
+        """Queue about so many seconds of work that is good for nothing; False where none can be."""
+        ...
+
+    def takes_marks(self) -> bool:
+        """Whether a mark may be queued just now, from any place of the program."""
+        ...
+
+
+class HostClock:
+    """The clock of a CPU: the host does the work itself, so its time is the device's time."""
+
+    method = (
+        "host clock on the CPU: seconds that the training thread spent elsewhere than in steps; "
+        "a device of its own, which might have worked meanwhile, there is none"
+    )
+    is_beside_host = False
+
+    def now(self) -> float:
+        """The time now."""
+        return time.perf_counter()
+
+    def mark(self) -> tuple[float, float, float]:
+        """The time now."""
+        now = time.perf_counter()
+        return now, now, now
+
+    def passed(self, mark: float) -> bool:
+        """Always: what the host has queued, it has done."""
+        return True
+
+    def seconds(self, earlier: float, later: float) -> float:
+        """The difference."""
+        return later - earlier
+
+    def recycle(self, mark: float) -> None:
+        """Nothing to take back."""
+
+    def spin(self, seconds: float) -> bool:
+        """Never: the host would only lose time."""
+        return False
+
+    def takes_marks(self) -> bool:
+        """Always."""
+        return True

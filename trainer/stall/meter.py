@@ -1,0 +1,272 @@
+"""The meter: marks in the device's queue, put there by a loop, and what they amount to.
+
+    meter = StallMeter()
+    for batch in meter.watch(loader):
+        train_on(batch)
+        meter.step(tokens=batch.num_tokens)
+    print(meter.report())
+
+The marks form one chain, from the meter's making to its latest step; neighbours are the ends of
+segments, so causes and work sum to the wall time. Nothing here waits for the device: a segment is
+added up once its marks have passed.
+"""
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall.calibration import Calibration
+from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
+from tokenfeed.trainer.stall.clock import Clock, Moment
+from tokenfeed.trainer.stall.ledger import Ledger, StepEnd
+from tokenfeed.trainer.stall.machine import Machine, clock_of
+from tokenfeed.trainer.stall.reading import StallReading
+from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.reporting import make_report
+from tokenfeed.trainer.stall.waits import WaitFinder
+from tokenfeed.trainer.stall.watched import Watched
+from tokenfeed.trainer.stall.watchers import AllocatorWatch, CollectorWatch, CompilerWatch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["StallMeter", "warmup_steps"]
+
+_WARMUP_STEPS = 5
+_LINKS_AT_ONCE = 128
+"""So many segments are added up together: code that runs again at once runs several times faster
+than after a step has filled the caches with its own."""
+
+Mark = TypeVar("Mark")
+Batch = TypeVar("Batch")
+
+
+class _Link(NamedTuple):
+    """The segment that ends at `mark`."""
+
+    mark: Any
+    before: float
+    after: float
+    phase: Phase
+    end: StepEnd | None = None
+    is_inside: bool = False
+    """Whether it is a mark inside the work."""
+
+
+class StallMeter(Generic[Mark]):
+    """Tells where the time of a training loop goes.
+
+    The window reaches from the end of the last warm-up step to the end of the latest step whose
+    marks have passed. What comes after a step belongs to the next one: what follows the last step
+    (the final checkpoint) is outside.
+
+    Args:
+        device: What the loop trains on; None for the first accelerator that is here, else the CPU.
+        skipped_steps: Warm-up to leave out.
+        operations_per_token: Floating-point operations to train on a token, for the MFU; `6 * N`
+            for a model of N parameters is a good guess.
+        devices: How many devices share the tokens that `step` is told.
+        calibrate: Hold the device up now and then, for less than 0.5 % of the time, to see what the
+            work takes when its kernels are queued beforehand. Without, idle time inside the work is
+            known by an upper bound.
+        clock: Another clock than the device's.
+    """
+
+    def __init__(
+        self,
+        device: "torch.device | str | None" = None,
+        *,
+        skipped_steps: int = _WARMUP_STEPS,
+        operations_per_token: float | None = None,
+        devices: int = 1,
+        calibrate: bool = True,
+        clock: Clock[Mark] | None = None,
+    ) -> None:
+        self._machine = Machine(device, operations_per_token, devices, clock)
+        self._clock: Clock[Any] = clock or clock_of(self._machine)
+        beside = self._clock.is_beside_host
+        self._ledger = Ledger(is_beside_host=beside, skipped_steps=skipped_steps)
+        self._calibration = Calibration(skipped_steps) if beside and calibrate else None
+        self._links: deque[_Link] = deque()
+        self._left_to_skip = skipped_steps
+        self._phase: Phase = "work"
+        self._interrupted: Phase = "work"
+        self._is_busy = False
+        self._thread = threading.get_ident()
+        self._waits = WaitFinder()
+        self._collector = CollectorWatch(self)
+        self._compiler = CompilerWatch(self)
+        self._allocator = AllocatorWatch(self._machine.allocator_statistics())
+        self._last_mark: Any
+        self._last_mark, before, after = self._clock.mark()
+        self._last = Moment(0.0, before, after)
+
+    @property
+    def method(self) -> str:
+        """What is measured and how, in a sentence."""
+        return self._clock.method
+
+    def watch(self, batches: Iterable[Batch]) -> "Watched[Batch]":
+        """The same batches; to wait for one is charged to `data`."""
+        return Watched(self, batches)
+
+    @contextlib.contextmanager
+    def cause(self, name: Cause) -> Iterator[None]:
+        """Bracket code that queues nothing of the training; of nested brackets the inner counts."""
+        if name not in CAUSES:
+            raise ConfigError(f"`cause({name!r})`: expected one of {', '.join(CAUSES)}.")
+        outer = self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(outer)
+
+    def enter(self, name: Cause) -> Phase:
+        """Open a bracket; what it returns is for `leave`."""
+        self._close_work()
+        outer: Phase = self._phase
+        self._cut(outer)
+        self._phase = name
+        return outer
+
+    def leave(self, outer: Phase) -> None:
+        """Close a bracket."""
+        self._cut(self._phase)
+        self._phase = outer
+        self._open_work()
+
+    def charge(self, name: Cause) -> None:
+        """Charge the time since the mark before to a cause, where no bracket can stand."""
+        self._cut(name)
+
+    def mark(self) -> None:
+        """A mark more inside the work, as between forward and backward: it narrows the bound of
+        what cannot be seen, and lets a step of thousands of kernels be calibrated in pieces."""
+        self._close_work()
+        self._cut(self._phase, is_inside=True)
+        self._open_work()
+
+    def step(self, tokens: int = 0, slots: int | None = None) -> None:
+        """Say that a step has been queued.
+
+        Args:
+            tokens: Real tokens trained in it.
+            slots: Token slots, padding included; None where there is none.
+        """
+        blamed = self._blamed()
+        calibration = self._calibration
+        is_measured = not (self._waits.is_looking or (calibration and calibration.is_due))
+        slots = tokens if slots is None else slots
+        self._count(tokens)
+        self._cut(self._phase, end=StepEnd(tokens, slots, bool(is_measured), blamed))
+        self._waits.end_step()
+        self._compiler.attach()
+        if len(self._links) >= _LINKS_AT_ONCE:
+            self._resolve()
+        if calibration is not None:
+            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+
+    def find_waits(self, steps: int = 1) -> None:
+        """Find the lines that wait for a GPU in the next steps, which do not count."""
+        if self._clock.is_beside_host:
+            self._waits.begin(steps)
+
+    def read(self) -> StallReading:
+        """What is known now, without waiting for the device."""
+        self._resolve()
+        return self._ledger.read()
+
+    def report(self) -> StallReport:
+        """The same as a report, without waiting for the device."""
+        reading = self.read()
+        return make_report(reading, self._ledger, self._machine, self._clock.method, self._events())
+
+    def write(self, folder: Path | str) -> None:
+        """Write the report so far; see `StallReport.write`."""
+        self.report().write(folder)
+
+    def close(self) -> None:
+        """Stop watching the program; a meter that nothing refers to does so by itself."""
+        self._collector.close()
+        self._compiler.close()
+        self._waits.close()
+
+    def interrupt(self, cause: Cause) -> bool:
+        """The program has stopped working, at any place; False where no mark can say so."""
+        is_ours = threading.get_ident() == self._thread
+        if self._is_busy or not is_ours or not self._clock.takes_marks():
+            return False
+        self._cut(self._phase)
+        self._interrupted, self._phase = self._phase, cause
+        return True
+
+    def resume(self) -> None:
+        """It goes on."""
+        self._cut(self._phase)
+        self._phase = self._interrupted
+
+    def _count(self, tokens: int) -> None:
+        """Energy counts from the end of the warm-up, too."""
+        self._machine.add(tokens)
+        self._left_to_skip -= 1
+        if self._left_to_skip == 0:
+            self._machine.begin()
+
+    def _events(self) -> dict[str, Any]:
+        """What happened, in numbers."""
+        return {
+            "collections": self._collector.count,
+            "compilations": self._compiler.count,
+            "allocations": self._allocator.count,
+            "allocation_retries": self._allocator.retries,
+            "waits": self._waits.found(),
+        }
+
+    def _blamed(self) -> Cause | None:
+        if self._compiler.is_blamed:
+            self._compiler.is_blamed = False
+            return "recompilation"
+        return "allocator" if self._allocator.poll(self._clock.now()) else None
+
+    def _close_work(self) -> None:
+        if self._calibration is not None and self._phase == "work":
+            self._calibration.close(self._clock.now())
+
+    def _open_work(self) -> None:
+        if self._calibration is None or self._phase != "work":
+            return
+        spin = self._calibration.open(self._clock.now())
+        if spin and self._clock.spin(spin):
+            self._cut("calibration")
+
+    def _cut(self, phase: Phase, *, end: StepEnd | None = None, is_inside: bool = False) -> None:
+        """End a segment with a mark. Python's collector may come at any line, and is put off."""
+        is_busy, self._is_busy = self._is_busy, True
+        mark, before, after = self._clock.mark()
+        self._links.append(_Link(mark, before, after, phase, end, is_inside))
+        self._is_busy = is_busy
+
+    def _resolve(self) -> None:
+        self._is_busy = True
+        while self._links and self._clock.passed(self._links[0].mark):
+            link = self._links.popleft()
+            device = self._last.device + self._clock.seconds(self._last_mark, link.mark)
+            self._clock.recycle(self._last_mark)
+            self._last_mark = link.mark
+            before, self._last = self._last, Moment(device, link.before, link.after)
+            self._ledger.add(link.phase, before, self._last)
+            if link.is_inside:
+                self._ledger.mark()
+            if link.end is not None:
+                self._ledger.end_step(link.end)
+        self._is_busy = False
+
+
+def warmup_steps(steps: int) -> int:
+    """How many of a session's steps to leave out: workers start, memory is allocated, kernels are
+    compiled. Of a short one half, and always the first, which follows the first evaluation."""
+    return max(1, min(_WARMUP_STEPS, steps // 2))

@@ -1,0 +1,87 @@
+"""A reading of the meter: sums, whose differences are readings again."""
+
+from dataclasses import dataclass, field
+
+from tokenfeed.trainer.stall.causes import CAUSES, Cause
+from tokenfeed.trainer.stall.work import Kind, Line, Payment, WorkSums, idle_seconds
+
+__all__ = ["StallReading"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StallReading:
+    """What whole steps after the warm-up cost, and how much of it was stall."""
+
+    steps: int
+    tokens: int
+    """Real tokens trained in these steps."""
+    slots: int
+    """Token slots of these steps, padding included."""
+    seconds: float
+    """Wall time of these steps on the device's clock, stall included."""
+    gaps: dict[Cause, float]
+    """Idle seconds in which nothing of the training was queued."""
+    work: dict[Payment, WorkSums] = field(default_factory=dict)
+    """Stretches of work that may have been idle in part."""
+    references: dict[Kind, Line] = field(default_factory=dict)
+    """What such stretches take when the device is not kept waiting."""
+
+    @property
+    def cause_seconds(self) -> dict[Cause, float]:
+        """Idle seconds by cause."""
+        seconds: dict[Cause, float] = {cause: self.gaps.get(cause, 0.0) for cause in CAUSES}
+        for (kind, payer), sums in self.work.items():
+            seconds[payer] += idle_seconds(sums, self.references.get(kind), payer)
+        return seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Real tokens per second of wall time; 0 before the first measured step."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def cause_fractions(self) -> dict[Cause, float]:
+        """Share of the wall time by cause; all 0 before the first measured step."""
+        whole = self.seconds or 1.0
+        return {cause: seconds / whole for cause, seconds in self.cause_seconds.items()}
+
+    @property
+    def fraction(self) -> float:
+        """Share of the wall time that was stall of any cause."""
+        return sum(self.cause_fractions.values())
+
+    @property
+    def unseen_seconds(self) -> float:
+        """Idle time that there may be besides, at most: inside work that has no reference."""
+        return sum(
+            sums.bound
+            for (kind, payer), sums in self.work.items()
+            if payer != "other" and kind not in self.references
+        )
+
+    @property
+    def reference_error(self) -> float:
+        """How far the idle seconds inside work, which are differences, may be off."""
+        squares = 0.0
+        for (kind, _), sums in self.work.items():
+            if kind in self.references:
+                squares += (self.references[kind].half_width() * sums.count) ** 2
+        return float(squares**0.5)
+
+    def since(self, earlier: "StallReading") -> "StallReading":
+        """The part of this reading that came after an earlier one of the same meter."""
+        return StallReading(
+            steps=self.steps - earlier.steps,
+            tokens=self.tokens - earlier.tokens,
+            slots=self.slots - earlier.slots,
+            seconds=self.seconds - earlier.seconds,
+            gaps={
+                cause: seconds - earlier.gaps.get(cause, 0.0)
+                for cause, seconds in self.gaps.items()
+            },
+            work={
+                payment: sums.less(earlier.work.get(payment, WorkSums()))
+                for payment, sums in self.work.items()
+            },
+            references=self.references,
+        )

@@ -1,0 +1,135 @@
+"""Stretches of the training's work: how long they take, and how long they would take of a device
+that is never kept waiting.
+
+A stretch before which the host got ahead, and stayed ahead, is a reference: the device had its
+kernels when it wanted them. What the others took longer, in sum, was idle. The sum is clipped and
+no single stretch: clipping each would count noise as stall.
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tokenfeed.trainer.stall.batches import student
+from tokenfeed.trainer.stall.causes import Cause
+
+__all__ = ["Kind", "Line", "Payment", "Stretch", "WorkSums", "idle_seconds"]
+
+_OPEN = 0.1
+"""So much of what was seen once or twice may be chance."""
+
+
+class Kind(NamedTuple):
+    """Between which two things a stretch lies; those of a kind run the same kernels."""
+
+    opener: str
+    closer: str
+
+    @property
+    def is_between(self) -> bool:
+        """Whether it lies between steps, where hardly anything is queued."""
+        return self.opener == "step" or (self.closer == "data" and self.opener != "data")
+
+
+class Payment(NamedTuple):
+    """Who pays for the idle time of stretches of a kind."""
+
+    kind: Kind
+    payer: Cause
+
+
+@dataclass(slots=True)
+class Stretch:
+    """Work between two marks, less the interruptions in it."""
+
+    opener: str
+    opened: float
+    """Host time, as all that follows."""
+    spin: float = 0.0
+    """How far it was made to begin behind the host."""
+    kind: Kind = field(default=Kind("", ""))
+    seconds: float = 0.0
+    bound: float = 0.0
+    """No more of it was idle: after that long, all of it was queued."""
+    is_ahead: bool = False
+    """Whether the host was ahead of the device at both ends."""
+    payer: Cause = "launch"
+    slots: float = 0.0
+
+
+@dataclass(slots=True)
+class WorkSums:
+    """Stretches of one kind and one payer, in sum."""
+
+    count: float = 0.0
+    slots: float = 0.0
+    seconds: float = 0.0
+    bound: float = 0.0
+
+    def add(self, stretch: Stretch) -> None:
+        """Add one."""
+        self.count += 1
+        self.slots += stretch.slots
+        self.seconds += stretch.seconds
+        self.bound += stretch.bound
+
+    def less(self, other: "WorkSums") -> "WorkSums":
+        """What came after an earlier state."""
+        return WorkSums(
+            self.count - other.count,
+            self.slots - other.slots,
+            self.seconds - other.seconds,
+            self.bound - other.bound,
+        )
+
+
+@dataclass(slots=True)
+class Line:
+    """Seconds as a line of slots, by least squares, from sums."""
+
+    count: float = 0.0
+    x: float = 0.0
+    xx: float = 0.0
+    y: float = 0.0
+    xy: float = 0.0
+    yy: float = 0.0
+
+    def add(self, slots: float, seconds: float) -> None:
+        """Learn from a stretch."""
+        self.count += 1
+        self.x += slots
+        self.xx += slots * slots
+        self.y += seconds
+        self.xy += slots * seconds
+        self.yy += seconds * seconds
+
+    def total(self, count: float, slots: float) -> float:
+        """Seconds of so many stretches of so many slots together."""
+        intercept, slope = self._coefficients()
+        return intercept * count + slope * slots
+
+    def half_width(self) -> float:
+        """Of the interval that holds the mean of one in 95 of 100 cases."""
+        if self.count < 3:
+            return _OPEN * self.y / self.count
+        intercept, slope = self._coefficients()
+        squares = max(0.0, self.yy - intercept * self.y - slope * self.xy)
+        return student(self.count - 1) * math.sqrt(squares / (self.count - 1) / self.count)
+
+    def _coefficients(self) -> tuple[float, float]:
+        spread = self.xx - self.x * self.x / self.count
+        if spread <= 1e-6 * self.xx:
+            return self.y / self.count, 0.0
+        if self.count < 4:  # too few for two numbers
+            return 0.0, self.y / self.x
+        slope = (self.xy - self.x * self.y / self.count) / spread
+        return (self.y - slope * self.x) / self.count, slope
+
+
+def idle_seconds(sums: WorkSums, reference: Line | None, payer: Cause) -> float:
+    """What of these stretches was idle; without a reference nothing is known of work, and between
+    steps there is none."""
+    if reference is None or not reference.count:
+        return sums.bound if payer == "other" else 0.0
+    longer = sums.seconds - reference.total(sums.count, sums.slots)
+    return min(max(0.0, longer), sums.bound)
