@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tiny import make_model, parse_args
 
 from tokenfeed import Padded
-from tokenfeed.integrations.lightning import ShardDataModule
+from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
 from tokenfeed.integrations.steps import Step
 
 
@@ -49,11 +49,12 @@ def main() -> None:
     checkpoints = ModelCheckpoint(
         args.run_dir, "last", every_n_train_steps=args.save_every, enable_version_counter=False
     )
+    stall = StallCallback(tokens=lambda step: sum(batch.num_tokens for batch in step))
     trainer = Trainer(
         max_steps=args.steps,
         max_epochs=1,  # one pass of the loader, however many epochs that has
         use_distributed_sampler=False,
-        callbacks=checkpoints,
+        callbacks=[stall, checkpoints],
         logger=False,
         enable_progress_bar=False,
     )

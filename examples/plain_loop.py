@@ -13,6 +13,7 @@ from tiny import make_model, parse_args
 
 from tokenfeed import Padded, ShardLoader
 from tokenfeed.integrations.steps import steps
+from tokenfeed.trainer import StallMeter
 
 
 def main() -> None:
@@ -34,22 +35,28 @@ def main() -> None:
             part.load_state_dict(saved[name])
         done = saved["step"]
 
+    meter = StallMeter(device)
     with loader:  # ends its workers
-        for number, step in enumerate(steps(loader), start=done + 1):
-            losses = []
+        for number, step in enumerate(meter.watch(steps(loader)), start=done + 1):
+            losses, tokens = [], 0
             for batch in step:
+                tokens += batch.num_tokens
                 loss = model(**batch, num_items_in_batch=step.divisor).loss
                 loss.backward()
                 losses.append(loss.detach())
             optimizer.step()
             optimizer.zero_grad()
-            print(f"step {number} loss {sum(losses).item():.7f}")
+            meter.step(tokens)
+            with meter.cause("log"):
+                print(f"step {number} loss {sum(losses).item():.7f}")
             if number % args.save_every == 0:
-                states = {name: part.state_dict() for name, part in parts.items()}
-                save(checkpoint, states | {"step": number})
+                with meter.cause("checkpoint"):
+                    states = {name: part.state_dict() for name, part in parts.items()}
+                    save(checkpoint, states | {"step": number})
             if number >= args.steps:
                 break
     print(loader.stats())
+    print(meter.report())  # where did the time go?
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

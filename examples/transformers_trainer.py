@@ -9,7 +9,7 @@ from tiny import make_model, parse_args
 from transformers import TrainerCallback, TrainingArguments
 
 from tokenfeed import Padded, ShardLoader
-from tokenfeed.integrations.transformers import ShardTrainer
+from tokenfeed.integrations.transformers import ShardTrainer, StallCallback
 
 
 class PrintLoss(TrainerCallback):
@@ -47,7 +47,7 @@ def main() -> None:
         args=settings,
         train_dataset=train,
         eval_dataset=validation,
-        callbacks=[PrintLoss()],
+        callbacks=[PrintLoss(), StallCallback()],  # report.json: where does the time go?
     )
     trainer.train(resume_from_checkpoint=args.resume)
     if validation:

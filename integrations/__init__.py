@@ -4,6 +4,7 @@
     transformers  `transformers.Trainer`
     lightning     Lightning
     accelerate    Accelerate
+    stall         the stall of loops that are not ours, for the callbacks of both
     dataloader    code that insists on a torch DataLoader, or saves a stateful one
 
 Each imports the framework of its name, so import the one you use. Above `tokenfeed.pipeline`, and

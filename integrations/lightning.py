@@ -14,21 +14,29 @@
 
 Lightning saves the state of a loader by itself, but fetches one item ahead of the one it trains, so
 that state would skip a step. Here the state travels with its step, and the module saves that.
+
+    Trainer(..., callbacks=[StallCallback()])    # any module, any data: where does its time go?
 """
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule
 
+from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.integrations.steps import Step, steps
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.trainer.stall import StallReport
 
-__all__ = ["ShardDataModule"]
+__all__ = ["ShardDataModule", "StallCallback"]
+
+_log = logging.getLogger(__name__)
 
 
 class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
@@ -108,3 +116,63 @@ class _Steps:
 
     def __iter__(self) -> Iterator[Step]:
         return steps(self._loader)
+
+
+class StallCallback(Callback):  # type: ignore[misc]  # untyped
+    """The stall of a Lightning trainer, in its log and as report.json in its root folder.
+
+    What Lightning does between two batches beside evaluating and saving is taken for data.
+    """
+
+    def __init__(self, tokens: Callable[[Any], int] | None = None, **settings: Any) -> None:
+        """Watch a training.
+
+        Args:
+            tokens: Real tokens of a batch.
+            settings: Of `StallMeter`.
+        """
+        super().__init__()
+        self._events, self._count = MeterOfEvents(**settings), tokens
+        self._tokens = self._steps = 0
+        self.report: StallReport | None = None
+        """Once training has ended."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the first batch; checkpoints are bracketed from here on."""
+        self._events.begin(trainer.strategy.root_device)
+        self._steps, self._save = trainer.global_step, trainer.save_checkpoint
+        trainer.save_checkpoint = self._bracketed_save
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is there."""
+        self._tokens += self._count(batch) if self._count else 0
+        self._events.train()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """The batch is queued, and with it perhaps the step of the optimizer."""
+        if trainer.global_step == self._steps:
+            self._events.wait()
+            return
+        self._steps = trainer.global_step
+        tokens, self._tokens = self._tokens, 0
+        self._events.step(tokens)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """An evaluation has ended."""
+        self._events.claim("evaluation")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Say where the time went."""
+        trainer.save_checkpoint = self._save
+        folder = Path(trainer.default_root_dir) if trainer.is_global_zero else None
+        self.report = self._events.end(folder)
+        if folder is not None:
+            _log.info("%s", self.report)
+
+    def _bracketed_save(self, *args: Any, **settings: Any) -> Any:
+        with self._events.bracket("checkpoint"):
+            return self._save(*args, **settings)

@@ -8,21 +8,28 @@
 TrainingArguments comes first, for it starts torch.distributed. `epochs=None`, since the Trainer
 takes the beginning of a pass without a batch for the end of the data. It must not prepare, move or
 skip batches: they come dealt to the ranks, on the device, and from the saved position.
+
+    Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
+from tokenfeed.integrations.stall import MeterOfEvents
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer.stall import StallReport
 
-__all__ = ["ShardTrainer", "ShardTrainerMixin"]
+__all__ = ["ShardTrainer", "ShardTrainerMixin", "StallCallback"]
 
 _STATE_FILE = "loader.json"
+
+_log = logging.getLogger(__name__)
 
 
 class ShardTrainerMixin:
@@ -73,6 +80,55 @@ class ShardTrainerMixin:
 
 class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[misc]  # untyped
     """A `transformers.Trainer` over ShardLoaders."""
+
+
+class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
+    """The stall of a `transformers.Trainer`, in its log and as report.json in its output folder.
+
+    Tokens are told where `include_num_input_tokens_seen` counts them.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """Args: `settings` of `StallMeter`."""
+        self._events, self._tokens = MeterOfEvents(**settings), 0
+        self.report: StallReport | None = None
+        """Once training has ended."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait for the first batches."""
+        self._events.begin(args.device)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """All batches of the step are there."""
+        self._events.train()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The step is queued."""
+        before, self._tokens = self._tokens, int(state.num_input_tokens_seen)
+        self._events.step(self._tokens - before)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """A progress line was written, or the metrics of an evaluation."""
+        is_evaluation = any(name.startswith("eval_") for name in logs or ())
+        self._events.claim("evaluation" if is_evaluation else "log")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A batch was evaluated."""
+        self._events.claim("evaluation")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """An evaluation has ended."""
+        self._events.claim("evaluation")
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """A checkpoint was written."""
+        self._events.claim("checkpoint")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Say where the time went."""
+        self.report = self._events.end(Path(args.output_dir) if args.should_save else None)
+        if args.should_log:
+            _log.info("%s", self.report)
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped

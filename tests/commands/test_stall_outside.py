@@ -1,0 +1,188 @@
+"""The stall of loops that are not ours, on the CPU and for real: a loader that sleeps is found."""
+
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tokenfeed.trainer import StallMeter, StallReport
+
+WARMUP = 2
+
+
+slept: list[float] = []
+"""Seconds of each sleep of this process: on a busy machine it takes longer than was asked for."""
+
+
+@pytest.fixture(autouse=True)
+def no_sleeps() -> None:
+    slept.clear()
+
+
+def sleep(seconds: float) -> None:
+    began = time.perf_counter()
+    time.sleep(seconds)
+    slept.append(time.perf_counter() - began)
+
+
+class Sleeping(Dataset[dict[str, torch.Tensor]]):
+    """Items that take their time."""
+
+    def __init__(self, count: int, milliseconds: float) -> None:
+        self._count, self._seconds = count, milliseconds / 1e3
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        sleep(self._seconds)
+        ids = torch.arange(8)
+        return {"input_ids": ids, "labels": ids}
+
+
+def assert_slept(report: StallReport, sleeps: int = 1) -> None:
+    """Data of most steps took what they slept, within 10 %, and its mean no less."""
+    data = report.causes["data"]
+    usual = sleeps * statistics.median(slept)
+    assert data.p50_s == pytest.approx(usual, rel=0.1, abs=3e-4)
+    assert data.seconds >= 0.9 * report.steps * sleeps * min(slept)
+    assert report.stall is not None
+    parts = sum(part.seconds for part in report.causes.values())
+    assert report.stall * report.seconds == pytest.approx(parts)
+    assert parts <= report.seconds
+
+
+@pytest.mark.parametrize("milliseconds", [1, 5, 20, 50, 200])
+def test_a_loader_that_sleeps_so_long_a_step_is_reported_so(milliseconds: float) -> None:
+    def batches() -> Iterator[int]:
+        for number in range(WARMUP + 5 + int(100 / milliseconds)):
+            sleep(milliseconds / 1e3)
+            yield number
+
+    meter = StallMeter("cpu", skipped_steps=WARMUP)
+    for _ in meter.watch(batches()):
+        torch.ones(200, 200) @ torch.ones(200, 200)
+        meter.step()
+    assert_slept(meter.report())
+
+
+@pytest.mark.parametrize("milliseconds", [2, 20, 100])
+def test_so_is_a_data_loader_of_torch(milliseconds: float) -> None:
+    loader = DataLoader(Sleeping(WARMUP + 15, milliseconds), batch_size=1)
+    meter = StallMeter("cpu", skipped_steps=WARMUP)
+    for _ in meter.watch(loader):
+        meter.step()
+    assert_slept(meter.report())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("milliseconds", [20, 100])
+def test_so_is_one_with_workers_as_far_as_they_do_not_hide_it(milliseconds: float) -> None:
+    loader = DataLoader(Sleeping(40, milliseconds), batch_size=1, num_workers=2)
+    meter = StallMeter("cpu", skipped_steps=8)
+    for _ in meter.watch(loader):
+        meter.step()
+    data = meter.report().causes["data"].seconds / meter.report().steps
+    assert data == pytest.approx(milliseconds / 2e3, rel=0.1, abs=5e-3)  # two sleep at a time
+    hidden = StallMeter("cpu", skipped_steps=8)
+    for _ in hidden.watch(loader):
+        time.sleep(2 * milliseconds / 1e3)  # the work
+        hidden.step()
+    stall = hidden.report().stall
+    assert stall is not None
+    assert stall < 0.2
+
+
+class Tiny(torch.nn.Module):
+    """A model that learns nothing much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.weight * input_ids).square().mean()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("milliseconds", [5, 50])
+def test_so_is_one_in_a_trainer_of_transformers(tmp_path: Path, milliseconds: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from tokenfeed.integrations.transformers import StallCallback
+
+    callback = StallCallback(skipped_steps=WARMUP)
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=20,
+        per_device_train_batch_size=1,
+        logging_steps=5,
+        eval_strategy="steps",
+        eval_steps=10,
+        save_steps=10,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    transformers.Trainer(
+        model=Tiny(),
+        args=arguments,
+        train_dataset=Sleeping(100, milliseconds),
+        eval_dataset=Sleeping(2, milliseconds),
+        callbacks=[callback],
+    ).train()
+    report = callback.report
+    assert report is not None
+    assert_slept(report)
+    assert report.causes["evaluation"].seconds >= 2 * milliseconds / 1e3
+    assert report.causes["log"].seconds > 0
+    assert (tmp_path / "report.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # Lightning has many
+def test_so_is_one_in_a_trainer_of_lightning(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning.pytorch")
+    from tokenfeed.integrations.lightning import StallCallback
+
+    class Module(lightning.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Tiny()
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.model(**batch)["loss"]
+
+        def validation_step(self, batch: Any, index: int) -> Any:
+            return self.model(**batch)["loss"]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    callback = StallCallback(tokens=lambda batch: batch["input_ids"].numel(), skipped_steps=WARMUP)
+    trainer = lightning.Trainer(
+        max_steps=20,
+        accumulate_grad_batches=2,
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback, lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5)],
+        val_check_interval=20,
+    )
+    trainer.fit(Module(), DataLoader(Sleeping(60, 20)), DataLoader(Sleeping(2, 20)))
+    report = callback.report
+    assert report is not None
+    assert report.tokens == 18 * 2 * 8
+    assert_slept(report, sleeps=2)
+    assert report.causes["evaluation"].seconds > 0.03
+    assert report.causes["checkpoint"].seconds > 0
+    assert (tmp_path / "report.json").exists()
