@@ -1,9 +1,10 @@
 """What only a GPU can tell: are the checks that need one passed, and how fast does it go?
 
 The tests marked `cuda`; batches under torch's sanitizer, which finds memory that two streams use in
-no order; 20 steps of every task in which a wait of the host is an error; and the speed of loader
-and trainer. Each part is a process of its own. The result stands in results/gpu-NAME.json: every
-figure in it was measured on the machine it names, and a part that failed says so.
+no order; 20 steps of every task in which a wait of the host is an error; the speed of loader and
+trainer; and fault by fault the stall meter beside a trace. Each part is a process of its own. The
+result stands in results/gpu-NAME.json: every figure in it was measured on the machine it names, and
+a part that failed says so.
 
 usage: python benchmarks/gpu.py [--name NAME]               # needs a CUDA device; `make gpu`
        python benchmarks/gpu.py --device cpu --small        # tries the parts that need none
@@ -22,12 +23,14 @@ from typing import Any
 import torch
 from gpu_data import TASKS, make_data
 from protocol import RESULTS, write_result
+from stall_case import FAULTS
 
 __all__ = ["PARTS", "RUNS"]
 
 Entry = dict[str, Any]
 
 CASE = Path(__file__).with_name("gpu_case.py")
+STALL_CASE = Path(__file__).with_name("stall_case.py")
 RUNS: dict[str, Entry] = {
     **{task: {"task": task} for task in TASKS},
     "masked": {"objective": "masked"},
@@ -36,13 +39,14 @@ RUNS: dict[str, Entry] = {
 }
 """Settings of what is trained."""
 COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}
-NEEDS_CUDA = ("tests", "races", "waits")
+NEEDS_CUDA = ("tests", "races", "waits", "stall")
 PARTS: dict[str, list[str]] = {
     "tests": ["-m", "pytest", "-q", "-m", "cuda", "--no-header", "-p", "no:cacheprovider"],
     "races": [str(CASE), "races"],
     **{f"waits {name}": [str(CASE), "waits"] for name in RUNS},
     "loader": [str(CASE), "loader"],
     **{f"train {name}": [str(CASE), "train"] for name in RUNS | COMPILED},
+    **{f"stall {fault}": [str(STALL_CASE), fault] for fault in FAULTS},
 }
 """What is run, by name: the first word says what, the rest with which settings."""
 PATIENCE_SECONDS = 1800
