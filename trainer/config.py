@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 Resume = bool | Literal["auto"]
-SizeName = Literal["bag", "shallow", "tiny", "mini", "small", "gpt2"]
+SizeName = Literal["bag", "words", "shallow", "tiny", "mini", "small", "gpt2"]
 ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
 AttentionName = Literal["auto", "documents", "rows"]
@@ -75,8 +75,8 @@ class TrainConfig:
     objective: ObjectiveName = "auto"
     """auto: what the shards are for; masked: fill gaps in documents."""
     model: str = "tiny"
-    """bag, shallow, tiny, mini, small, gpt2 (0, 0.4, 1, 11, 25, 85 M parameters + embedding);
-    hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
+    """bag, words (regardless of case), shallow, tiny, mini, small, gpt2 (0, 0, 0.4, 1, 11, 25, 85 M
+    parameters + embedding); hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     """Share of values set to 0; by default none in built-in models, and what an hf: model's config
     says."""

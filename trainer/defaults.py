@@ -122,7 +122,7 @@ def _paced(steps: int) -> Choice:
 def _model(task: str, train: SplitInfo) -> Choice:
     """Few rows of a class are told apart by their words: layers learn them by heart."""
     few = train.tokens < _TOKENS
-    small, dropout = ("shallow", 0.2) if task == "tag" else ("bag", 0.3)
+    small, dropout = ("shallow", 0.2) if task == "tag" else ("words", 0.3)
     settings = {"model": small, "dropout": dropout} if few else {"model": "tiny", "dropout": 0.1}
     return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
 

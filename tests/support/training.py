@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from data_sets import random_rows, write_rows
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
@@ -43,6 +45,7 @@ __all__ = [
     "read_metrics",
     "run",
     "small_model",
+    "word_tokenizer",
     "write_counting",
     "write_every_task",
     "write_labelled",
@@ -93,7 +96,6 @@ def write_labelled(folder: Path, name: Task, count: int = 40, *, pairs: bool = F
         )
         for split, rows in (("train", count), ("validation", 12), ("test", 9))
     }
-    tokenizer = json.dumps({"added_tokens": []}).encode()
     return write_rows(
         folder,
         splits,
@@ -101,8 +103,15 @@ def write_labelled(folder: Path, name: Task, count: int = 40, *, pairs: bool = F
         task=name,
         columns=task_columns(name, pairs=pairs),
         label_names=_NAMES.get(name, ()),
-        tokenizer=tokenizer,
+        tokenizer=word_tokenizer(),
     )
+
+
+def word_tokenizer() -> bytes:
+    """A tokenizer.json whose ids 2 k and 2 k + 1 are a word in lower and in upper case."""
+    words = [f"{letter}{number}" for number in range(VOCABULARY // 2) for letter in "wW"]
+    vocabulary = {word: id for id, word in enumerate(words)}
+    return Tokenizer(WordLevel(vocabulary, unk_token=words[0])).to_str().encode()
 
 
 def counting_rows(num_rows: int) -> Ids:

@@ -11,8 +11,9 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
 from tokenfeed.trainer.models.head import Head
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import start_from
+from tokenfeed.trainer.models.words import words_of
 
 __all__ = ["compile_model", "make_model"]
 
@@ -67,7 +68,7 @@ def _check_adapters(config: TrainConfig, *, is_hub: bool) -> None:
 
 def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
-        return Transformer(SIZES[config.model], head, config.dropout or 0.0)
+        return _built_in(SIZES[config.model], head, config)
     module, colon, factory = config.model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
@@ -75,6 +76,13 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
             f"{config.model}."
         )
     return _own_model(module, factory, head)
+
+
+def _built_in(size: ModelSize, head: Head, config: TrainConfig) -> Transformer:
+    model = Transformer(size, head, config.dropout or 0.0)
+    if model.words is not None:
+        model.words.share(words_of(config.shards))
+    return model
 
 
 def _own_model(module: str, factory: str, head: Head) -> nn.Module:

@@ -38,10 +38,13 @@ class ModelSize:
     layers: int
     width: int
     heads: int
+    by_word: bool = False
+    """Whether tokens that are one word but for case and space share an embedding."""
 
 
 SIZES: dict[SizeName, ModelSize] = {
     "bag": ModelSize(layers=0, width=128, heads=4),
+    "words": ModelSize(layers=0, width=128, heads=4, by_word=True),
     "shallow": ModelSize(layers=2, width=128, heads=4),
     "tiny": ModelSize(layers=6, width=128, heads=4),
     "mini": ModelSize(layers=6, width=384, heads=6),
@@ -63,6 +66,7 @@ class Transformer(nn.Module):
         """
         super().__init__()
         padded = round_up(head.vocabulary_size, _VOCABULARY_MULTIPLE)
+        self.words = _Words(padded) if size.by_word else None
         self.embedding = nn.Embedding(padded, size.width)
         self.type_embedding = nn.Embedding(_TOKEN_TYPES, size.width) if head.pairs else None
         self.blocks = nn.ModuleList(_Block(size, dropout) for _ in range(size.layers))
@@ -91,7 +95,8 @@ class Transformer(nn.Module):
 
     def hidden(self, micro_batch: MicroBatch) -> Tensor:
         """What the head sees: (B, T, D)."""
-        x_BTD = self.embedding(micro_batch.ids_BT)
+        ids_BT = micro_batch.ids_BT if self.words is None else self.words(micro_batch.ids_BT)
+        x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
         x_BTD = self.dropout(self.token_dropout(x_BTD))
@@ -115,6 +120,24 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=std)
         if self.pick is not None:
             nn.init.zeros_(self.pick.interest.weight)
+
+
+class _Words(nn.Module):
+    """Which embedding a token has; kept with the weights, so that these can be used without the
+    tokenizer. At first every token has its own."""
+
+    word_V: Tensor
+
+    def __init__(self, vocabulary_size: int) -> None:
+        super().__init__()
+        self.register_buffer("word_V", torch.arange(vocabulary_size))
+
+    def share(self, word_V: Tensor) -> None:
+        """Give tokens the embedding of another id."""
+        self.word_V[: len(word_V)] = word_V
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        return self.word_V.take(ids_BT)
 
 
 class _Block(nn.Module):

@@ -101,7 +101,7 @@ def test_masked_documents_keep_the_plain_settings_too() -> None:
 def test_a_line_names_only_what_the_run_has_by_it() -> None:
     manifest = make_manifest("classify", 3257, 24, 66)
     lines = [choice.line(config_for(manifest)) for choice in suited(manifest, AUTO)]
-    assert lines[0] == "--model bag --dropout 0.3 (78,168 tokens are few)"
+    assert lines[0] == "--model words --dropout 0.3 (78,168 tokens are few)"
     other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
     assert suited(manifest, AUTO)[0].line(other) == ""
 
