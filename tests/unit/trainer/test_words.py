@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from data_sets import random_rows, write_rows
+from host_waits import HostWaits
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from training import (
     VOCABULARY,
@@ -101,6 +102,14 @@ def test_case_makes_no_difference_to_words_and_does_to_a_bag(labelled: Path) -> 
         if model.words is not None:
             model.words.share(words_of(labelled))
         assert torch.equal(model(rows), model(folded)) == is_same
+
+
+def test_words_make_the_host_wait_for_nothing() -> None:
+    model = Transformer(SIZES["words"], make_head(kind="row", causal=False))
+    rows = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
+    with HostWaits() as waits:
+        model(rows).sum().backward()
+    assert waits.seen == []
 
 
 def test_an_interrupted_run_goes_on_and_what_it_exports_knows_words(
