@@ -131,7 +131,7 @@ def by_train(
     case: Case, shards: Path, steps: int, *, spread: float | None = None, **more: Any
 ) -> Run:
     """`train`, as it is."""
-    clock, tokens = Clock(), []
+    clock = Clock()
     with ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "run"
         if spread is not None:
@@ -144,12 +144,13 @@ def by_train(
 
         def after_step() -> bool:
             clock.mark()
-            tokens.append(trainer.tokens - sum(tokens))
             return False
 
         trainer.train(after_step)
         report = trainer.finish()
-        slots = trainer.slots
+        slots = trainer.agreement.slots
+        with trainer.feeds.training() as loader:  # the same batches once more
+            tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])
 
 
