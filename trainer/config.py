@@ -23,6 +23,9 @@ __all__ = [
     "ALL_LINEAR",
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
+    "METRICS_FILE",
+    "PAGE_FILE",
+    "REPORT_FILE",
     "AttentionName",
     "BatchingName",
     "ObjectiveName",
@@ -49,6 +52,9 @@ RecomputeName = Literal["none", "selective", "full"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
 """A --lora-target: every linear layer but the head."""
@@ -142,6 +148,8 @@ class TrainConfig:
     """Services that are told what metrics.jsonl is told; several are welcome."""
     profile: str | None = None
     """Steps A:B to trace, into profile/trace.json of the run, for perfetto.dev."""
+    headspace: NotNegative = 0
+    """Steps over ready batches to try before training: how fast it would be without a stall."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run."""
     export: Path | None = None

@@ -29,8 +29,10 @@ from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.weights import load_weights
+from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.profiling import StepTracer
@@ -61,6 +63,7 @@ class Trainer:
         self.world = world or World(chosen_device(config.device))
         self.device = self.world.device
         self.config = config = decide_micro_batch(config, self.world)
+        self.headspace = ready_tokens_per_s(config, self.world)
         self.task = make_task(config, Manifest.read(config.shards), self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
@@ -118,9 +121,16 @@ class Trainer:
         self.agreement.settle()
         report = self._report(self._final_metrics())
         if self.world.is_main:
-            report.write(self.config.run_dir)
+            self._write_report(report)
             self.uploads.finish()
         return report
+
+    def _write_report(self, report: Report) -> None:
+        """For programs, for people, and for Perfetto."""
+        folder = self.config.run_dir
+        report.write(folder)
+        self.stall.write_trace(folder)
+        write_page(folder)
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
@@ -161,6 +171,7 @@ class Trainer:
         self.progress_log = ProgressLog(
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
+        self._resources.callback(self.progress_log.close)
         is_missing = not self.metrics.has("validation_loss", self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
         if config.profiled_steps and self.world.is_main:
@@ -298,6 +309,7 @@ class Trainer:
             tokens=self.agreement.tokens,
             seconds=time.perf_counter() - self._started_s,
             real_tokens_per_s=stall.real_tokens_per_s,
+            headspace_tokens_per_s=self.headspace,
             padding=1 - self.agreement.tokens / self.agreement.slots,
             stall=stall.to_dict(),
             efficiency=stall.efficiency(),

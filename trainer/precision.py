@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config import PrecisionName
 
-__all__ = ["Precision", "all_finite", "device_name", "gradients_of", "tune_convolutions"]
+__all__ = [
+    "Precision",
+    "all_finite",
+    "device_name",
+    "device_uuid",
+    "gradients_of",
+    "tune_convolutions",
+]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,6 +32,13 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return device.type
     return str(accelerator(device).module.get_device_name(device))
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """What NVML knows a GPU by; None of what it does not know."""
+    if device.type != "cuda":
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class Precision:

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.precision import device_uuid
+from tokenfeed.trainer.sensors.machine import sample_machine
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.telemetry import GpuGauge, MetricsFile, StepLog, Tally
+from tokenfeed.trainer.telemetry import MetricsFile, StepLog, Tally
 
 __all__ = ["ProgressLog"]
 
@@ -41,7 +43,8 @@ class ProgressLog:
         skipped: int,
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
-        self._device, self._gauge = device, GpuGauge(device)
+        self._device, self._machine = device, sample_machine(device_uuid(device))
+        self._machine.start()
         self._interval = Tally.zero(device)
         self._skipped = skipped
         self.is_behind = False
@@ -52,6 +55,10 @@ class ProgressLog:
         """Add a step."""
         self._interval.extend(tally)
         self.is_behind = True
+
+    def close(self) -> None:
+        """End the thread that reads the machine."""
+        self._machine.close()
 
     def write(self, step: int, tokens: int, norm: Tensor) -> str | None:
         """Write a line; this waits for the device.
@@ -73,7 +80,7 @@ class ProgressLog:
             return f"the loss is {loss}"
         if in_a_row >= MOST_SKIPPED:
             return f"gradients are not finite, {in_a_row:.0f} steps in a row,"
-        reading = self._stall.read()
+        reading, machine = self._stall.read(), self._machine.latest
         window, self._reading = reading.since(self._reading), reading
         log = StepLog(
             step=step,
@@ -85,7 +92,9 @@ class ProgressLog:
             real_tokens_per_s=window.tokens_per_s if window.steps else None,
             stall=window.fraction if window.steps else None,
             stall_causes={name: part for name, part in window.cause_fractions.items() if part},
-            gpu=self._gauge.read(),
+            step_seconds=self._stall.latest_steps(),
+            gpu=machine.gpu if machine else None,
+            host=machine.host if machine else None,
         )
         self._metrics.write(dataclasses.asdict(log))
         _log.info("%s", log.line(self._steps))

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import efficiency_parts
 from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline
 
-__all__ = ["REPORT_FILE", "Report", "versions"]
-
-REPORT_FILE = "report.json"
+__all__ = ["Report", "versions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +39,8 @@ class Report:
     real_tokens_per_s: float | None
     """Real tokens of the measured steps by their wall time, stall included; None where the session
     ended in its warm-up."""
+    headspace_tokens_per_s: float | None = None
+    """Real tokens a second of steps on batches that are ready; None where it was not tried."""
     padding: float
     """Fraction of all token slots that held no token."""
     stall: dict[str, Any]
@@ -102,7 +102,7 @@ class Report:
                 f"stall    {headline(self.stall)}",
                 *(f"         {line}" for line in cause_table(self.stall)),
                 *(f"advice   {line}" for line in advice_lines(self.stall)),
-                f"report   {Path(self.run_dir) / REPORT_FILE}",
+                f"report   {Path(self.run_dir) / PAGE_FILE}, {REPORT_FILE}",
             ]
         )
 
@@ -118,6 +118,9 @@ class Report:
         if self.real_tokens_per_s is None:
             return f"not measured, padding {self.padding:.2%}"
         parts = [f"{self.real_tokens_per_s:,.0f} real tok/s", f"padding {self.padding:.2%}"]
+        if self.headspace_tokens_per_s:
+            share = self.real_tokens_per_s / self.headspace_tokens_per_s
+            parts.append(f"{share:.1%} of {self.headspace_tokens_per_s:,.0f} with ready batches")
         return ", ".join(parts + efficiency_parts(self.efficiency))
 
 
@@ -131,6 +134,6 @@ def versions() -> dict[str, str]:
     """What the figures of a report depend on, besides the hardware."""
     return {
         "tokenfeed": importlib.metadata.version("tokenfeed"),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
         "python": platform.python_version(),
     }

@@ -144,7 +144,9 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     asked = dataclasses.replace(config, resume=True, json=False)
     if asked.micro_batch_tokens == "auto":
         asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {name: getattr(asked, name) for name in ("export", "track", "profile", "upload")}
+    free = {
+        name: getattr(asked, name) for name in ("export", "track", "profile", "upload", "headspace")
+    }
     return dataclasses.replace(begun, **free) == asked
 
 

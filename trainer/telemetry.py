@@ -1,8 +1,7 @@
 """What a run says while it runs: one line on the console, one JSON object in metrics.jsonl.
 
 Both come from the same `StepLog`, so that they cannot disagree. A figure that is not known is null
-in the file and left out of the line. Asking the GPU for its memory and use is best effort: where
-NVML is missing or refuses, training goes on without these two figures.
+in the file and left out of the line.
 """
 
 import errno
@@ -19,12 +18,14 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.trainer.config import METRICS_FILE
+from tokenfeed.trainer.sensors.gpu import GpuReading
+from tokenfeed.trainer.sensors.host import HostReading
+from tokenfeed.trainer.stall.step_times import StepSeconds
 from tokenfeed.trainer.stall.table import main_cause
 from tokenfeed.trainer.tasks.task import Loss
 
-__all__ = ["GpuGauge", "GpuUse", "MetricsFile", "NoMetrics", "StepLog", "Tally", "nvml_handle"]
-
-METRICS_FILE = "metrics.jsonl"
+__all__ = ["MetricsFile", "NoMetrics", "StepLog", "Tally"]
 
 
 @dataclass(slots=True)
@@ -55,16 +56,6 @@ class Tally:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GpuUse:
-    """What NVML says of a GPU at this moment."""
-
-    memory_bytes: int
-    """In use by everybody, not only by this run."""
-    utilization: float
-    """Share of NVML's last sampling period in which any kernel ran, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepLog:
     """The state of a run at a step; rates are those of the steps since the line before."""
 
@@ -84,7 +75,10 @@ class StepLog:
     """Fraction of the wall time, 0 to 1; None during warm-up."""
     stall_causes: dict[str, float]
     """The causes of it that are not 0."""
-    gpu: GpuUse | None
+    step_seconds: StepSeconds | None
+    """None during warm-up."""
+    gpu: GpuReading | None
+    host: HostReading | None
 
     def line(self, steps: int) -> str:
         """For the console; `steps` is where the run ends."""
@@ -97,8 +91,8 @@ class StepLog:
             parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", self._stall(self.stall)]
         else:
             parts.append("warming up")
-        if self.gpu is not None:
-            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB {self.gpu.utilization:.0%}")
+        if self.gpu is not None and self.gpu.memory_bytes is not None:
+            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB{_share(self.gpu.utilization)}")
         if self.skipped_steps:
             parts.append(f"{self.skipped_steps} skipped")
         return " | ".join(parts)
@@ -106,6 +100,10 @@ class StepLog:
     def _stall(self, stall: float) -> str:
         """With its main cause: an evaluation between two lines must not pass for the loader."""
         return f"stall {stall:.2%}{main_cause(self.stall_causes)}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f" {value:.0%}"
 
 
 class _Line(TypedDict):
@@ -205,38 +203,3 @@ class NoMetrics(MetricsFile):
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-class GpuGauge:
-    """Memory and use of one GPU by NVML; always None where there is no GPU or no NVML."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._handle: Any = None
-        if device.type == "cuda":
-            self._handle = nvml_handle(device)
-
-    def read(self) -> GpuUse | None:
-        """What the GPU is doing now."""
-        if self._handle is None:
-            return None
-        import pynvml
-
-        try:
-            memory = int(pynvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-            busy_percent = int(pynvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        except pynvml.NVMLError:
-            self._handle = None  # a partitioned GPU has no such figures: do not ask again
-            return None
-        return GpuUse(memory_bytes=memory, utilization=busy_percent / 100)
-
-
-def nvml_handle(device: torch.device) -> Any:
-    """NVML's name of a torch device, found by UUID: the two number GPUs differently."""
-    import pynvml
-
-    uuid = torch.cuda.get_device_properties(device).uuid
-    try:
-        pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-    except pynvml.NVMLError:
-        return None

@@ -12,9 +12,7 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoints.folder import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.format import verify_checkpoint
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
-from tokenfeed.trainer.config import CONFIG_FILE
-from tokenfeed.trainer.report import REPORT_FILE
-from tokenfeed.trainer.telemetry import METRICS_FILE
+from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 
 __all__ = ["bring_newest"]
 

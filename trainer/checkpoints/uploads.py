@@ -14,9 +14,13 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.folder import BEST_FILE, Checkpoints, Held
 from tokenfeed.trainer.checkpoints.format import CONTENT_FILE
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
-from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, CONFIG_FILE, TrainConfig
-from tokenfeed.trainer.report import REPORT_FILE
-from tokenfeed.trainer.telemetry import METRICS_FILE
+from tokenfeed.trainer.config import (
+    CHECKPOINTS_FOLDER,
+    CONFIG_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    TrainConfig,
+)
 
 __all__ = ["Uploads", "check_upload"]
 

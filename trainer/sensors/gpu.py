@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from tokenfeed.trainer.sensors.gpm import Activity, ActivityCounter
 
-__all__ = ["GpuReading", "GpuSensor", "gpus_here"]
+__all__ = ["GpuReading", "GpuSensor", "gpus_here", "sensor_of"]
 
 T = TypeVar("T")
 
@@ -94,6 +94,18 @@ class GpuSensor:
         except (pynvml.NVMLError, AttributeError, ValueError):  # an older package lacks names
             self._refused.add(name)
             return None
+
+
+def sensor_of(uuid: str) -> GpuSensor | None:
+    """The GPU of torch's UUID, for torch and NVML number GPUs differently; None where NVML knows
+    none such."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        return GpuSensor(pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except pynvml.NVMLError:
+        return None
 
 
 def gpus_here() -> list[GpuSensor]:

@@ -29,11 +29,15 @@ class Sampler(Generic[Reading]):
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def __enter__(self) -> "Sampler[Reading]":
-        self._thread.start()
+        self.start()
         return self
 
     def __exit__(self, *reason: object) -> None:
         self.close()
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._thread.start()
 
     def close(self) -> None:
         """End the thread; waits for a reading that is under way, at most a second."""

@@ -8,7 +8,8 @@
     watchers      collector, compiler, memory                machine     the device
     batches       error bars; histogram: percentiles         reading     sums, and their differences
     reporting, report, table, advice                         ranks       the slowest of several
-    watched       a loader whose batches are waited for
+    watched       a loader whose batches are waited for      step_times  how long steps take
+    timeline      the latest segments, for Perfetto
 
 Nothing here imports torch before a meter is made.
 """

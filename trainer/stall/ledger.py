@@ -17,6 +17,7 @@ from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
 from tokenfeed.trainer.stall.reading import StallReading
+from tokenfeed.trainer.stall.step_times import StepTimes
 from tokenfeed.trainer.stall.work import Kind, Line, Payment, Stretch, WorkSums, idle_seconds
 
 __all__ = ["Ledger", "StepEnd"]
@@ -69,6 +70,7 @@ class Ledger:
         """Of late, the share of time in which nobody knows whether the device was idle."""
         self.batches = Batches()
         self.histograms: dict[Cause, Histogram] = {}
+        self.step_times = StepTimes()
 
     @property
     def waits_inside(self) -> bool:
@@ -256,6 +258,7 @@ class Ledger:
         if seconds:
             self.behind_share += 0.1 * (behind / seconds - self.behind_share)
         self.batches.add(seconds, gaps)
+        self.step_times.add(seconds)
         for cause, idle in gaps.items():
             self.histograms.setdefault(cause, Histogram()).add(idle)
         self._reading = replace(

@@ -112,11 +112,12 @@ def _module(device: "torch.device") -> Any:
 
 
 def _energy_of(device: "torch.device") -> Callable[[], float | None]:
-    from tokenfeed.trainer.sensors.gpu import GpuSensor
-    from tokenfeed.trainer.telemetry import nvml_handle
+    from tokenfeed.trainer.precision import device_uuid
+    from tokenfeed.trainer.sensors.gpu import sensor_of
 
-    handle = nvml_handle(device) if device.type == "cuda" else None
-    return _nothing if handle is None else GpuSensor(handle).joules
+    uuid = device_uuid(device)
+    sensor = None if uuid is None else sensor_of(uuid)
+    return _nothing if sensor is None else sensor.joules
 
 
 def _nothing() -> None:

@@ -27,6 +27,8 @@ from tokenfeed.trainer.stall.machine import Machine, clock_of
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.reporting import make_report
+from tokenfeed.trainer.stall.step_times import StepSeconds
+from tokenfeed.trainer.stall.timeline import Timeline
 from tokenfeed.trainer.stall.waits import WaitFinder
 from tokenfeed.trainer.stall.watched import Watched
 from tokenfeed.trainer.stall.watchers import AllocatorWatch, CollectorWatch, CompilerWatch
@@ -90,6 +92,7 @@ class StallMeter(Generic[Mark]):
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         beside = self._clock.is_beside_host
         self._ledger = Ledger(is_beside_host=beside, skipped_steps=skipped_steps)
+        self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
         self._links: deque[_Link] = deque()
         self._left_to_skip = skipped_steps
@@ -180,6 +183,11 @@ class StallMeter(Generic[Mark]):
         self._resolve()
         return self._ledger.read()
 
+    def latest_steps(self) -> StepSeconds | None:
+        """How long the steps took since this was asked before."""
+        self._resolve()
+        return self._ledger.step_times.take()
+
     def report(self) -> StallReport:
         """The same as a report, without waiting for the device."""
         reading = self.read()
@@ -188,6 +196,11 @@ class StallMeter(Generic[Mark]):
     def write(self, folder: Path | str) -> None:
         """Write the report so far; see `StallReport.write`."""
         self.report().write(folder)
+
+    def write_trace(self, folder: Path | str) -> Path:
+        """Write the latest segments of device time as trace.json, for perfetto.dev."""
+        self._resolve()
+        return self._timeline.write(Path(folder))
 
     def close(self) -> None:
         """Stop watching the program; a meter that nothing refers to does so by itself."""
@@ -259,10 +272,12 @@ class StallMeter(Generic[Mark]):
             self._last_mark = link.mark
             before, self._last = self._last, Moment(device, link.before, link.after)
             self._ledger.add(link.phase, before, self._last)
+            self._timeline.add(link.phase, before.device, device)
             if link.is_inside:
                 self._ledger.mark()
             if link.end is not None:
                 self._ledger.end_step(link.end)
+                self._timeline.end_step(link.end.tokens, device)
         self._is_busy = False
 
 

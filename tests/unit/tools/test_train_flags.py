@@ -45,6 +45,7 @@ PROVED_ELSEWHERE = {
     "track": "test_trackers.py",
     "upload": "test_uploads.py",
     "profile": "test_profiling.py",
+    "headspace": "test_headspace.py",
     "resume": "test_train.py",
     "epochs": "test_defaults.py",
     "config": "test_train_command.py",

@@ -5,6 +5,7 @@ import gc
 import json
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.step_times import StepSeconds, StepTimes
 from tokenfeed.trainer.stall.waits import _MESSAGE, WaitFinder
 from tokenfeed.trainer.stall.watchers import AllocatorWatch
 
@@ -300,3 +302,39 @@ def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> No
         meter.step(1)
     torch.cuda.synchronize()
     assert meter.read().cause_seconds["log"] == pytest.approx(0.06, rel=0.2)
+
+
+def test_a_trace_has_the_segments_in_order_and_the_steps(tmp_path: Path) -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    for number in range(3):
+        with meter.cause("data"):
+            time.sleep(0.002)
+        time.sleep(0.001)
+        meter.step(tokens=100 + number)
+    events = json.loads(meter.write_trace(tmp_path).read_bytes())["traceEvents"]
+    spans = {
+        track: [event for event in events if event["tid"] == track and event["ph"] == "X"]
+        for track in (1, 2)
+    }
+    assert [event["name"] for event in spans[2]] == ["100 tokens", "101 tokens", "102 tokens"]
+    assert {"data", "work"} == {event["name"] for event in spans[1]}
+    for track in spans.values():
+        for one, other in pairwise(track):
+            assert one["ts"] + one["dur"] == pytest.approx(other["ts"], abs=0.01)
+    waited = sum(event["dur"] for event in spans[1] if event["name"] == "data")
+    reported = meter.read().cause_seconds["data"]
+    assert waited == pytest.approx(reported * 1e6, abs=1)
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert len(names) == 2
+
+
+def test_steps_are_timed_since_somebody_asked() -> None:
+    times = StepTimes()
+    assert times.take() is None
+    for seconds in (3.0, 1.0, 2.0):
+        times.add(seconds)
+    assert times.take() == StepSeconds(2.0, 3.0)
+    times.add(5.0)
+    assert times.take() == StepSeconds(5.0, 5.0)
+    assert times.take() is None
+    assert times.all.quantile(0.5, 4) == pytest.approx(2.0, rel=0.03)

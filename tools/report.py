@@ -1,0 +1,96 @@
+"""`report RUN`: what a run was worth, again, and its page anew. `report compare A B`: two runs side
+by side."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from tokenfeed.tools.console import print_json, run_command
+from tokenfeed.trainer.page.comparison import Row, compare
+from tokenfeed.trainer.page.page import write_page
+from tokenfeed.trainer.page.run_data import RunData
+
+__all__ = ["Compare", "Show", "main"]
+
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Show:
+    """Print the report of a run, and make its page, report.html, anew. `report compare RUN RUN`
+    puts two runs side by side."""
+
+    run_dir: Run
+    """Folder of a run of `train`, finished, killed or still at work."""
+    json: bool = False
+    """Print report.json."""
+
+    def run(self) -> int:
+        """Print it."""
+        found = RunData.of_run(self.run_dir)
+        page = write_page(self.run_dir)
+        if self.json:
+            print_json(found.report)
+            return 0
+        print(found.summary())
+        print(f"page     {page}")
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compare:
+    """Two runs side by side: figures, stall by cause, and the settings that differ."""
+
+    one: Run
+    """Folder of a run."""
+    other: Run
+    """Folder of another; changes are in per cent of the first."""
+    json: bool = False
+    """Print it as JSON."""
+
+    def run(self) -> int:
+        """Print it."""
+        found = compare(RunData.of_run(self.one), RunData.of_run(self.other))
+        if self.json:
+            print_json(dataclasses.asdict(found))
+            return 0
+        console = Console()
+        console.print(self._table("", found.figures))
+        console.print(self._table("share of the time", found.causes))
+        if found.settings:
+            console.print(self._table("settings that differ", found.settings))
+        return 0
+
+    def _table(self, title: str, rows: list[Row]) -> Table:
+        table = Table(title, box=box.SIMPLE, header_style="bold", pad_edge=False)
+        table.add_column(str(self.one), justify="right", overflow="fold")
+        table.add_column(str(self.other), justify="right", overflow="fold")
+        changes = any(row.change for row in rows)
+        if changes:
+            table.add_column("change", justify="right")
+        for row in rows:
+            table.add_row(row.name, row.one, row.other, *([row.change] if changes else []))
+        return table
+
+
+def main() -> None:
+    """Entry point of the `report` script."""
+    run_command(_run)
+
+
+def _run() -> int:
+    words = sys.argv[1:]
+    if words[:1] == ["compare"]:
+        return tyro.cli(Compare, prog="report compare", args=words[1:]).run()
+    return tyro.cli(Show, prog="report", args=words).run()
+
+
+if __name__ == "__main__":
+    main()
