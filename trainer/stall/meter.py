@@ -127,7 +127,8 @@ class StallMeter(Generic[Mark]):
 
     def enter(self, name: Cause) -> Phase:
         """Open a bracket; what it returns is for `leave`."""
-        self._close_work()
+        if self._calibration is not None:
+            self._close_work(self._calibration)
         outer: Phase = self._phase
         self._cut(outer)
         self._phase = name
@@ -137,7 +138,8 @@ class StallMeter(Generic[Mark]):
         """Close a bracket."""
         self._cut(self._phase)
         self._phase = outer
-        self._open_work()
+        if self._calibration is not None:
+            self._open_work(self._calibration)
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the mark before to a cause, where no bracket can stand."""
@@ -146,9 +148,11 @@ class StallMeter(Generic[Mark]):
     def mark(self) -> None:
         """A mark more inside the work, as between forward and backward: it narrows the bound of
         what cannot be seen, and lets a step of thousands of kernels be calibrated in pieces."""
-        self._close_work()
+        if self._calibration is not None:
+            self._close_work(self._calibration)
         self._cut(self._phase, is_inside=True)
-        self._open_work()
+        if self._calibration is not None:
+            self._open_work(self._calibration)
 
     def step(self, tokens: int = 0, slots: int | None = None) -> None:
         """Say that a step has been queued.
@@ -157,7 +161,7 @@ class StallMeter(Generic[Mark]):
             tokens: Real tokens trained in it.
             slots: Token slots, padding included; None where there is none.
         """
-        blamed = self._blamed()
+        blamed = self._blamed() if self._clock.is_beside_host else None
         calibration = self._calibration
         is_measured = not (self._waits.is_looking or (calibration and calibration.is_due))
         slots = tokens if slots is None else slots
@@ -167,11 +171,14 @@ class StallMeter(Generic[Mark]):
         self._compiler.attach()
         if len(self._links) >= _LINKS_AT_ONCE:
             self._resolve()
+            if self._ledger.waits_inside and not self._waits.has_looked:
+                self.find_waits()
         if calibration is not None:
             calibration.end_step(self._clock.now(), self._ledger.behind_share)
 
     def find_waits(self, steps: int = 1) -> None:
-        """Find the lines that wait for a GPU in the next steps, which do not count."""
+        """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
+        shows that there are any, the meter does so by itself, once."""
         if self._clock.is_beside_host:
             self._waits.begin(steps)
 
@@ -232,14 +239,12 @@ class StallMeter(Generic[Mark]):
             return "recompilation"
         return "allocator" if self._allocator.poll(self._clock.now()) else None
 
-    def _close_work(self) -> None:
-        if self._calibration is not None and self._phase == "work":
-            self._calibration.close(self._clock.now())
+    def _close_work(self, calibration: Calibration) -> None:
+        if self._phase == "work":
+            calibration.close(self._clock.now())
 
-    def _open_work(self) -> None:
-        if self._calibration is None or self._phase != "work":
-            return
-        spin = self._calibration.open(self._clock.now())
+    def _open_work(self, calibration: Calibration) -> None:
+        spin = calibration.open(self._clock.now()) if self._phase == "work" else 0.0
         if spin and self._clock.spin(spin):
             self._cut("calibration")
 
