@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.calibration import Calibration
@@ -45,16 +45,9 @@ Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
 
 
-class _Link(NamedTuple):
-    """The segment that ends at `mark`."""
-
-    mark: Any
-    before: float
-    after: float
-    phase: Phase
-    end: StepEnd | None = None
-    is_inside: bool = False
-    """Whether it is a mark inside the work."""
+_Link = tuple[Any, float, float, Phase, StepEnd | None, bool]
+"""The mark that ends a segment, host time before and after it, what the segment is; the step that
+ends here, and whether it is a mark inside the work. Nothing dearer: one is made at each mark."""
 
 
 class StallMeter(Generic[Mark]):
@@ -100,6 +93,7 @@ class StallMeter(Generic[Mark]):
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
+        self._compiler.attach()
         self._allocator = AllocatorWatch(self._machine.allocator_statistics())
         self._last_mark: Any
         self._last_mark, before, after = self._clock.mark()
@@ -161,20 +155,14 @@ class StallMeter(Generic[Mark]):
             tokens: Real tokens trained in it.
             slots: Token slots, padding included; None where there is none.
         """
-        blamed = self._blamed() if self._clock.is_beside_host else None
-        calibration = self._calibration
-        is_measured = not (self._waits.is_looking or (calibration and calibration.is_due))
         slots = tokens if slots is None else slots
-        self._count(tokens)
-        self._cut(self._phase, end=StepEnd(tokens, slots, bool(is_measured), blamed))
-        self._waits.end_step()
-        self._compiler.attach()
+        if self._clock.is_beside_host:
+            self._step_of_device(tokens, slots)
+        else:
+            self._cut(self._phase, StepEnd(tokens, slots))
         if len(self._links) >= _LINKS_AT_ONCE:
             self._resolve()
-            if self._ledger.waits_inside and not self._waits.has_looked:
-                self.find_waits()
-        if calibration is not None:
-            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+            self._compiler.attach()
 
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
@@ -216,6 +204,18 @@ class StallMeter(Generic[Mark]):
         self._cut(self._phase)
         self._phase = self._interrupted
 
+    def _step_of_device(self, tokens: int, slots: int) -> None:
+        calibration, waits = self._calibration, self._waits
+        is_held_up = calibration is not None and calibration.is_due
+        is_measured = not (is_held_up or waits.is_looking)
+        self._cut(self._phase, StepEnd(tokens, slots, is_measured, self._blamed()))
+        self._count(tokens)
+        waits.end_step()
+        if self._ledger.waits_inside and not waits.has_looked:
+            self.find_waits()
+        if calibration is not None:
+            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+
     def _count(self, tokens: int) -> None:
         """Energy counts from the end of the warm-up, too."""
         self._machine.add(tokens)
@@ -247,27 +247,28 @@ class StallMeter(Generic[Mark]):
         spin = calibration.open(self._clock.now()) if self._phase == "work" else 0.0
         if spin and self._clock.spin(spin):
             self._cut("calibration")
+        elif spin:
+            self._calibration = None  # of a device that cannot be held up
 
-    def _cut(self, phase: Phase, *, end: StepEnd | None = None, is_inside: bool = False) -> None:
+    def _cut(self, phase: Phase, end: StepEnd | None = None, is_inside: bool = False) -> None:
         """End a segment with a mark. Python's collector may come at any line, and is put off."""
-        is_busy, self._is_busy = self._is_busy, True
-        mark, before, after = self._clock.mark()
-        self._links.append(_Link(mark, before, after, phase, end, is_inside))
-        self._is_busy = is_busy
+        self._is_busy = True
+        self._links.append((*self._clock.mark(), phase, end, is_inside))
+        self._is_busy = False
 
     def _resolve(self) -> None:
         self._is_busy = True
-        while self._links and self._clock.passed(self._links[0].mark):
-            link = self._links.popleft()
-            device = self._last.device + self._clock.seconds(self._last_mark, link.mark)
+        while self._links and self._clock.passed(self._links[0][0]):
+            mark, before, after, phase, end, is_inside = self._links.popleft()
+            device = self._last.device + self._clock.seconds(self._last_mark, mark)
             self._clock.recycle(self._last_mark)
-            self._last_mark = link.mark
-            before, self._last = self._last, Moment(device, link.before, link.after)
-            self._ledger.add(link.phase, before, self._last)
-            if link.is_inside:
+            self._last_mark = mark
+            last, self._last = self._last, Moment(device, before, after)
+            self._ledger.add(phase, last, self._last)
+            if is_inside:
                 self._ledger.mark()
-            if link.end is not None:
-                self._ledger.end_step(link.end)
+            if end is not None:
+                self._ledger.end_step(end)
         self._is_busy = False
 
 
