@@ -62,6 +62,7 @@ def cpu_seconds(step: Step, steps: int) -> float:
 def overhead(blocks: int, steps: int) -> dict[str, Any]:
     """CPU seconds of the meter as a share of a step, over pairs of blocks."""
     metered = metered_step(StallMeter[Any]("cpu", skipped_steps=1))
+    cpu_seconds(metered, steps)  # what is imported late, is
     pairs = [(cpu_seconds(bare_step, steps), cpu_seconds(metered, steps)) for _ in range(blocks)]
     shares = [100 * (with_meter - bare) / STEP_SECONDS for bare, with_meter in pairs]
     return {

@@ -157,6 +157,7 @@ def _runtime(torch: ModuleType) -> dict[str, Any]:
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "is_initialized": lambda: True,
+        "manual_seed": lambda seed: None,
         "set_rng_state": lambda state, device="cuda": None,
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": lambda device=None: None,

@@ -15,7 +15,18 @@ from tokenfeed.trainer.stall import StallMeter, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.watchers import AllocatorWatch
 
-__all__ = ["CLEAN", "FAULTS", "REGIMES", "Fault", "Loop", "Truth", "measure", "truth"]
+__all__ = [
+    "CLEAN",
+    "FAULTS",
+    "REGIMES",
+    "WARMUP",
+    "Fault",
+    "Loop",
+    "Run",
+    "Truth",
+    "measure",
+    "truth",
+]
 
 WARMUP = 5
 TOKENS = 1000

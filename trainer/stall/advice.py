@@ -80,7 +80,7 @@ def _lines(cause: Cause, report: StallReport) -> str:
         return ""
     waits: dict[str, float] = report.events.get("waits", {})
     if not waits:
-        return "; `meter.find_waits()` names the lines"
+        return "; in a loop of yours `meter.find_waits()` names the lines"
     return "; " + ", ".join(f"{line} ({count:g} a step)" for line, count in list(waits.items())[:3])
 
 

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.calibration import Calibration
@@ -47,16 +47,9 @@ Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
 
 
-class _Link(NamedTuple):
-    """The segment that ends at `mark`."""
-
-    mark: Any
-    before: float
-    after: float
-    phase: Phase
-    end: StepEnd | None = None
-    is_inside: bool = False
-    """Whether it is a mark inside the work."""
+_Link = tuple[Any, float, float, Phase, StepEnd | None, bool]
+"""The mark that ends a segment, host time before and after it, what the segment is; the step that
+ends here, and whether it is a mark inside the work. Nothing dearer: one is made at each mark."""
 
 
 class StallMeter(Generic[Mark]):
@@ -103,6 +96,7 @@ class StallMeter(Generic[Mark]):
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
+        self._compiler.attach()
         self._allocator = AllocatorWatch(self._machine.allocator_statistics())
         self._last_mark: Any
         self._last_mark, before, after = self._clock.mark()
@@ -130,7 +124,8 @@ class StallMeter(Generic[Mark]):
 
     def enter(self, name: Cause) -> Phase:
         """Open a bracket; what it returns is for `leave`."""
-        self._close_work()
+        if self._calibration is not None:
+            self._close_work(self._calibration)
         outer: Phase = self._phase
         self._cut(outer)
         self._phase = name
@@ -140,7 +135,8 @@ class StallMeter(Generic[Mark]):
         """Close a bracket."""
         self._cut(self._phase)
         self._phase = outer
-        self._open_work()
+        if self._calibration is not None:
+            self._open_work(self._calibration)
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the mark before to a cause, where no bracket can stand."""
@@ -149,9 +145,11 @@ class StallMeter(Generic[Mark]):
     def mark(self) -> None:
         """A mark more inside the work, as between forward and backward: it narrows the bound of
         what cannot be seen, and lets a step of thousands of kernels be calibrated in pieces."""
-        self._close_work()
+        if self._calibration is not None:
+            self._close_work(self._calibration)
         self._cut(self._phase, is_inside=True)
-        self._open_work()
+        if self._calibration is not None:
+            self._open_work(self._calibration)
 
     def step(self, tokens: int = 0, slots: int | None = None) -> None:
         """Say that a step has been queued.
@@ -160,21 +158,18 @@ class StallMeter(Generic[Mark]):
             tokens: Real tokens trained in it.
             slots: Token slots, padding included; None where there is none.
         """
-        blamed = self._blamed()
-        calibration = self._calibration
-        is_measured = not (self._waits.is_looking or (calibration and calibration.is_due))
         slots = tokens if slots is None else slots
-        self._count(tokens)
-        self._cut(self._phase, end=StepEnd(tokens, slots, bool(is_measured), blamed))
-        self._waits.end_step()
-        self._compiler.attach()
+        if self._clock.is_beside_host:
+            self._step_of_device(tokens, slots)
+        else:
+            self._cut(self._phase, StepEnd(tokens, slots))
         if len(self._links) >= _LINKS_AT_ONCE:
             self._resolve()
-        if calibration is not None:
-            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+            self._compiler.attach()
 
     def find_waits(self, steps: int = 1) -> None:
-        """Find the lines that wait for a GPU in the next steps, which do not count."""
+        """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
+        shows that there are any, the meter does so by itself, once."""
         if self._clock.is_beside_host:
             self._waits.begin(steps)
 
@@ -222,6 +217,18 @@ class StallMeter(Generic[Mark]):
         self._cut(self._phase)
         self._phase = self._interrupted
 
+    def _step_of_device(self, tokens: int, slots: int) -> None:
+        calibration, waits = self._calibration, self._waits
+        is_held_up = calibration is not None and calibration.is_due
+        is_measured = not (is_held_up or waits.is_looking)
+        self._cut(self._phase, StepEnd(tokens, slots, is_measured, self._blamed()))
+        self._count(tokens)
+        waits.end_step()
+        if self._ledger.waits_inside and not waits.has_looked:
+            self.find_waits()
+        if calibration is not None:
+            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+
     def _count(self, tokens: int) -> None:
         """Energy counts from the end of the warm-up, too."""
         self._machine.add(tokens)
@@ -245,39 +252,38 @@ class StallMeter(Generic[Mark]):
             return "recompilation"
         return "allocator" if self._allocator.poll(self._clock.now()) else None
 
-    def _close_work(self) -> None:
-        if self._calibration is not None and self._phase == "work":
-            self._calibration.close(self._clock.now())
+    def _close_work(self, calibration: Calibration) -> None:
+        if self._phase == "work":
+            calibration.close(self._clock.now())
 
-    def _open_work(self) -> None:
-        if self._calibration is None or self._phase != "work":
-            return
-        spin = self._calibration.open(self._clock.now())
+    def _open_work(self, calibration: Calibration) -> None:
+        spin = calibration.open(self._clock.now()) if self._phase == "work" else 0.0
         if spin and self._clock.spin(spin):
             self._cut("calibration")
+        elif spin:
+            self._calibration = None  # of a device that cannot be held up
 
-    def _cut(self, phase: Phase, *, end: StepEnd | None = None, is_inside: bool = False) -> None:
+    def _cut(self, phase: Phase, end: StepEnd | None = None, is_inside: bool = False) -> None:
         """End a segment with a mark. Python's collector may come at any line, and is put off."""
-        is_busy, self._is_busy = self._is_busy, True
-        mark, before, after = self._clock.mark()
-        self._links.append(_Link(mark, before, after, phase, end, is_inside))
-        self._is_busy = is_busy
+        self._is_busy = True
+        self._links.append((*self._clock.mark(), phase, end, is_inside))
+        self._is_busy = False
 
     def _resolve(self) -> None:
         self._is_busy = True
-        while self._links and self._clock.passed(self._links[0].mark):
-            link = self._links.popleft()
-            device = self._last.device + self._clock.seconds(self._last_mark, link.mark)
+        while self._links and self._clock.passed(self._links[0][0]):
+            mark, before, after, phase, end, is_inside = self._links.popleft()
+            device = self._last.device + self._clock.seconds(self._last_mark, mark)
             self._clock.recycle(self._last_mark)
-            self._last_mark = link.mark
-            before, self._last = self._last, Moment(device, link.before, link.after)
-            self._ledger.add(link.phase, before, self._last)
-            self._timeline.add(link.phase, before.device, device)
-            if link.is_inside:
+            self._last_mark = mark
+            last, self._last = self._last, Moment(device, before, after)
+            self._ledger.add(phase, last, self._last)
+            self._timeline.add(phase, last.device, device)
+            if is_inside:
                 self._ledger.mark()
-            if link.end is not None:
-                self._ledger.end_step(link.end)
-                self._timeline.end_step(link.end.tokens, device)
+            if end is not None:
+                self._ledger.end_step(end)
+                self._timeline.end_step(end.tokens, device)
         self._is_busy = False
 
 

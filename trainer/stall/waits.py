@@ -29,6 +29,11 @@ class WaitFinder:
         """Whether this step is looked at."""
         return self._left > 0
 
+    @property
+    def has_looked(self) -> bool:
+        """Whether any step was looked at."""
+        return self._steps + self._left > 0
+
     def begin(self, steps: int) -> None:
         """Look at so many steps from here on."""
         self._left = steps

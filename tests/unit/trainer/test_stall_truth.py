@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from stall_scenarios import CLEAN, FAULTS, REGIMES, Loop, measure, truth
+from stall_scenarios import CLEAN, FAULTS, REGIMES, WARMUP, Loop, Run, measure, truth
 
-from tokenfeed.trainer.stall import StallReport
+from tokenfeed.trainer.stall import StallMeter, StallReport
 
 POINT = 0.01
 """How far the meter may be off: a percentage point."""
@@ -88,10 +88,6 @@ def test_the_interval_holds_the_truth_in_at_least_90_of_100_runs(regime: str) ->
 
 
 def test_without_calibration_the_stall_inside_work_is_bounded_and_named_as_unseen() -> None:
-    from stall_scenarios import WARMUP, Run
-
-    from tokenfeed.trainer.stall import StallMeter
-
     loop = replace(REGIMES["launch-bound"], steps=50)
     run = Run(loop, None, 0, metered=True)
     run.meter = StallMeter(clock=run.device, skipped_steps=WARMUP, calibrate=False)
@@ -101,3 +97,16 @@ def test_without_calibration_the_stall_inside_work_is_bounded_and_named_as_unsee
     assert report.at_most is not None
     assert report.stall < truth(loop).idle < report.at_most
     assert "unseen" in {piece.cause for piece in report.advice}
+
+
+def test_where_the_host_waits_inside_the_work_its_lines_are_looked_for_once() -> None:
+    fault = FAULTS["item in every micro-batch"]
+    run = Run(fault.change(CLEAN), fault, 0, metered=True)
+    run.all_steps()
+    assert run.meter is not None
+    assert run.meter._waits.has_looked
+    assert not run.meter._waits.is_looking
+    clean = Run(SHORT, None, 0, metered=True)
+    clean.all_steps()
+    assert clean.meter is not None
+    assert not clean.meter._waits.has_looked
