@@ -33,6 +33,8 @@ from tokenfeed.pipeline.format.schema import Task, task_columns
 if TYPE_CHECKING:
     from simulated import SimulatedCuda
 
+# Else each of the hundreds of processes that tests start would compile the package anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
