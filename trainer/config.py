@@ -128,6 +128,8 @@ class TrainConfig:
     """cpu, cuda; auto: cuda where there is one."""
     precision: PrecisionName = "auto"
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    shard_model: bool = False
+    """Under torchrun: each rank keeps a share of weights and moments, by FSDP2; without it all."""
     recompute: RecomputeName = "none"
     """What layers compute again in the backward pass to save memory: what is cheap, or all."""
     compile: bool = False

@@ -7,6 +7,7 @@ from torch import nn
 
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
@@ -46,6 +47,7 @@ def evaluate(
         total += loss.sum
         targets += loss.targets
     model.train()
+    reshard(model)
     world.add_up([total, targets, *(scores.sums() if scores else [])])
     if not int(targets):
         return {}

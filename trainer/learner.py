@@ -21,6 +21,8 @@ from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.weights import load_weights, trained_state
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision, gradients_of
+from tokenfeed.trainer.ranks.shares import whole
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import learning_rate, rate_factor
 from tokenfeed.trainer.tasks.task import Loss, Task
 
@@ -36,14 +38,26 @@ class Learner:
     """A model in training."""
 
     def __init__(
-        self, config: TrainConfig, task: Task, precision: Precision, device: torch.device
+        self,
+        config: TrainConfig,
+        task: Task,
+        precision: Precision,
+        device: torch.device,
+        world: World | None = None,
     ) -> None:
-        """Draw weights from the seed, whatever was drawn before."""
+        """Draw weights from the seed, whatever was drawn before; those of rank 0 count."""
         self._config, self._task, self._device = config, task, device
+        self._world = world or World(device)
         self.precision = precision
         torch.manual_seed(config.seed)
         self.model = make_model(config, task.head, precision.dtype).to(device)
+        self._world.share([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
+        if config.shard_model and self._world.size > 1:
+            from tokenfeed.trainer.ranks import sharding  # seconds, which only this one pays
+
+            sharding.check_sharding(config, precision.name)
+            sharding.shard_model(self.model, self._world)
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
@@ -111,8 +125,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for the data."""
         return {
-            "model": trained_state(self.model),
-            "optimizer": optimizer_state(self.optimizer, self.model),
+            "model": whole(trained_state(self.model), self._world),
+            "optimizer": whole(optimizer_state(self.optimizer, self.model), self._world),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
         }

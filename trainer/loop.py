@@ -68,7 +68,7 @@ class Trainer:
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.loader = self.feeds.training()
-        self.learner = Learner(config, self.task, precision, self.device)
+        self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.drafts = DraftReports(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
@@ -99,7 +99,7 @@ class Trainer:
                     batch, part, ends_step = next(feed)
                 number = step * config.accumulation + part
                 micro_batch = task.prepare(shape(batch), number)
-                loss = gradients.add(micro_batch, number)
+                loss = gradients.add(micro_batch, number, last=ends_step)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
             gradients.add_up(tally)
@@ -153,8 +153,6 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else NoMetrics()
         if config.resume:
             self._resume()
-        else:
-            self.world.share([*self.learner.model.parameters(), *self.learner.model.buffers()])
         if config.compile:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
@@ -252,7 +250,7 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
-            if not all_finite(self.learner.model):
+            if not all_finite(self.learner.model, self.world):
                 raise self._diverged("weights have become infinite")
             self.saver.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config import PrecisionName
+from tokenfeed.trainer.ranks.shares import of_all, own, with_shares
+from tokenfeed.trainer.ranks.world import World
 
 __all__ = [
     "Precision",
@@ -82,13 +84,14 @@ class Precision:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = _dense_gradients(parameters)
         self._scaler.unscale_(optimizer)
-        norm = nn.utils.get_total_norm(gradients) * scale
+        norm = of_all(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
         divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
         optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
-        optimizer.step()
+        with with_shares(gradients):
+            optimizer.step()
         self._scaler.update()
         for parameter in parameters:
             parameter.grad = None  # as `zero_grad`, whose wrappers cost as much as a small layer
@@ -132,9 +135,11 @@ def tune_convolutions(model: nn.Module) -> None:
     torch.backends.cudnn.benchmark = convolves
 
 
-def all_finite(model: nn.Module) -> bool:
-    """Whether every weight is a finite number; waits for the device."""
-    return bool(torch.stack([p.isfinite().all() for p in model.parameters()]).all())
+def all_finite(model: nn.Module, world: World) -> bool:
+    """Whether every weight is a finite number, on all ranks; waits for the device."""
+    bad = torch.stack([~own(p).isfinite().all() for p in model.parameters()]).sum()
+    world.add_up([bad])
+    return not int(bad)
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:

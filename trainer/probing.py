@@ -90,6 +90,11 @@ def decide_micro_batch(
     begun = world.from_main(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
     if begun is not None:
         return _decided(config, begun.micro_batch_slots, "as the run was begun")
+    if config.shard_model and world.size > 1:
+        raise ConfigError(
+            "`--micro-batch-tokens`=auto: with --shard-model nothing is tried: give a number, or "
+            "leave --shard-model out."
+        )
     device = world.device
     task = make_task(config, Manifest.read(config.shards), device)
     sizes = _sizes_for(world.size, config, possible_sizes(config, task))

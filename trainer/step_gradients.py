@@ -13,6 +13,7 @@ import torch
 
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.ranks.shares import is_sharded, sum_with_last
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss
 from tokenfeed.trainer.telemetry import Tally
@@ -39,6 +40,7 @@ class StepGradients:
 
     def __init__(self, learner: Learner, world: World) -> None:
         self._learner, self._world = learner, world
+        self._is_sharded = is_sharded(learner.model)
         self._parts = 1
         self._shown: list[tuple[int, MicroBatch]] = []
 
@@ -46,8 +48,10 @@ class StepGradients:
         """A new step."""
         self._shown = []
 
-    def add(self, micro_batch: MicroBatch, number: int) -> Loss:
-        """Add those of a micro-batch; gives its loss."""
+    def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Loss:
+        """Add those of a micro-batch, which may be the last of its step; gives its loss."""
+        if self._is_sharded:
+            sum_with_last(self._learner.model, last=last)
         self._shown.append((number, micro_batch))
         loss = self._try(self._shown[-1:])
         while loss is None:
@@ -58,7 +62,8 @@ class StepGradients:
     def add_up(self, tally: Tally) -> None:
         """Make gradients, losses and targets of a step those of all ranks."""
         if self._world.size > 1:
-            self._world.add_up([*self._learner.gradients(), tally.loss, tally.targets])
+            own = [] if self._is_sharded else self._learner.gradients()
+            self._world.add_up([*own, tally.loss, tally.targets])
 
     def _try(self, micro_batches: Sequence[tuple[int, MicroBatch]]) -> Loss | None:
         """The loss of the last of them; None where memory was too small, once all that the attempt
@@ -66,7 +71,12 @@ class StepGradients:
         try:
             losses = [self._in_parts(*numbered) for numbered in micro_batches]
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self._parts >= len(micro_batches[-1][1].ids_BT):
+            # With shares of weights ranks compute together: none can begin a step again.
+            if (
+                self._is_sharded
+                or not is_out_of_memory(error)
+                or self._parts >= len(micro_batches[-1][1].ids_BT)
+            ):
                 raise
             return None
         return losses[-1]

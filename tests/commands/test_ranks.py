@@ -130,3 +130,90 @@ def test_more_ranks_than_micro_batches_are_refused_in_one_line(
     codes, errors = train([(2, settings)])
     assert codes == [[1, 1]]
     assert "`--micro-batch-tokens`: 2 ranks share 1 micro-batches of a step" in errors
+
+
+SHARDED = {
+    "lm packed": (2, {}),
+    "classify padded": (4, {}),
+    "masked packed": (3, {"recompute": "full", "in_chunks": True}),
+    "tag padded": (2, {"model": "training:frozen_model"}),
+}
+
+
+@pytest.fixture(scope="module")
+def sharded(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs on shares of the weights, of their likes on one rank, and of one that goes
+    on from shares with whole weights, and on other shares."""
+    folder, runs = tmp_path_factory.mktemp("sharded"), []
+    for name, (size, more) in SHARDED.items():
+        settings = settings_of(name, shards, folder / name / "whole") | more
+        runs += [(1, settings)]
+        runs += [(size, settings | {"run_dir": folder / name / "shares", "shard_model": True})]
+    changing = settings_of("lm packed", shards, folder / "changing") | {"steps": 6}
+    runs += [(2, changing | {"shard_model": True, "ends": ("stop", 1, 2)})]
+    runs += [(1, changing | {"resume": True, "ends": ("stop", 0, 2)})]
+    runs += [(4, changing | {"resume": True, "shard_model": True})]
+    codes, errors = train(runs)
+    assert not any(map(any, codes)), errors
+    return folder
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shares_of_the_weights_train_as_whole_ones(name: str, sharded: Path) -> None:
+    assert_alike(sharded / name / "shares", sharded / name / "whole")
+
+
+def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(sharded: Path) -> None:
+    assert_alike(sharded / "changing", sharded / "lm packed" / "whole")
+
+
+def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path: Path) -> None:
+    refused = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
+    settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}
+    plain = (1, settings | {"steps": 1, "run_dir": tmp_path / "plain"})
+    codes, errors = train(
+        [plain, *((2, settings | {key: value}) for key, value in refused.items())]
+    )
+    assert codes == [[0], [1, 1], [1, 1], [1, 1]]
+    for key, value in refused.items():
+        assert f"`--{key.replace('_', '-')}`={value}: with --shard-model" in errors
+
+
+@pytest.mark.slow
+def test_ranks_killed_at_random_lose_nothing(shards: Path, tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(SUPPORT / "killed_ranks.py"), str(shards / "lm"), str(tmp_path), "20"],
+        env=os.environ | {"PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout.splitlines()[-1])
+    assert seen["during_saves"] > 0
+    assert seen["runs"] > 0
+
+
+@pytest.mark.slow
+def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
+    shards: Path, tmp_path: Path
+) -> None:
+    hub = pytest.importorskip("hub_models", reason="needs transformers")
+    pytest.importorskip("peft")
+    folder = hub.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
+    cases: dict[str, dict[str, Any]] = {
+        "adapters": {"model": f"hf:{folder}", "lora": 4},
+        "compiled": {"compile": True, "micro_batch_tokens": 128},
+        "muon": {"optimizer": "muon"},
+    }
+    runs: list[Run] = []
+    for name, more in cases.items():
+        settings = settings_of("lm packed", shards, tmp_path / name / "one") | more
+        runs += [(1, settings), (2, settings | {"run_dir": tmp_path / name / "two"})]
+        if name != "muon":
+            runs += [(2, settings | {"run_dir": tmp_path / name / "shares", "shard_model": True})]
+    codes, errors = train(runs)
+    assert not any(map(any, codes)), errors
+    for name in cases:
+        one = read_metrics(tmp_path / name / "one", "loss")
+        for folder in (tmp_path / name).iterdir():
+            assert read_metrics(folder, "loss") == pytest.approx(one, rel=1e-5), folder

@@ -22,14 +22,17 @@ from training import make_config
 
 from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
 from tokenfeed.trainer.run import train as run_until
+from tokenfeed.trainer.tasks import vocabulary_loss
 
 TIMEOUT_S = 100
+_WORTH_BYTES = vocabulary_loss._WORTH_BYTES
 
 
 def train(settings: dict[str, Any], rank: int = 0) -> None:
     """Train; what `ends` says happens on one rank after one step."""
     shards, run_dir = Path(settings.pop("shards")), Path(settings.pop("run_dir"))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
+    vocabulary_loss._WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
     steps = itertools.count(1)
 
     def should_stop() -> bool:

@@ -36,6 +36,7 @@ __all__ = [
     "counting_rows",
     "dropping_model",
     "follow_brackets",
+    "frozen_model",
     "load_state",
     "load_weights",
     "make_config",
@@ -226,3 +227,11 @@ def assert_same_run(one: Path, other: Path, last_step: int) -> None:
         assert read_metrics(one, key) == read_metrics(other, key)
     weights, others = load_weights(one, last_step), load_weights(other, last_step)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def frozen_model(head: Head) -> Transformer:
+    """The same with a layer and the embedding that are not trained."""
+    model = small_model(head)
+    for part in (model.embedding, model.blocks[0]):
+        part.requires_grad_(False)
+    return model

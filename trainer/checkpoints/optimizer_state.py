@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.tree import State
+from tokenfeed.trainer.ranks.shares import laid_like
 
 __all__ = ["load_optimizer", "optimizer_state"]
 
@@ -72,4 +73,4 @@ def _laid_out_like(weight: Tensor, value: Any) -> Any:
     """A moment in its weight's order of memory, which fused kernels insist on."""
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
-    return torch.empty_like(weight, dtype=value.dtype).copy_(value)
+    return laid_like(weight, value)

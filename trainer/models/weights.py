@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.ranks.shares import laid_like
 
 __all__ = ["State", "load_weights", "start_from", "trained_state"]
 
@@ -43,7 +44,10 @@ def load_weights(model: nn.Module, state: State) -> None:
             f"{_shape(given.get(name))} there and {_shape(expected.get(name))} here. Give the "
             "--model, --lora and --lora-target that it was made with."
         )
-    model.load_state_dict(state, strict=False)
+    ours = trained_state(model)
+    model.load_state_dict(
+        {name: laid_like(ours[name], value) for name, value in state.items()}, strict=False
+    )
 
 
 @torch.no_grad()

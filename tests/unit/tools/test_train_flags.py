@@ -55,6 +55,7 @@ PROVED_ELSEWHERE = {
     "gpu": "test_dry_run.py",
     "monitor_only": "test_sensors.py",
     "num_workers": "test_train.py",  # of tests/commands: it starts processes
+    "shard_model": "test_ranks.py",  # likewise
 }
 
 
