@@ -66,6 +66,8 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ALIKE
         for size in (1, 2, 3)
     ]
+    shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
+    runs += [(2, shares | {"shard_model": True})]
     changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
     changing["model"] = "training:dropping_model"
     runs += [(1, changing | {"run_dir": folder / "dropping"})]
@@ -92,6 +94,10 @@ def test_a_run_goes_on_on_two_three_and_one_rank_with_the_same_dropout(trained: 
     assert_alike(trained / "lm packed" / "changing", trained / "dropping")
 
 
+def test_two_ranks_with_shares_of_the_weights_train_as_one(trained: Path) -> None:
+    assert_alike(trained / "lm packed" / "shares", trained / "lm packed" / "1")
+
+
 def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Path) -> None:
     steps = [step for step in range(1, 7) if checkpoint_of(trained, step).exists()]
     assert steps == [1, 2, 3, 4, 6], "those of the wishes, those that are due"
@@ -105,7 +111,7 @@ def checkpoint_of(trained: Path, step: int) -> Path:
     ("how", "code", "reason"),
     [
         ("kill", -signal.SIGKILL, "another rank is gone ("),
-        ("fail", 1, "rank 1 has failed: no way on"),
+        pytest.param("fail", 1, "rank 1 has failed: no way on", marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
@@ -123,6 +129,7 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
     assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
 
 
+@pytest.mark.slow
 def test_more_ranks_than_micro_batches_are_refused_in_one_line(
     shards: Path, tmp_path: Path
 ) -> None:
@@ -158,15 +165,18 @@ def sharded(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_shares_of_the_weights_train_as_whole_ones(name: str, sharded: Path) -> None:
     assert_alike(sharded / name / "shares", sharded / name / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(sharded: Path) -> None:
     assert_alike(sharded / "changing", sharded / "lm packed" / "whole")
 
 
+@pytest.mark.slow
 def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path: Path) -> None:
     refused = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
     settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}
