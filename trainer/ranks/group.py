@@ -59,7 +59,7 @@ class Group(World):
             timeout=TIMEOUT,
             device_id=device if on_gpu else None,
         )
-        self._control = dist.new_group(backend="gloo", timeout=TIMEOUT)
+        self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         """Add up copies, few and large ones; the sums are put back."""

@@ -128,9 +128,9 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.batches.append([])
             super().begin()
 
-        def add(self, micro_batch: MicroBatch, number: int) -> Any:
+        def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Any:
             seen.batches[-1].append(micro_batch)
-            return super().add(micro_batch, number)
+            return super().add(micro_batch, number, last=last)
 
     class WatchedPrecision(Precision):
         def step(self, *arguments: Any) -> Any:
