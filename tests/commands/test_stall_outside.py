@@ -178,7 +178,7 @@ def test_so_is_one_in_a_trainer_of_lightning(tmp_path: Path) -> None:
         callbacks=[callback, lightning.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=5)],
         val_check_interval=20,
     )
-    trainer.fit(Module(), DataLoader(Sleeping(60, 20)), DataLoader(Sleeping(2, 20)))
+    trainer.fit(Module(), DataLoader(Sleeping(60, 50)), DataLoader(Sleeping(2, 50)))
     report = callback.report
     assert report is not None
     assert report.tokens == 18 * 2 * 8

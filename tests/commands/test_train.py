@@ -67,7 +67,7 @@ def command(config: TrainConfig) -> list[str]:
         value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
         if value is True:
             words.append(flag)
-        elif value is not False and value is not None:
+        elif value is not False and value is not None and value != ():
             words += [flag, str(value)]
     return words
 
