@@ -30,7 +30,7 @@ from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS = ("pipeline", "tools", "trainer")
+ROOMS = ("pipeline", "tools")
 """Whose source files are the corpus: enough for several windows."""
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
