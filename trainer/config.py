@@ -92,6 +92,8 @@ class TrainConfig:
     """Train adapters of this rank, and leave an hf: model's weights as they are."""
     lora_target: str = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
+    trainable: str | None = None
+    """Train the weights whose names this regular expression finds; the others stay as they are."""
     init_from: str | None = None
     """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
     steps: Positive = 200
@@ -170,6 +172,7 @@ class TrainConfig:
                 _require(self, name, *_keeps(getattr(self, name), bounds))
         _require(self, "seed", self.seed < 1 << 63, "below 2**63")
         _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
+        _check_pattern(self.trainable)
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             _require_multiple(self, "step_tokens", "micro_batch_tokens")
 
@@ -219,6 +222,13 @@ class TrainConfig:
         return steps
 
     @property
+    def reads_again(self) -> bool:
+        """Whether weights that are never trained are those of the model's name, and are read from
+        there again where a run goes on; else a checkpoint has them too."""
+        is_given = self.model.startswith("hf:") and not self.from_scratch
+        return is_given and (self.lora is not None or self.trainable is not None)
+
+    @property
     def rows(self) -> int:
         """Rows of a micro-batch that has a fixed number of them: packed, or by --step-rows."""
         fitting = max(1, self.micro_batch_slots // self.sequence_length)
@@ -264,6 +274,16 @@ def _keeps(value: float | str | None, bounds: msgspec.Meta) -> tuple[bool, str]:
     below = "" if bounds.lt is None else f" and below {bounds.lt}"
     kept = value is None or bounds.ge <= value < (math.inf if bounds.lt is None else bounds.lt)
     return kept, f"at least {bounds.ge}{below}"
+
+
+def _check_pattern(pattern: str | None) -> None:
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(
+            f"`--trainable`={pattern}: is no regular expression ({error}). Write names, or parts "
+            "of them, with | between."
+        ) from error
 
 
 def _flag(name: str) -> str:

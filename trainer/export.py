@@ -32,7 +32,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.models.weights import load_weights
+from tokenfeed.trainer.models.weights import given_weights, load_weights
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.special import SpecialIds
 
@@ -119,7 +119,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     check_export(folder, config.run_dir)
     torch.manual_seed(config.seed)
     model = make_model(dataclasses.replace(config, resume=True), task.head)
-    load_weights(model, state["model"])
+    load_weights(model, state["model"], given_weights(model, config))
     _write(folder, model, about, _tokenizer_files(config, manifest, task.head))
 
 

@@ -18,7 +18,8 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
-from tokenfeed.trainer.models.weights import load_weights, trained_state
+from tokenfeed.trainer.models.trainable import train_only, trainable_names, what_trains
+from tokenfeed.trainer.models.weights import State, given_weights, kept_state, load_weights
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.precision import Precision, gradients_of
 from tokenfeed.trainer.ranks.shares import whole
@@ -53,6 +54,10 @@ class Learner:
         self.model = make_model(config, task.head, precision.dtype).to(device)
         self._world.share([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
+        self._given = given_weights(self.model, config)
+        train_only(self.model, trainable_names(self.model, config.trainable))
+        if config.trainable is not None:
+            _log.info("%s", what_trains(self.model))
         if config.shard_model and self._world.size > 1:
             from tokenfeed.trainer.ranks import sharding  # seconds, which only this one pays
 
@@ -122,10 +127,18 @@ class Learner:
         weights = self.model.parameters()
         return sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
 
+    def kept_weights(self) -> State:
+        """The weights that a checkpoint has."""
+        return kept_state(self.model, self._given)
+
+    def load_weights(self, state: State) -> None:
+        """Take over what `kept_weights` gave."""
+        load_weights(self.model, state, self._given)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for the data."""
         return {
-            "model": whole(trained_state(self.model), self._world),
+            "model": whole(self.kept_weights(), self._world),
             "optimizer": whole(optimizer_state(self.optimizer, self.model), self._world),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
@@ -133,7 +146,7 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        load_weights(self.model, state["model"])
+        self.load_weights(state["model"])
         load_optimizer(self.optimizer, self.model, state["optimizer"])
         self.precision.load_state_dict(state["scaler"])
         set_random_state(state["random"], self._device)

@@ -31,7 +31,6 @@ from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.models.weights import load_weights
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.probing import decide_micro_batch
@@ -138,7 +137,7 @@ class Trainer:
         if self.step == self.config.steps and "test" in self.loader.manifest.splits:
             if self.best and self.best.step != self.step:
                 _, state = self._load(self.best.step)
-                load_weights(self.learner.model, state["model"])
+                self.learner.load_weights(state["model"])
             found["test"] = self._metrics_of("test")
         return {split: metrics for split, metrics in found.items() if metrics}
 

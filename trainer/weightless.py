@@ -20,7 +20,6 @@ from tokenfeed.trainer.config import PrecisionName, TrainConfig
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope
-from tokenfeed.trainer.models.weights import trained_state
 from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.precision import Precision
@@ -67,7 +66,7 @@ class Weightless:
             self._begin()
             self.learner.add_gradients(self._task.prepare(like.blank_like(2, 8), 0))
             self.learner.step(1, torch.ones((), dtype=torch.int64))
-            tensors = [*trained_state(self.learner.model).values()]
+            tensors = [*self.learner.kept_weights().values()]
         for values in self.learner.optimizer.state.values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)

@@ -84,8 +84,8 @@ class CheckpointMeta:
             )
         names = ("model", "task", "vocabulary_size", "optimizer")
         pairs = [(name, getattr(self, name), getattr(ours, name)) for name in names]
-        # Adapters stand beside weights that are read again: they must be the same ones.
-        if config.lora is not None:
+        # Weights that are read again must be the same ones.
+        if config.reads_again:
             began = self.config.get("init_from", config.init_from)
             pairs.append(("init_from", began, config.init_from))
         for name, saved, wanted in pairs:

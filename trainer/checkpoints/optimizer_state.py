@@ -51,7 +51,7 @@ def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> 
     if [set(group) for group in names] != [set(group) for group in state["weights"]]:
         raise ResumeError(
             "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
-            "same model, or start a new run in another --run-dir."
+            "same model and --trainable, or start a new run in another --run-dir."
         )
     weights = dict(model.named_parameters())
     return {

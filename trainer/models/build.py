@@ -25,10 +25,9 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     """A model on the host; what no weights are given for is drawn from torch's random state.
 
     Args:
-        config: Names it. With `resume` and without adapters no weights are read: a checkpoint has
-            them all.
+        config: Names it. With `resume` no weights are read where a checkpoint has them all.
         head: What it has to give.
-        dtype: Of weights that are not trained: those beside adapters.
+        dtype: Of weights that are never trained: those beside adapters, unless patterns choose.
 
     Raises:
         ConfigError: There is no such model, or it cannot do what is asked.
@@ -36,7 +35,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     is_hub = config.model.startswith("hf:")
     _check_adapters(config, is_hub=is_hub)
     model = _hub_model(config, head, dtype) if is_hub else _named_model(config, head)
-    if config.init_from is not None and not (config.resume and config.lora is None):
+    if config.init_from is not None and (config.reads_again or not config.resume):
         start_from(config.init_from, model)
     if config.lora is not None:
         _add_adapters(model, config, head)
@@ -112,7 +111,8 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
         from tokenfeed.trainer.models import hub, trial
     except ImportError as error:
         raise _lacking(f"`--model`={config.model}", "hub", error) from error
-    model = hub.load_hub_model(config, head, torch.float32 if config.lora is None else dtype)
+    is_frozen = config.lora is not None and config.trainable is None
+    model = hub.load_hub_model(config, head, dtype if is_frozen else torch.float32)
     trial.try_out(model, head, config.model)
     return model
 

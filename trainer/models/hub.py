@@ -133,7 +133,7 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
     with _quiet(), _one_line_for(config.model):
         described = _describe(source, config, head)
         auto = getattr(transformers, _class_for(head))
-        if config.from_scratch or (config.resume and config.lora is None):
+        if config.from_scratch or (config.resume and not config.reads_again):
             model = auto.from_config(
                 described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
             )

@@ -1,10 +1,12 @@
 """Weights that come and go: into a checkpoint, out of one, and from an earlier run.
 
-Kept is what training changes. Weights that adapters stand beside are those of the model's name, and
-are read from there again.
+Kept is all that cannot be had again: what training changes, and what was drawn or taken from
+elsewhere. Weights of `transformers` that are never trained are those of the model's name, and are
+read from there again.
 """
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -14,37 +16,49 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.models.trainable import trainable_names
 from tokenfeed.trainer.ranks.shares import laid_like
 
-__all__ = ["State", "load_weights", "start_from", "trained_state"]
+__all__ = ["State", "given_weights", "kept_state", "load_weights", "start_from"]
 
 _log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
 
 
-def trained_state(model: nn.Module) -> State:
-    """The model's state but for weights that are frozen."""
-    frozen = _frozen(model)
-    return {name: value for name, value in model.state_dict().items() if name not in frozen}
+def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
+    """The names of weights that come with the model of a run, and that it never trains: its
+    checkpoints leave them out. To be asked of a model as it was made."""
+    if not config.reads_again:
+        return frozenset()
+    trained = trainable_names(model, config.trainable)
+    drawn = {f"model.{name}" for name in getattr(model, "fresh", ())}
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return frozenset(names.keys() - drawn - trained)
 
 
-def load_weights(model: nn.Module, state: State) -> None:
-    """Take over what `trained_state` gave.
+def kept_state(model: nn.Module, given: Collection[str]) -> State:
+    """The model's state but for the weights of these names."""
+    return {name: value for name, value in model.state_dict().items() if name not in given}
+
+
+def load_weights(model: nn.Module, state: State, given: Collection[str]) -> None:
+    """Take over what `kept_state` gave.
 
     Raises:
         ResumeError: It is of another model.
     """
-    expected = {name: value.shape for name, value in trained_state(model).items()}
-    given = {name: value.shape for name, value in state.items()}
-    if expected != given:
-        name = min(name for name, _ in expected.items() ^ given.items())
+    expected = {name: value.shape for name, value in kept_state(model, given).items()}
+    found = {name: value.shape for name, value in state.items()}
+    if expected != found:
+        name = min(name for name, _ in expected.items() ^ found.items())
         raise ResumeError(
             f"cannot go on: the checkpoint's weights are not those of this model: {name} is "
-            f"{_shape(given.get(name))} there and {_shape(expected.get(name))} here. Give the "
-            "--model, --lora and --lora-target that it was made with."
+            f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here. Give the "
+            "--model, --lora, --lora-target and --trainable that it was made with."
         )
-    ours = trained_state(model)
+    ours = kept_state(model, given)
     model.load_state_dict(
         {name: laid_like(ours[name], value) for name, value in state.items()}, strict=False
     )
@@ -73,11 +87,6 @@ def start_from(source: str, model: nn.Module) -> None:
             "was made with; a run with --lora must be exported first."
         )
     _log.info("%s: starts fresh: %s", source, ", ".join(fresh) or "nothing")
-
-
-def _frozen(model: nn.Module) -> set[str]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return {name for name, parameter in parameters if not parameter.requires_grad}
 
 
 def _shape(shape: torch.Size | None) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,40 @@ def test_another_task_keeps_the_body_and_gets_a_fresh_head(
         kept, taken = load_weights(tmp_path / "lm", 8), load_weights(begun.run_dir, 1)
         name = "model.model.layers.1.mlp.up_proj.weight"
         torch.testing.assert_close(kept[name], taken[name], rtol=0, atol=1e-6)
+
+
+TOP = {"trainable": r"layers\.1\.|norm"}
+
+
+@pytest.mark.parametrize("changes", [TOP, LORA | {"trainable": r"lora_|embed_tokens"}])
+def test_of_a_model_with_weights_only_what_is_trained_is_saved(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for name, stop in (("whole", None), ("parts", 3)):
+        run(make_config(documents, tmp_path / name, model=llama, **changes), stop_after=stop)
+    saved = load_weights(tmp_path / "parts", 3)
+    search = re.compile(changes["trainable"]).search
+    assert saved.keys() - {"model.lm_head.weight"} == set(filter(search, saved)) != set()
+    run(make_config(documents, tmp_path / "parts", model=llama, resume=True, **changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+
+
+def test_a_head_without_weights_is_saved_also_where_it_is_frozen(
+    classes: Path, bert: str, tmp_path: Path
+) -> None:
+    run(make_config(classes, tmp_path, model=bert, trainable=r"layer\.1\."), stop_after=1)
+    assert any("classifier" in name for name in load_weights(tmp_path, 1))
+
+
+def test_what_was_trained_by_name_is_exported_with_the_rest(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    export = tmp_path / "model"
+    report = run(make_config(documents, tmp_path / "run", model=llama, export=export, **TOP))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export).state_dict()
+    begun = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
+    changed = {
+        name for name, value in begun.state_dict().items() if not torch.equal(value, theirs[name])
+    }
+    assert report.finished
+    assert changed == set(filter(re.compile(TOP["trainable"]).search, theirs))

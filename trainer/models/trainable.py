@@ -1,0 +1,51 @@
+"""Which weights are trained: those whose names match a pattern. The others stay as they are."""
+
+import difflib
+import re
+from collections.abc import Collection
+
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError
+
+__all__ = ["train_only", "trainable_names", "what_trains"]
+
+_NEAREST = 3
+
+
+def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
+    """The names of the weights that match, with all names of one that has several.
+
+    Args:
+        model: Whose weights.
+        pattern: A regular expression, searched for anywhere in a name; None takes what is trainable
+            now.
+
+    Raises:
+        ConfigError: No name matches.
+    """
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if pattern is None:
+        return frozenset(name for name, weight in weights.items() if weight.requires_grad)
+    search = re.compile(pattern).search
+    matching = {id(weight) for name, weight in weights.items() if search(name)}
+    if not matching:
+        near = difflib.get_close_matches(pattern, weights, n=_NEAREST, cutoff=0)
+        raise ConfigError(
+            f"`--trainable`={pattern}: no weight of the model has a name that matches. The nearest "
+            f"are {', '.join(near)}."
+        )
+    return frozenset(name for name, weight in weights.items() if id(weight) in matching)
+
+
+def train_only(model: nn.Module, names: Collection[str]) -> None:
+    """Let the weights of these names be trained, and no others."""
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(name in names)
+
+
+def what_trains(model: nn.Module) -> str:
+    """For the console: how many parameters are trained, of how many."""
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    trained = sum(size for size, is_trained in sizes if is_trained)
+    return f"trains {trained:,} of {sum(size for size, _ in sizes):,} parameters"
