@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.settings import alternatives, nearest, typed
+from tokenfeed.trainer.settings import alternatives, nearest, takes_weights, typed
 
 __all__ = ["flag_of", "read_flags"]
 
@@ -94,6 +94,8 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
     more: dict[str, Any] = {}
     if get_origin(kind) is tuple:
         shown, more = (shown, "NAME"), {"nargs": "+", "action": "extend"}
+    if takes_weights(kind):
+        shown, more = ("PATH", "PATH=X"), {"nargs": "+"}
     group.add_argument(flag, dest=field.name, metavar=shown, help=told, **more)
 
 

@@ -15,6 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.flags import flag_of, read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
+from tokenfeed.trainer.data_sets import read_manifest
 from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
 from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
@@ -170,7 +171,7 @@ def _manifest_of(said: dict[str, Any]) -> Manifest | None:
             raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
         raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
     with contextlib.suppress(TokenfeedError):
-        manifest = Manifest.read(said["shards"])
+        manifest = read_manifest(said["shards"])
         return manifest if "train" in manifest.splits else None
     return None
 
@@ -213,7 +214,7 @@ def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
     command = Command(**_over(_values(begun), said))
     if command.epochs is not None:
         command.check()
-        steps = steps_of(command.epochs, command, Manifest.read(command.shards))
+        steps = steps_of(command.epochs, command, read_manifest(command.shards))
         command = dataclasses.replace(command, steps=steps)
     for name, value in _values(command).items():
         if name != "json" and value != getattr(begun, name):

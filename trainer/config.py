@@ -35,6 +35,7 @@ __all__ = [
     "RecomputeName",
     "Resume",
     "ScheduleName",
+    "Shards",
     "SizeName",
     "TrackerName",
     "TrainConfig",
@@ -65,6 +66,8 @@ _MOST_TRACED = 100
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
+Shards = str | dict[str, AboveZero]
+"""The folder of a data set, or several with their weights."""
 
 
 def _new_run_dir() -> Path:
@@ -76,8 +79,8 @@ def _new_run_dir() -> Path:
 class TrainConfig:
     """The settings of one training run."""
 
-    shards: str
-    """Output folder of `pretokenize`."""
+    shards: Shards
+    """Output folder of `pretokenize`; or several with their weights, like a=0.7 b=0.3."""
     objective: ObjectiveName = "auto"
     """auto: what the shards are for; masked: fill gaps in documents."""
     model: str = "tiny"

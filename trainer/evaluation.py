@@ -1,6 +1,6 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
-__all__ = ["Metrics", "evaluate"]
+__all__ = ["Metrics", "evaluate", "over_all"]
 
 Metrics = dict[str, float]
 """By name; `loss` is the mean per target, in nats."""
@@ -53,6 +53,27 @@ def evaluate(
         return {}
     mean = float(total) / int(targets)
     return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})
+
+
+def over_all(found: Mapping[str, Metrics], weights: Mapping[str, float], task: Task) -> Metrics:
+    """The metrics of several data sets as one: the mean of each by weight, and behind a stroke
+    those of each data set; of one alone its own.
+
+    Args:
+        found: By data set. One without metrics does not count.
+        weights: By data set.
+        task: Says what follows from the mean loss.
+    """
+    known = {name: metrics for name, metrics in found.items() if metrics}
+    if len(found) == 1 or not known:
+        return next(iter(known.values()), {})
+    total = sum(weights[name] for name in known)
+    means = {
+        metric: sum(weights[name] * metrics[metric] for name, metrics in known.items()) / total
+        for metric in next(iter(known.values()))
+    }
+    each = {f"{metric}/{name}": value for name in known for metric, value in known[name].items()}
+    return means | task.of_loss(means["loss"]) | each
 
 
 def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:

@@ -29,6 +29,7 @@ from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import first_of, read_manifest
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
@@ -99,7 +100,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         ConfigError: The folder is there already, and holds something else.
         ResumeError: The run has no checkpoint, or it is damaged.
     """
-    manifest = Manifest.read(config.shards)
+    manifest = read_manifest(config.shards)
     cpu = torch.device("cpu")
     task = make_task(config, manifest, cpu)
     checkpoints = Checkpoints.of_run(config.run_dir)
@@ -172,9 +173,9 @@ def _sync(folder: Path) -> None:
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
     """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
-    content = open_store(config.shards).read(manifest.tokenizer.file)
+    content = open_store(first_of(config.shards)).read(manifest.tokenizer.file)
     tokenizer = Tokenizer.from_buffer(content)
-    special = SpecialIds.from_shards(config.shards, manifest)
+    special = SpecialIds.from_shards(first_of(config.shards), manifest)
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
     ids["pad_token"] = manifest.tokenizer.pad_id
     types = ["token_type_ids"] if head.pairs else []

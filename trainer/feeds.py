@@ -17,6 +17,7 @@ from tokenfeed.trainer.batching import (
     shapes,
 )
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import shown, source_of
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
 from tokenfeed.trainer.tasks.task import Task
@@ -66,20 +67,21 @@ class Feeds:
             step_size=None if config.resume else config.accumulation,
         )
 
-    def whole(self, split: str) -> ShardLoader:
-        """A split once, in the batches of its task. It is shuffled too, each time alike: packing in
-        the order of length would let the longest documents alone speak for it."""
-        return self._open(split, self._whole, num_workers=0, epochs=1)
+    def whole(self, split: str, folder: str | None = None) -> ShardLoader:
+        """A split once, of all data sets or of one, in the batches of its task. It is shuffled too,
+        each time alike: packing in the order of length would let the longest documents alone speak
+        for it."""
+        return self._open(split, self._whole, num_workers=0, epochs=1, source=folder)
 
     def numbered(
-        self, split: str, most: int | None
+        self, split: str, most: int | None, folder: str | None = None
     ) -> Generator[tuple[int, MicroBatch], None, None]:
         """This rank's micro-batches of `whole`, with numbers that hang on no rank.
 
         At most `most` count, over all ranks; one beyond them has no targets, for no rank may be
         missing where the others compute.
         """
-        with self.whole(split) as feed:
+        with self.whole(split, folder) as feed:
             batches = iter(feed)
             for first in itertools.count(0, feed.world_size):
                 position = feed.position
@@ -135,9 +137,10 @@ class Feeds:
         num_workers: int,
         epochs: int | None,
         step_size: int | None = 1,
+        source: str | None = None,
     ) -> ShardLoader:
         return ShardLoader(
-            self._config.shards,
+            source or source_of(self._config.shards),
             batching=policy,
             split=split,
             device=self._device,
@@ -171,8 +174,8 @@ def check_rows(config: TrainConfig, task: Task) -> None:
     longest = max(splits[name].longest_row for name in _SPLITS if name in splits)
     if longest > config.sequence_length:
         raise ConfigError(
-            f"`--sequence-length`={config.sequence_length}: {config.shards} has rows of {longest} "
-            f"tokens, and rows with one label cannot be cut. Raise it to {longest}."
+            f"`--sequence-length`={config.sequence_length}: {shown(config.shards)} has rows of "
+            f"{longest} tokens, and rows with one label cannot be cut. Raise it to {longest}."
         )
 
 

@@ -18,16 +18,16 @@ import numpy as np
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import DataSets
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports
-from tokenfeed.trainer.evaluation import Metrics, evaluate
+from tokenfeed.trainer.evaluation import Metrics, evaluate, over_all
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
@@ -63,7 +63,8 @@ class Trainer:
         self.device = self.world.device
         self.config = config = decide_micro_batch(config, self.world)
         self.headspace = ready_tokens_per_s(config, self.world)
-        self.task = make_task(config, Manifest.read(config.shards), self.device)
+        self.data = DataSets.read(config.shards)
+        self.task = make_task(config, self.data.manifest, self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.loader = self.feeds.training()
@@ -134,7 +135,7 @@ class Trainer:
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
         found = {"validation": self.best.metrics} if self.best else {}
-        if self.step == self.config.steps and "test" in self.loader.manifest.splits:
+        if self.step == self.config.steps and self.data.having("test"):
             if self.best and self.best.step != self.step:
                 _, state = self._load(self.best.step)
                 self.learner.load_weights(state["model"])
@@ -219,7 +220,7 @@ class Trainer:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved
         they decide whether its checkpoint is the best; also on resuming, for a kill may have come
         before the decision."""
-        if "validation" not in self.loader.manifest.splits:
+        if not self.data.having("validation"):
             return
         with self.stall.cause("evaluation"):
             metrics = self._metrics_of("validation")
@@ -236,8 +237,14 @@ class Trainer:
             self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
-        learner = self.learner
-        with contextlib.closing(self.feeds.numbered(split, self.config.eval_batches)) as shown:
+        names, folders = self.data.names, self.data.having(split)
+        found = {names[folder]: self._metrics_on(folder, split) for folder in folders}
+        weights = {names[folder]: weight for folder, weight in self.data.weights.items()}
+        return over_all(found, weights, self.task)
+
+    def _metrics_on(self, folder: str, split: str) -> Metrics:
+        learner, most = self.learner, self.config.eval_batches
+        with contextlib.closing(self.feeds.numbered(split, most, folder)) as shown:
             return evaluate(learner.model, self.task, shown, learner.precision, self.world)
 
     def _keep_if_best(self, metrics: Metrics) -> None:

@@ -12,13 +12,24 @@ from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.trainer.config import Shards
+from tokenfeed.trainer.data_sets import DataSets
 
 __all__ = ["origins", "write_origins"]
 
 
-def write_origins(path: Path, shards: StorePath, rows: np.ndarray) -> str:
-    """Write a line for each of some rows of the train split; gives the first, for a message."""
-    places = origins(shards, "train", rows)
+def write_origins(path: Path, shards: Shards, rows: np.ndarray) -> str:
+    """Write a line for each of some rows of the train split; gives the first, for a message.
+
+    Of several data sets the rows are numbered through, in their order.
+    """
+    places: list[tuple[str, int]] = []
+    data, first = DataSets.read(shards), 0
+    for folder, manifest in zip(data.weights, data.manifests, strict=True):
+        count = manifest.split("train").rows
+        own = rows[(rows >= first) & (rows < first + count)] - first
+        places += origins(folder, "train", own)
+        first += count
     lines = [json.dumps({"file": file, "record": record}) for file, record in places]
     atomic_write(path, "".join(f"{line}\n" for line in lines).encode())
     file, record = places[0]

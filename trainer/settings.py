@@ -11,7 +11,7 @@ import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["alternatives", "expected", "nearest", "read_settings", "typed"]
+__all__ = ["alternatives", "expected", "nearest", "read_settings", "takes_weights", "typed"]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
@@ -29,6 +29,8 @@ def typed(kind: Any, value: Any, said: str) -> Any:
     """
     if value == "" and alternatives(kind)[0][0] is Path:  # it would be the working directory
         raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
+    if isinstance(value, list) and takes_weights(kind):
+        value = _weighed([str(word) for word in value], said)
     try:
         # Not strict: words are text, and YAML takes 1e-3, without a point, for text.
         return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)
@@ -46,6 +48,11 @@ def alternatives(kind: Any) -> list[tuple[Any, msgspec.Meta | None]]:
         bounds = next((note for note in notes if isinstance(note, msgspec.Meta)), None)
         return [(each, bounds) for each, _ in alternatives(core)]
     return [] if kind is NoneType else [(kind, None)]
+
+
+def takes_weights(kind: Any) -> bool:
+    """Whether a field takes folders with weights, written as words with = between."""
+    return any(get_origin(each) is dict for each, _ in alternatives(kind))
 
 
 def expected(kind: Any) -> str:
@@ -90,7 +97,24 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     return content
 
 
+def _weighed(words: list[str], said: str) -> str | dict[str, str]:
+    """Weights by folder. One word alone is a folder, whatever is in its name."""
+    if len(words) == 1:
+        return words[0]
+    found: dict[str, str] = {}
+    for word in words:
+        folder, _, weight = word.rpartition("=")
+        if not folder or Path(word).exists():
+            raise ConfigError(f"{said}: {word} has no weight. Of several each has, like {word}=1.")
+        if folder in found:
+            raise ConfigError(f"{said}: {folder} is there twice. Raise its weight instead.")
+        found[folder] = weight
+    return found
+
+
 def _words(kind: Any, bounds: msgspec.Meta | None) -> str:
+    if get_origin(kind) is dict:
+        return "folders with weights above 0, like a=0.7 b=0.3"
     if get_origin(kind) is tuple:
         return f"a list: {expected(get_args(kind)[0])}"
     if get_origin(kind) is Literal:

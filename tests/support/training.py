@@ -166,7 +166,7 @@ def dropping_model(head: Head) -> Transformer:
     return Transformer(ModelSize(layers=2, width=64, heads=2), head, dropout=0.1)
 
 
-def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+def make_config(shards: Path | dict[str, float], run_dir: Path, **changes: Any) -> TrainConfig:
     settings: dict[str, Any] = {
         "model": "training:small_model",
         "steps": 8,
@@ -179,7 +179,8 @@ def make_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
         "log_every": 1,
         "device": "cpu",
     }
-    return TrainConfig(shards=str(shards), run_dir=run_dir, **settings | changes)
+    named = shards if isinstance(shards, dict) else str(shards)
+    return TrainConfig(shards=named, run_dir=run_dir, **settings | changes)
 
 
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:

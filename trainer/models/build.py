@@ -10,6 +10,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
+from tokenfeed.trainer.data_sets import first_of
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import start_from
@@ -80,7 +81,7 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
 def _built_in(size: ModelSize, head: Head, config: TrainConfig) -> Transformer:
     model = Transformer(size, head, config.dropout or 0.0)
     if model.words is not None:
-        model.words.share(words_of(config.shards))
+        model.words.share(words_of(first_of(config.shards)))
     return model
 
 

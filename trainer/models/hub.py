@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import shown
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Reach, Scope
 from tokenfeed.trainer.models.head import Head
@@ -244,7 +245,7 @@ def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:
     ids = model.get_input_embeddings().num_embeddings
     if ids < head.vocabulary_size:
         raise ConfigError(
-            f"`--model`={config.model}: knows {ids} ids, and {config.shards} needs "
+            f"`--model`={config.model}: knows {ids} ids, and {shown(config.shards)} needs "
             f"{head.vocabulary_size}. Run `pretokenize` with the tokenizer of this model."
         )
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -7,6 +7,7 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import first_of, shown
 from tokenfeed.trainer.tasks.classify import Classify
 from tokenfeed.trainer.tasks.masked import Masked
 from tokenfeed.trainer.tasks.next_token import Completion, LanguageModelling
@@ -29,24 +30,24 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
     Raises:
         ConfigError: The shards are of a task that is unknown here, or not for --objective.
     """
+    name = shown(config.shards)
     if config.objective == "masked":
         if manifest.task != "lm":
             raise ConfigError(
-                f"`--objective`: masked learns from documents, and {config.shards} was made for "
+                f"`--objective`: masked learns from documents, and {name} was made for "
                 f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
             )
-        return Masked(
-            manifest, config.seed, SpecialIds.from_shards(config.shards, manifest), device
-        )
+        special = SpecialIds.from_shards(first_of(config.shards), manifest)
+        return Masked(manifest, config.seed, special, device)
     if manifest.task not in TASKS:
         raise ConfigError(
-            f"{config.shards}: was made for `--task {manifest.task}`, and `train` learns only "
+            f"{name}: was made for `--task {manifest.task}`, and `train` learns only "
             f"{', '.join(TASKS)}. A newer tokenfeed may know it."
         )
     task = TASKS[manifest.task](manifest, config.seed)
     if task.outputs == 0:
         raise ConfigError(
-            f"{config.shards}: names no labels, so there is nothing to tell apart. Run "
+            f"{name}: names no labels, so there is nothing to tell apart. Run "
             f"`pretokenize --task {manifest.task}` on a corpus that has them."
         )
     return task

@@ -39,6 +39,7 @@ PROVED_ELSEWHERE = {
     "from_scratch": "test_hub.py",
     "lora": "test_hub_runs.py",
     "lora_target": "test_hub_runs.py",
+    "trainable": "test_trainable.py",
     "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",

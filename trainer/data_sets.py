@@ -1,0 +1,131 @@
+"""What a run learns from: one data set, or several by weight.
+
+Several are read as one `Mixture` and evaluated each by itself. Whoever asks what there is to learn,
+as defaults and plans do, sees one manifest: that of what an epoch reads. Torch-free.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Self
+
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.trainer.config import Shards
+
+__all__ = ["DataSets", "first_of", "read_manifest", "shown", "source_of", "weights_of"]
+
+
+def weights_of(shards: Shards) -> dict[str, float]:
+    """The weight of each data set by its folder."""
+    return {shards: 1.0} if isinstance(shards, str) else shards
+
+
+def source_of(shards: Shards) -> str | Mixture:
+    """What a loader reads.
+
+    Raises:
+        ConfigError: A weight is not above 0.
+    """
+    weights = weights_of(shards)
+    return Mixture(dict(weights.items())) if len(weights) > 1 else first_of(shards)
+
+
+def first_of(shards: Shards) -> str:
+    """The folder whose tokenizer stands for all."""
+    return next(iter(weights_of(shards)))
+
+
+def shown(shards: Shards) -> str:
+    """As it is written on the command line."""
+    if isinstance(shards, str):
+        return shards
+    return " ".join(f"{folder}={weight:g}" for folder, weight in shards.items())
+
+
+def read_manifest(shards: Shards) -> Manifest:
+    """That of the data set, or of what an epoch of several reads.
+
+    Raises:
+        ManifestError: There is none, or a data set of several has no train split.
+        ConfigError: Data sets do not fit each other, or a weight is not above 0.
+    """
+    return DataSets.read(shards).manifest
+
+
+@dataclass(frozen=True, slots=True)
+class DataSets:
+    """The data sets of a run, with their manifests."""
+
+    weights: dict[str, float]
+    """By folder."""
+    manifests: tuple[Manifest, ...]
+    """In the same order."""
+
+    @classmethod
+    def read(cls, shards: Shards) -> Self:
+        """Those that are meant; errors are those of `read_manifest`."""
+        source = source_of(shards)
+        if not isinstance(source, Mixture):
+            return cls({source: 1.0}, (Manifest.read(source),))
+        weights = weights_of(shards)
+        opened = open_splits(weights, "train")
+        return cls(weights, tuple(each.manifest for each in opened))
+
+    @property
+    def manifest(self) -> Manifest:
+        """One for all: the first one's, with the splits of all, and of train what an epoch reads:
+        the data set that lasts longest once, the others as often as that takes."""
+        first = self.manifests[0]
+        if len(self.manifests) == 1:
+            return first
+        names = dict.fromkeys(name for manifest in self.manifests for name in manifest.splits)
+        return dataclasses.replace(first, splits={name: self._together(name) for name in names})
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By folder what to call it: its last part, or all of it where two end alike."""
+        lasts = {folder: PurePath(folder).name for folder in self.weights}
+        known = list(lasts.values())
+        return {
+            folder: last if known.count(last) == 1 else folder for folder, last in lasts.items()
+        }
+
+    def having(self, split: str) -> list[str]:
+        """The folders of those that have a split."""
+        pairs = zip(self.weights, self.manifests, strict=True)
+        return [folder for folder, manifest in pairs if split in manifest.splits]
+
+    def _together(self, name: str) -> SplitInfo:
+        splits = [each.splits[name] for each in self.manifests if name in each.splits]
+        times = [1.0] * len(splits)
+        if name == "train":
+            lasting = [
+                split.tokens / weight
+                for split, weight in zip(splits, self.weights.values(), strict=True)
+            ]
+            times = [max(lasting) / each for each in lasting]
+        return _joined([_read(split, often) for split, often in zip(splits, times, strict=True)])
+
+
+def _read(split: SplitInfo, times: float) -> SplitInfo:
+    """What several readings of a split have, as if it were one shard."""
+    counts = tuple(round(times * count) for count in split.length_histogram)
+    shard = dataclasses.replace(
+        split.shards[0],
+        rows=sum(counts),
+        tokens=round(times * split.tokens),
+        batches=round(times * split.batches),
+        longest_row=split.longest_row,
+    )
+    return SplitInfo(shards=(shard,), length_histogram=counts)
+
+
+def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
+    histograms = zip(*(split.length_histogram for split in splits), strict=True)
+    return SplitInfo(
+        shards=tuple(shard for split in splits for shard in split.shards),
+        length_histogram=tuple(map(sum, histograms)),
+    )
