@@ -25,6 +25,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
 from tokenfeed.trainer.optimizer import set_learning_rate
+from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import learning_rate
@@ -180,8 +181,8 @@ def by_bare_loop(
     item: bool = False,
 ) -> Run:
     """Batches that are ready in memory, and nothing but the step: the bound."""
-    _, task, feeds = parts(case, shards, steps)
-    with feeds.training() as loader:
+    config, task, feeds = parts(case, shards, steps)
+    with feeds.training(phases_of(config)[0], goes_on=False) as loader:
         batches = list(itertools.islice(loader, steps))
     ready = [(feeds.shape(batch), batch.num_tokens) for batch in batches]
     model = model_of(task)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.settings import alternatives, nearest, takes_weights, typed
+from tokenfeed.trainer.settings import alternatives, nearest, parts_of, takes_weights, typed
 
 __all__ = ["flag_of", "read_flags"]
 
@@ -36,7 +36,7 @@ def read_flags(
 
     Args:
         settings: A dataclass. Its switches are off by default, and `--no-NAME` turns one off; some
-            take a word as well.
+            take a word as well. What has parts is no option: files say it.
         groups: Titles, by the field that a group begins with.
         prog: Name of the command.
         description: What stands above the options.
@@ -44,7 +44,8 @@ def read_flags(
     Raises:
         ConfigError: An option that there is not, or one with a value that it does not take.
     """
-    kinds = get_type_hints(settings, include_extras=True)
+    hints = get_type_hints(settings, include_extras=True)
+    kinds = {name: kind for name, kind in hints.items() if not parts_of(kind)}
     parser = _parser(settings, kinds, groups, prog, description)
     found, others = parser.parse_known_args([_hyphened(word) for word in sys.argv[1:]])
     if others:
@@ -75,7 +76,8 @@ def _parser(
     for field in dataclasses.fields(settings):
         if field.name in groups:
             group = parser.add_argument_group(groups[field.name])
-        _add(group, field, kinds[field.name], docs[field.name])
+        if field.name in kinds:
+            _add(group, field, kinds[field.name], docs[field.name])
     return parser
 
 

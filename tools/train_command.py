@@ -145,7 +145,16 @@ def _said() -> dict[str, Any]:
                 f"`{flag_of(other)}` and {flag_of(one)} both say {meaning}. Leave one out."
             )
     preset = PRESETS[flags["preset"]] if flags.get("preset") else {}
-    return _over(_over(preset, _file(flags.get("config"))), flags)
+    return _with_steps(_over(_over(preset, _file(flags.get("config"))), flags))
+
+
+def _with_steps(said: dict[str, Any]) -> dict[str, Any]:
+    """With those of the phases, where nothing else is said of steps."""
+    if not said.get("phases"):
+        return said
+    if said.get("epochs") is not None:
+        raise ConfigError("`--epochs`: phases say how many steps they have. Leave it out.")
+    return {"steps": sum(phase.steps for phase in said["phases"])} | said
 
 
 def _file(path: Path | None) -> dict[str, Any]:
@@ -156,6 +165,8 @@ def _file(path: Path | None) -> dict[str, Any]:
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """Settings with others laid over them; of two that say the same, the upper one counts."""
     kept = dict(below)
+    if above.get("phases"):  # they have steps of their own
+        kept = {name: value for name, value in below.items() if name not in _EITHER[0]}
     for one, other, _ in _EITHER:
         for said, replaced in ((one, other), (other, one)):
             if above.get(said) is not None and above.get(replaced) is None:

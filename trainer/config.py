@@ -10,13 +10,20 @@ import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.setting_checks import (
+    bounds,
+    check_pattern,
+    keeps,
+    require,
+    require_multiple,
+)
 from tokenfeed.trainer.settings import read_settings
 
 __all__ = [
@@ -30,6 +37,7 @@ __all__ = [
     "BatchingName",
     "ObjectiveName",
     "OptimizerName",
+    "PhaseSettings",
     "Positive",
     "PrecisionName",
     "RecomputeName",
@@ -76,6 +84,20 @@ def _new_run_dir() -> Path:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSettings:
+    """What a phase says of itself; all else is as the run says."""
+
+    steps: Positive
+    """Of this phase alone."""
+    trainable: str | None = None
+    learning_rate: AboveZero | None = None
+    schedule: ScheduleName | None = None
+    """From the phase's first step to its last, as is its warm-up."""
+    warmup_steps: NotNegative | None = None
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
     """The settings of one training run."""
 
@@ -101,6 +123,8 @@ class TrainConfig:
     """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
     steps: Positive = 200
     """Optimizer steps, earlier ones included."""
+    phases: tuple[PhaseSettings, ...] = ()
+    """In a file: parts of the steps, each with what it trains, its rate and its shards."""
     sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
     """Tokens of a row; longer ones are cut, or refused where a row has one label."""
     batching: BatchingName = "auto"
@@ -171,26 +195,32 @@ class TrainConfig:
     def check(self) -> None:
         """Raise a ConfigError for the first setting that cannot work."""
         for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if bounds := _bounds(hint):
-                _require(self, name, *_keeps(getattr(self, name), bounds))
-        _require(self, "seed", self.seed < 1 << 63, "below 2**63")
-        _require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
-        _check_pattern(self.trainable)
+            if limits := bounds(hint):
+                require(self, name, *keeps(getattr(self, name), limits))
+        require(self, "seed", self.seed < 1 << 63, "below 2**63")
+        require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
+        check_pattern(self.trainable)
         if self.step_rows is None and self.micro_batch_tokens != "auto":
-            _require_multiple(self, "step_tokens", "micro_batch_tokens")
-
+            require_multiple(self, "step_tokens", "micro_batch_tokens")
         _ = self.profiled_steps  # raises where they are none
+        if self.phases:
+            total = sum(phase.steps for phase in self.phases)
+            require(self, "steps", self.steps == total, f"the {total} steps of all phases, or none")
+            for stage in self.stages:
+                stage.check()
 
     def check_packed(self) -> None:
         """The same for settings that matter where rows are packed."""
-        _require_multiple(self, "micro_batch_tokens", "sequence_length")
+        require_multiple(self, "micro_batch_tokens", "sequence_length")
 
     def as_dict(self) -> dict[str, Any]:
         """The settings by name, as YAML and JSON hold them."""
-        return {
+        found: dict[str, Any] = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
+        phases = [{k: v for k, v in phase.items() if v is not None} for phase in found["phases"]]
+        return found | {"phases": phases}
 
     def write(self) -> None:
         """Write config.yaml into the run's folder, atomically."""
@@ -229,7 +259,22 @@ class TrainConfig:
         """Whether weights that are never trained are those of the model's name, and are read from
         there again where a run goes on; else a checkpoint has them too."""
         is_given = self.model.startswith("hf:") and not self.from_scratch
-        return is_given and (self.lora is not None or self.trainable is not None)
+        return is_given and (self.lora is not None or self.chooses)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether patterns say what is trained."""
+        return any(stage.trainable is not None for stage in self.stages)
+
+    @property
+    def stages(self) -> "tuple[TrainConfig, ...]":
+        """The settings of each phase, and its steps alone; a run without phases is one."""
+        return tuple(self._of_phase(phase) for phase in self.phases) or (self,)
+
+    def _of_phase(self, phase: PhaseSettings) -> "TrainConfig":
+        said = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
+        given = {name: value for name, value in said.items() if value is not None}
+        return dataclasses.replace(self, **given, phases=())
 
     @property
     def rows(self) -> int:
@@ -256,54 +301,3 @@ class TrainConfig:
     def step_slots(self) -> int:
         """About the token slots of a step."""
         return self.accumulation * self.micro_batch_slots
-
-
-def _bounds(hint: Any) -> msgspec.Meta | None:
-    """The bounds that a field's type names, also where it may be None."""
-    for kind in (hint, *get_args(hint)):
-        for entry in getattr(kind, "__metadata__", ()):
-            if isinstance(entry, msgspec.Meta):
-                return entry
-    return None
-
-
-def _keeps(value: float | str | None, bounds: msgspec.Meta) -> tuple[bool, str]:
-    """Whether a value is within its bounds, or a word, and in words what these are."""
-    if isinstance(value, str):
-        return True, ""
-    if bounds.gt is not None:
-        return value is None or value > bounds.gt, f"a number above {bounds.gt}"
-    assert bounds.ge is not None
-    below = "" if bounds.lt is None else f" and below {bounds.lt}"
-    kept = value is None or bounds.ge <= value < (math.inf if bounds.lt is None else bounds.lt)
-    return kept, f"at least {bounds.ge}{below}"
-
-
-def _check_pattern(pattern: str | None) -> None:
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise ConfigError(
-            f"`--trainable`={pattern}: is no regular expression ({error}). Write names, or parts "
-            "of them, with | between."
-        ) from error
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _require(config: TrainConfig, name: str, holds: bool, expected: str) -> None:
-    if not holds:
-        value = getattr(config, name)
-        raise ConfigError(f"`{_flag(name)}`: expected {expected}, got {value}.")
-
-
-def _require_multiple(config: TrainConfig, name: str, divisor_name: str) -> None:
-    value, divisor = getattr(config, name), getattr(config, divisor_name)
-    if value % divisor:
-        nearest = max(1, round(value / divisor)) * divisor
-        raise ConfigError(
-            f"`{_flag(name)}`: expected a multiple of {_flag(divisor_name)}={divisor}, got "
-            f"{value}. Try {nearest}."
-        )

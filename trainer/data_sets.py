@@ -13,9 +13,17 @@ from typing import Self
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
-from tokenfeed.trainer.config import Shards
+from tokenfeed.trainer.config import Shards, TrainConfig
 
-__all__ = ["DataSets", "first_of", "read_manifest", "shown", "source_of", "weights_of"]
+__all__ = [
+    "DataSets",
+    "first_of",
+    "read_manifest",
+    "run_manifest",
+    "shown",
+    "source_of",
+    "weights_of",
+]
 
 
 def weights_of(shards: Shards) -> dict[str, float]:
@@ -53,6 +61,22 @@ def read_manifest(shards: Shards) -> Manifest:
         ConfigError: Data sets do not fit each other, or a weight is not above 0.
     """
     return DataSets.read(shards).manifest
+
+
+def run_manifest(config: TrainConfig) -> Manifest:
+    """The same of a whole run: its longest row is that of all phases.
+
+    Raises:
+        ConfigError: The data sets of a phase do not fit those of the run.
+    """
+    manifest = read_manifest(config.shards)
+    others = [each.shards for each in config.phases if each.shards not in (None, config.shards)]
+    phases = [DataSets.read(shards) for shards in others if shards is not None]
+    first = first_of(config.shards)
+    for data in phases:
+        _check_fit(first, data)
+    longest = max((data.manifest.split("train").longest_row for data in phases), default=0)
+    return _lengthened(manifest, longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +153,21 @@ def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
         shards=tuple(shard for split in splits for shard in split.shards),
         length_histogram=tuple(map(sum, histograms)),
     )
+
+
+def _check_fit(first: str, data: DataSets) -> None:
+    """Refuse data sets whose ids or labels mean something else than those of the first one."""
+    ours = Manifest.read(first).fingerprint
+    for folder, manifest in zip(data.weights, data.manifests, strict=True):
+        if manifest.fingerprint != ours:
+            open_splits([first, folder], "train")
+
+
+def _lengthened(manifest: Manifest, longest: int) -> Manifest:
+    """A manifest with a row of this length in its train split, if that has no longer one."""
+    if "train" not in manifest.splits or longest <= manifest.split("train").longest_row:
+        return manifest
+    train = manifest.split("train")
+    shard = dataclasses.replace(train.shards[0], longest_row=longest)
+    longer = dataclasses.replace(train, shards=(shard, *train.shards[1:]))
+    return dataclasses.replace(manifest, splits=manifest.splits | {"train": longer})

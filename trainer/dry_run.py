@@ -33,6 +33,8 @@ class DryRun:
     shapes: dict[str, int]
     """How many micro-batches of an epoch are of which rows x length: the most frequent."""
     parameters: int
+    trained_parameters: list[int]
+    """Of these, those that each phase trains."""
     flops_per_token: float
     flops_formula: str
     precision: str
@@ -62,8 +64,8 @@ class DryRun:
             f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
             f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
             f"batches  an epoch has {listed}; padding {self.padding:.2%}",
-            f"model    {self.parameters / 1e6:.1f} M parameters, {self.flops_per_token / 1e9:.3g} "
-            f"GFLOP a token ({self.flops_formula})",
+            f"model    {self.parameters / 1e6:.1f} M parameters{self._trained()}, "
+            f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
             f"memory   {self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
         ]
         if self.gpu is not None:
@@ -78,6 +80,12 @@ class DryRun:
             f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
         )
         return "\n".join(lines)
+
+    def _trained(self) -> str:
+        if set(self.trained_parameters) == {self.parameters}:
+            return ""
+        listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
+        return f" of which {listed} M are trained"
 
     def _of_gpu(self) -> str:
         return "" if self.gpu_gib is None else f", of {self.gpu_gib:g} GiB on {self.gpu}"
@@ -120,6 +128,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         padding=1 - epoch.tokens / epoch.slots,
         shapes=epoch.shapes,
         parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
+        trained_parameters=planned.weightless.learner.trained_parameters,
         flops_per_token=flops,
         flops_formula=FORMULA,
         precision=planned.precision,

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from tokenfeed.trainer.data_sets import DataSets
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.shares import reshard
@@ -55,24 +56,26 @@ def evaluate(
     return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})
 
 
-def over_all(found: Mapping[str, Metrics], weights: Mapping[str, float], task: Task) -> Metrics:
-    """The metrics of several data sets as one: the mean of each by weight, and behind a stroke
-    those of each data set; of one alone its own.
+def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metrics:
+    """The metrics of several data sets as one: the mean of each by weight, and with names behind a
+    stroke those of each data set; of one alone its own.
 
     Args:
-        found: By data set. One without metrics does not count.
-        weights: By data set.
+        found: By folder. A data set without metrics does not count.
+        data: Has weights and names.
         task: Says what follows from the mean loss.
     """
-    known = {name: metrics for name, metrics in found.items() if metrics}
+    known = {folder: metrics for folder, metrics in found.items() if metrics}
     if len(found) == 1 or not known:
         return next(iter(known.values()), {})
-    total = sum(weights[name] for name in known)
+    shares = {folder: data.weights[folder] for folder in known}
     means = {
-        metric: sum(weights[name] * metrics[metric] for name, metrics in known.items()) / total
+        metric: sum(shares[folder] * known[folder][metric] for folder in known)
+        / sum(shares.values())
         for metric in next(iter(known.values()))
     }
-    each = {f"{metric}/{name}": value for name in known for metric, value in known[name].items()}
+    names = data.names
+    each = {f"{m}/{names[folder]}": value for folder in known for m, value in known[folder].items()}
     return means | task.of_loss(means["loss"]) | each
 
 

@@ -8,6 +8,7 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.trainer.batching import (
     Policy,
     is_packed,
@@ -20,6 +21,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import shown, source_of
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
+from tokenfeed.trainer.phases import Phase
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["Feeds", "check_rows", "is_apart"]
@@ -55,16 +57,23 @@ class Feeds:
         self.shape_whole = self._shaper(self._whole)
         """The same for those of `whole`."""
 
-    def training(self) -> ShardLoader:
-        """The train split, shuffled, epoch after epoch, in steps that ranks share; a run that goes
-        on keeps the steps it has."""
+    def training(self, phase: Phase, *, goes_on: bool) -> ShardLoader:
+        """The train split of a phase, shuffled, epoch after epoch, in steps that ranks share; data
+        that comes again in a later phase comes in another order.
+
+        Args:
+            phase: Says which data.
+            goes_on: Whether a saved state will be loaded, which has steps of its own.
+        """
         config = self._config
         return self._open(
             "train",
             self._training,
             num_workers=self._num_workers(),
             epochs=None,
-            step_size=None if config.resume else config.accumulation,
+            step_size=None if goes_on else config.accumulation,
+            source=source_of(phase.config.shards),
+            seed=config.seed + phase.changes,
         )
 
     def whole(self, split: str, folder: str | None = None) -> ShardLoader:
@@ -137,7 +146,8 @@ class Feeds:
         num_workers: int,
         epochs: int | None,
         step_size: int | None = 1,
-        source: str | None = None,
+        source: str | Mixture | None = None,
+        seed: int | None = None,
     ) -> ShardLoader:
         return ShardLoader(
             source or source_of(self._config.shards),
@@ -145,7 +155,7 @@ class Feeds:
             split=split,
             device=self._device,
             num_workers=num_workers,
-            seed=self._config.seed,
+            seed=self._config.seed if seed is None else seed,
             epochs=epochs,
             micro_batches_per_step=step_size,
         )

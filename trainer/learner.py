@@ -1,6 +1,7 @@
 """What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
 one."""
 
+import itertools
 import logging
 from typing import Any
 
@@ -8,7 +9,11 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
-from tokenfeed.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_state
+from tokenfeed.trainer.checkpoints.optimizer_state import (
+    keep_moments,
+    load_optimizer,
+    optimizer_state,
+)
 from tokenfeed.trainer.checkpoints.random_state import (
     random_state,
     seed_random,
@@ -18,13 +23,14 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
-from tokenfeed.trainer.models.trainable import train_only, trainable_names, what_trains
+from tokenfeed.trainer.models.trainable import count_parameters, train_only, trainable_names
 from tokenfeed.trainer.models.weights import State, given_weights, kept_state, load_weights
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.phases import Phase, phase_at, phases_of
 from tokenfeed.trainer.precision import Precision, gradients_of
 from tokenfeed.trainer.ranks.shares import whole
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.schedule import learning_rate, rate_factor
+from tokenfeed.trainer.schedule import rate_factor
 from tokenfeed.trainer.tasks.task import Loss, Task
 
 __all__ = ["Learner"]
@@ -55,9 +61,9 @@ class Learner:
         self._world.share([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
         self._given = given_weights(self.model, config)
-        train_only(self.model, trainable_names(self.model, config.trainable))
-        if config.trainable is not None:
-            _log.info("%s", what_trains(self.model))
+        self._phases = phases_of(config)
+        self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
+        train_only(self.model, self._chosen[0])
         if config.shard_model and self._world.size > 1:
             from tokenfeed.trainer.ranks import sharding  # seconds, which only this one pays
 
@@ -66,17 +72,41 @@ class Learner:
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
+    def begin_phase(self, phase: Phase) -> None:
+        """Train the weights of a phase from now on, and no others; what was trained before keeps
+        its moments."""
+        before, config = self.optimizer, self._config
+        before.zero_grad(set_to_none=True)
+        train_only(self.model, self._chosen[phase.number - 1])
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        keep_moments(self.optimizer, before)
+
+    @property
+    def trained_parameters(self) -> list[int]:
+        """How many parameters each phase trains."""
+        return [count_parameters(self.model, names) for names in self._chosen]
+
+    @property
+    def largest_phase(self) -> Phase:
+        """The one that trains the most parameters."""
+        sizes = self.trained_parameters
+        return max(self._phases, key=lambda phase: sizes[phase.number - 1])
+
     def compile(self, micro_batches: list[MicroBatch]) -> None:
-        """Compile the model for the shapes of some micro-batches, from which nothing is learnt."""
-        compile_model(self.model)
+        """Compile the model for the shapes of some micro-batches, from which nothing is learnt, and
+        for each choice of weights."""
+        now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
+        compile_model(self.model, len(choices))
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)
-        for shown in micro_batches:
+        for names, shown in itertools.product(choices, micro_batches):
+            train_only(self.model, names)
             with self.precision.autocast():
                 loss = self._task.loss(self.model, shown)
             self.precision.backward(loss.sum)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
+        train_only(self.model, now)
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             for shown in micro_batches:
@@ -111,14 +141,7 @@ class Learner:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1."""
-        config = self._config
-        return learning_rate(
-            step,
-            schedule=config.schedule,
-            peak=config.learning_rate * self._factor,
-            steps=config.steps,
-            warmup_steps=config.warmup_steps,
-        )
+        return phase_at(self._phases, step).rate(step) * self._factor
 
     @property
     def operations_per_token(self) -> float:

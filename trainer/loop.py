@@ -24,7 +24,8 @@ from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import DataSets
+from tokenfeed.trainer.course import Course
+from tokenfeed.trainer.data_sets import DataSets, run_manifest
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports
 from tokenfeed.trainer.evaluation import Metrics, evaluate, over_all
@@ -64,11 +65,11 @@ class Trainer:
         self.config = config = decide_micro_batch(config, self.world)
         self.headspace = ready_tokens_per_s(config, self.world)
         self.data = DataSets.read(config.shards)
-        self.task = make_task(config, self.data.manifest, self.device)
+        self.task = make_task(config, run_manifest(config), self.device)
         precision = Precision(config.precision, self.device)
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
-        self.loader = self.feeds.training()
         self.learner = Learner(config, self.task, precision, self.device, self.world)
+        self.course = Course(config, self.feeds, self.learner)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.drafts = DraftReports(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
@@ -79,7 +80,7 @@ class Trainer:
         self.tracer: StepTracer | None = None
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
-        self._resources.enter_context(self.loader)
+        self._resources.callback(self.course.close)
         self._resources.callback(self.saver.close)
 
     def train(
@@ -88,10 +89,14 @@ class Trainer:
         """Train until the last step, or until `should_stop`; both are asked after each step."""
         self._begin()
         config, task, shape = self.config, self.task, self.feeds.shape
-        learner, stall = self.learner, self.stall
-        feed = step_feed(self.loader, config.accumulation)
+        learner, stall, course = self.learner, self.stall, self.course
+        feed = step_feed(course.loader, config.accumulation)
         gradients, agreement = StepGradients(learner, self.world), self.agreement
         for step in range(self.step + 1, config.steps + 1):
+            if course.ends_before(step):
+                with stall.cause("data"):
+                    course.enter(step)
+                feed = step_feed(course.loader, config.accumulation)
             tally, rows, ends_step = Tally.zero(self.device), [], False
             gradients.begin()
             while not ends_step:
@@ -153,6 +158,8 @@ class Trainer:
         self.metrics = self._open_metrics() if self.world.is_main else NoMetrics()
         if config.resume:
             self._resume()
+        else:
+            self.course.tell()
         if config.compile:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
@@ -237,10 +244,8 @@ class Trainer:
             self._keep_if_best(metrics)
 
     def _metrics_of(self, split: str) -> Metrics:
-        names, folders = self.data.names, self.data.having(split)
-        found = {names[folder]: self._metrics_on(folder, split) for folder in folders}
-        weights = {names[folder]: weight for folder, weight in self.data.weights.items()}
-        return over_all(found, weights, self.task)
+        found = {folder: self._metrics_on(folder, split) for folder in self.data.having(split)}
+        return over_all(found, self.data, self.task)
 
     def _metrics_on(self, folder: str, split: str) -> Metrics:
         learner, most = self.learner, self.config.eval_batches
@@ -267,10 +272,10 @@ class Trainer:
             tokens=self.agreement.tokens,
             slots=self.agreement.slots,
             model=self.config.model,
-            vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
+            vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
             optimizer=self.config.optimizer,
-            loader=self.loader.state_dict(),
+            loader=self.course.loader.state_dict(),
             best=self.best,
             config=self.config.as_dict(),
         )
@@ -282,14 +287,15 @@ class Trainer:
         if not self.world.is_main:
             return ConfigError(f"{finding} at step {self.step}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(f"{finding} at step {self.step}", self.config, rows, way_on)
+        return diverged(f"{finding} at step {self.step}", self.course.phase.config, rows, way_on)
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
         config = self.config
         progress, state = self._load()
         progress.check(config, self._meta())
-        self.loader.load_state_dict(progress.loader)
+        self.course.enter(progress.step, goes_on=True)
+        self.course.loader.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
@@ -326,7 +332,7 @@ class Trainer:
             best_step=self.best.step if self.best else None,
             model=self.config.model,
             parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
-            vocabulary_size=self.loader.manifest.tokenizer.vocabulary_size,
+            vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             device=device_name(self.device),
             precision=self.learner.precision.name,
             versions=versions(),

@@ -14,7 +14,7 @@ from tokenfeed.trainer.batching import (
     possible_sizes,
 )
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
-from tokenfeed.trainer.data_sets import read_manifest, source_of
+from tokenfeed.trainer.data_sets import run_manifest, source_of
 from tokenfeed.trainer.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeds import check_rows, is_apart
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
@@ -48,7 +48,7 @@ def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
     or the fewest there are."""
     if config.micro_batch_tokens != "auto":
         return config
-    sizes = possible_sizes(config, make_task(config, read_manifest(config.shards), _CPU))
+    sizes = possible_sizes(config, make_task(config, run_manifest(config), _CPU))
     tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
     config = dataclasses.replace(config, micro_batch_tokens=tokens)
     found, _ = Planned(config, gpu).fitting()
@@ -60,7 +60,7 @@ class Planned:
 
     def __init__(self, config: TrainConfig, gpu: Gpu | None) -> None:
         self._config, self._gpu = config, gpu
-        self._manifest = read_manifest(config.shards)
+        self._manifest = run_manifest(config)
         self._task = make_task(config, self._manifest, _CPU)
         check_rows(config, self._task)
         self.precision: PrecisionName = config.precision

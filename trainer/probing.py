@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.batching import possible_sizes
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import read_manifest
+from tokenfeed.trainer.data_sets import run_manifest
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.learner import Learner
@@ -96,7 +96,7 @@ def decide_micro_batch(
             "leave --shard-model out."
         )
     device = world.device
-    task = make_task(config, read_manifest(config.shards), device)
+    task = make_task(config, run_manifest(config), device)
     sizes = _sizes_for(world.size, config, possible_sizes(config, task))
     if device.type == "cpu" and memory is None:
         return _decided(config, size_of_cpu(sizes), "on a CPU more bring nothing")
@@ -133,8 +133,9 @@ class _Probe:
     def __init__(self, config: TrainConfig, device: torch.device, memory: Memory) -> None:
         self._config, self._device, self._memory = config, device, memory
         self._precision = Precision(config.precision, device)
-        self._task = make_task(config, read_manifest(config.shards), device)
+        self._task = make_task(config, run_manifest(config), device)
         self._learner = Learner(config, self._task, self._precision, device)
+        self._learner.begin_phase(self._learner.largest_phase)
 
     def bytes_of(self, tokens: int) -> int | None:
         """The most bytes of steps of that size; None where there were not enough."""

@@ -177,10 +177,11 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
     """What a user can do about an error of torch; None where it is a bug."""
     if is_out_of_memory(error):
         return _explain_memory(config)
-    if config.trainable is not None and "does not require grad" in str(error):
+    if config.chooses and "does not require grad" in str(error):
+        patterns = " or ".join(str(stage.trainable) for stage in config.stages)
         return (
-            f"`--trainable`={config.trainable}: the loss hangs on none of the weights with such "
-            "names. Choose others, of what the model computes with."
+            f"`--trainable`={patterns}: the loss hangs on none of the weights with such names. "
+            "Choose others, of what the model computes with."
         )
     if config.compile and _is_of_compiler(error):
         reason = str(getattr(error, "inner_exception", error)).split("\n")[0]

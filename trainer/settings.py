@@ -1,17 +1,26 @@
 """Settings as people write them, in YAML and on command lines: typed, or refused in one line."""
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["alternatives", "expected", "nearest", "read_settings", "takes_weights", "typed"]
+__all__ = [
+    "alternatives",
+    "expected",
+    "nearest",
+    "parts_of",
+    "read_settings",
+    "takes_weights",
+    "typed",
+]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
@@ -29,6 +38,8 @@ def typed(kind: Any, value: Any, said: str) -> Any:
     """
     if value == "" and alternatives(kind)[0][0] is Path:  # it would be the working directory
         raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
+    if isinstance(value, list) and (parts := parts_of(kind)):
+        return tuple(_part(parts, entry, f"{said} {n}") for n, entry in enumerate(value, 1))
     if isinstance(value, list) and takes_weights(kind):
         value = _weighed([str(word) for word in value], said)
     try:
@@ -55,6 +66,12 @@ def takes_weights(kind: Any) -> bool:
     return any(get_origin(each) is dict for each, _ in alternatives(kind))
 
 
+def parts_of(kind: Any) -> Any | None:
+    """The dataclass of whose instances a field takes several, which only a file can say."""
+    inner = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
 def expected(kind: Any) -> str:
     """What a field of this type takes, in words."""
     return " or ".join(_words(each, bounds) for each, bounds in alternatives(kind))
@@ -72,15 +89,30 @@ def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: No such file, no YAML, a name that is none of `kinds`, or a wrong type.
     """
+    return _settings(_read_yaml(path), kinds, f"{path}:")
+
+
+def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], said: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for written, value in _read_yaml(path).items():
+    for written, value in content.items():
         name = str(written).replace("-", "_")
         if name not in kinds:
-            raise ConfigError(f"{path}: {written} is no setting.{nearest(name, kinds)}")
+            raise ConfigError(f"{said} {written} is no setting.{nearest(name, kinds)}")
         if name in found:
-            raise ConfigError(f"{path}: {name} is there twice. Leave one out.")
-        found[name] = typed(kinds[name], value, f"{path}: {written}")
+            raise ConfigError(f"{said} {name} is there twice. Leave one out.")
+        found[name] = typed(kinds[name], value, f"{said} {written}")
     return found
+
+
+def _part(kind: Any, content: Any, said: str) -> Any:
+    """One of several parts, from a mapping of its settings."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{said}: expected settings like `steps: 200`, got {content}.")
+    values = _settings(content, get_type_hints(kind, include_extras=True), f"{said}:")
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{said}: has no {field.name}. Add them.")
+    return kind(**values)
 
 
 def _read_yaml(path: Path) -> dict[Any, Any]:

@@ -41,6 +41,7 @@ class Weightless:
         self._precision: PrecisionName = precision
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
+        self.learner.begin_phase(self.learner.largest_phase)
         _drop_values(self.learner.model, self._mode)
 
     def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:

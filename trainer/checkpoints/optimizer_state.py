@@ -9,7 +9,7 @@ from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.ranks.shares import laid_like
 
-__all__ = ["load_optimizer", "optimizer_state"]
+__all__ = ["keep_moments", "load_optimizer", "optimizer_state"]
 
 _WEIGHTS = "params"
 
@@ -41,6 +41,12 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: St
     optimizer.load_state_dict(state)
 
 
+def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer) -> None:
+    """Go on with what another optimizer keeps of the weights that both have."""
+    weights = [weight for group in optimizer.param_groups for weight in group[_WEIGHTS]]
+    optimizer.state.update({w: before.state[w] for w in weights if w in before.state})
+
+
 def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     names = {weight: name for name, weight in model.named_parameters()}
     return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
@@ -51,7 +57,7 @@ def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> 
     if [set(group) for group in names] != [set(group) for group in state["weights"]]:
         raise ResumeError(
             "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
-            "same model and --trainable, or start a new run in another --run-dir."
+            "same model, --trainable and phases, or start a new run in another --run-dir."
         )
     weights = dict(model.named_parameters())
     return {

@@ -20,6 +20,8 @@ __all__ = ["compile_model", "make_model"]
 
 _MOST_GRAPHS = 4 * MOST_SHAPES
 """Of one block: for training and evaluation, packed or padded."""
+_VARIANTS = 3
+"""Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
 
 
 def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -43,13 +45,18 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     return model
 
 
-def compile_model(model: nn.Module) -> None:
-    """Have what repeats compiled when it is first used: once, for all layers; else the whole."""
+def compile_model(model: nn.Module, choices: int) -> None:
+    """Have what repeats compiled when it is first used: once, for all layers; else the whole.
+
+    Args:
+        model: Compiled in place.
+        choices: How many choices of weights are trained one after the other.
+    """
     from torch._dynamo import config as limits  # over a second, which only --compile pays
 
     # Every shape is compiled twice: to train, and to evaluate. Beyond its limit the compiler would
     # give up without a word.
-    limits.recompile_limit = max(_MOST_GRAPHS, limits.recompile_limit)
+    limits.recompile_limit = max(_VARIANTS * choices * _MOST_GRAPHS, limits.recompile_limit)
     blocks = getattr(model, "repeated_blocks", None)
     for part in blocks() if blocks else [model]:
         part.compile(dynamic=False)
@@ -112,7 +119,7 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
         from tokenfeed.trainer.models import hub, trial
     except ImportError as error:
         raise _lacking(f"`--model`={config.model}", "hub", error) from error
-    is_frozen = config.lora is not None and config.trainable is None
+    is_frozen = config.lora is not None and not config.chooses
     model = hub.load_hub_model(config, head, dtype if is_frozen else torch.float32)
     trial.try_out(model, head, config.model)
     return model

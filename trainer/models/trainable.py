@@ -8,7 +8,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["train_only", "trainable_names", "what_trains"]
+__all__ = ["count_parameters", "train_only", "trainable_names"]
 
 _NEAREST = 3
 
@@ -44,8 +44,6 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
         weight.requires_grad_(name in names)
 
 
-def what_trains(model: nn.Module) -> str:
-    """For the console: how many parameters are trained, of how many."""
-    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
-    trained = sum(size for size, is_trained in sizes if is_trained)
-    return f"trains {trained:,} of {sum(size for size, _ in sizes):,} parameters"
+def count_parameters(model: nn.Module, names: Collection[str]) -> int:
+    """Numbers in the weights of these names."""
+    return sum(weight.numel() for name, weight in model.named_parameters() if name in names)

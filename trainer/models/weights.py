@@ -32,7 +32,9 @@ def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     checkpoints leave them out. To be asked of a model as it was made."""
     if not config.reads_again:
         return frozenset()
-    trained = trainable_names(model, config.trainable)
+    trained = frozenset[str]().union(
+        *(trainable_names(model, stage.trainable) for stage in config.stages)
+    )
     drawn = {f"model.{name}" for name in getattr(model, "fresh", ())}
     names = dict(model.named_parameters(remove_duplicate=False))
     return frozenset(names.keys() - drawn - trained)

@@ -40,6 +40,7 @@ PROVED_ELSEWHERE = {
     "lora": "test_hub_runs.py",
     "lora_target": "test_hub_runs.py",
     "trainable": "test_trainable.py",
+    "phases": "test_phases.py",  # of a file
     "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",

@@ -16,6 +16,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer import learner, loop, progress_log
 from tokenfeed.trainer.models.transformer import Transformer
+from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision, _allow_tf32
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.telemetry import MetricsFile
@@ -242,7 +243,7 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
     named = [json.loads(line) for line in (tmp_path / "last-step.jsonl").read_text().splitlines()]
     with loop.Feeds(  # the same rows, by the plan
         config, loop.make_task(config, Manifest.read(shards), CPU), CPU, torch.float32
-    ).training() as loader:
+    ).training(phases_of(config)[0], goes_on=False) as loader:
         batches = list(itertools.islice(loader, 40))
     rows = {int(row) for batch in batches[-2:] for row in batch.rows}
     assert [place["record"] for place in named] == sorted(rows)
