@@ -145,6 +145,8 @@ def _weighed(words: list[str], said: str) -> str | dict[str, str]:
 
 
 def _words(kind: Any, bounds: msgspec.Meta | None) -> str:
+    if parts_of(kind):
+        return "a list of settings"
     if get_origin(kind) is dict:
         return "folders with weights above 0, like a=0.7 b=0.3"
     if get_origin(kind) is tuple:

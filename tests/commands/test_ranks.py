@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -227,3 +228,27 @@ def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
         one = read_metrics(tmp_path / name / "one", "loss")
         for folder in (tmp_path / name).iterdir():
             assert read_metrics(folder, "loss") == pytest.approx(one, rel=1e-5), folder
+
+
+@pytest.mark.slow
+def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
+    shards: Path, tmp_path: Path
+) -> None:
+    more = tmp_path / "more"
+    shutil.copytree(shards / "lm", more)
+    both = {str(shards / "lm"): 0.5, str(more): 0.5}
+    phases: list[dict[str, Any]] = [
+        {"steps": 2, "trainable": "norm", "warmup_steps": 0},
+        {"steps": 2, "trainable": "norm|embed", "shards": both},
+        {"steps": 2, "learning_rate": 1e-5},  # the first of a weight blow up what is rounded
+    ]
+    settings = SETTINGS | {"shards": both, "phases": phases}
+    runs: list[Run] = [(size, settings | {"run_dir": tmp_path / str(size)}) for size in (1, 2)]
+    going = settings | {"run_dir": tmp_path / "going"}
+    runs += [(2, going | {"ends": ("stop", 1, 3)}), (1, going | {"resume": True})]
+    runs += [(2, settings | {"run_dir": tmp_path / "shares", "shard_model": True})]
+    codes, errors = train(runs)
+    assert not any(map(any, codes)), errors
+    assert_alike(tmp_path / "2", tmp_path / "1")
+    assert_alike(tmp_path / "shares", tmp_path / "1")
+    assert_alike(tmp_path / "going", tmp_path / "1")

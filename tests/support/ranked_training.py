@@ -21,6 +21,7 @@ import torch
 from training import make_config
 
 from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
+from tokenfeed.trainer.config import PhaseSettings
 from tokenfeed.trainer.run import train as run_until
 from tokenfeed.trainer.tasks import vocabulary_loss
 
@@ -30,7 +31,8 @@ _WORTH_BYTES = vocabulary_loss._WORTH_BYTES
 
 def train(settings: dict[str, Any], rank: int = 0) -> None:
     """Train; what `ends` says happens on one rank after one step."""
-    shards, run_dir = Path(settings.pop("shards")), Path(settings.pop("run_dir"))
+    shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
+    settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
     vocabulary_loss._WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
     steps = itertools.count(1)
@@ -80,7 +82,7 @@ def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     ended = []
     with tempfile.TemporaryDirectory() as folder:  # each fork would import anew what comes late
-        train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1})
+        train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1, "phases": ()})
     for size, settings in runs:
         port = free_port()
         ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]

@@ -166,7 +166,9 @@ def dropping_model(head: Head) -> Transformer:
     return Transformer(ModelSize(layers=2, width=64, heads=2), head, dropout=0.1)
 
 
-def make_config(shards: Path | dict[str, float], run_dir: Path, **changes: Any) -> TrainConfig:
+def make_config(
+    shards: Path | str | dict[str, float], run_dir: Path, **changes: Any
+) -> TrainConfig:
     settings: dict[str, Any] = {
         "model": "training:small_model",
         "steps": 8,

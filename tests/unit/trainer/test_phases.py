@@ -231,7 +231,7 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
         ("phases: [{trainable: norm}]", "phases 1: has no steps"),
         ("phases: [{steps: 3}, {steps: 0}]", "phases 2: steps: expected a whole number of at"),
         ("phases: [3]", "phases 1: expected settings"),
-        ("phases: 3", "phases: expected"),
+        ("phases: 3", "phases: expected a list of settings, got 3"),
         ("{phases: [{steps: 3}], steps: 4}", "`--steps`: expected the 3 steps"),
         ("{phases: [{steps: 3}], epochs: 4}", "`--epochs`"),
         ("phases: [{steps: 3, trainable: '('}]", "no regular expression"),
