@@ -1,7 +1,6 @@
 """What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
 one."""
 
-import itertools
 import logging
 from typing import Any
 
@@ -100,19 +99,24 @@ class Learner:
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)
-        for names, shown in itertools.product(choices, micro_batches):
+        for names in choices:
             train_only(self.model, names)
+            self._compile_for(micro_batches)
+        train_only(self.model, now)
+        set_random_state(random, self._device)
+
+    def _compile_for(self, micro_batches: list[MicroBatch]) -> None:
+        """Use the model to train and to evaluate, as it is frozen now."""
+        for shown in micro_batches:
             with self.precision.autocast():
                 loss = self._task.loss(self.model, shown)
             self.precision.backward(loss.sum)
         self.model.zero_grad(set_to_none=True)
-        train_only(self.model, now)
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             for shown in micro_batches:
                 self._task.loss(self.model, shown)
         self.model.train()
-        set_random_state(random, self._device)
 
     def draw_for(self, number: int) -> None:
         """Have dropout draw for the micro-batch of this number, whichever rank it is on."""
@@ -145,10 +149,11 @@ class Learner:
 
     @property
     def operations_per_token(self) -> float:
-        """Of floating point, to learn a token: forward 2 for each weight, backward 4, or 2 where it
-        is frozen; without those of attention."""
-        weights = self.model.parameters()
-        return sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
+        """Of floating point, to learn a token, in the mean of all phases: forward 2 for each
+        weight, backward 4, or 2 where it is frozen; without those of attention."""
+        pairs = zip(self._phases, self.trained_parameters, strict=True)
+        trained = sum(phase.config.steps * count for phase, count in pairs) / self._config.steps
+        return 4.0 * sum(weight.numel() for weight in self.model.parameters()) + 2.0 * trained
 
     def kept_weights(self) -> State:
         """The weights that a checkpoint has."""

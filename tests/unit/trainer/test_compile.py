@@ -1,5 +1,6 @@
 """--compile: the shapes it meets are known before training, and few."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from training import LONGEST, make_config, read_metrics, run, write_labelled
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer import loop
 from tokenfeed.trainer.batching import MOST_SHAPES, make_policy, shapes
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import PhaseSettings, TrainConfig
 
 
 @given(
@@ -86,3 +87,31 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
     assert {f"{rows} x {length}" for rows, length, _ in compiled} == set(shapes)
     assert len(compiled) <= 2 * len(shapes), "at most to train and to evaluate"
     assert len(read_metrics(tmp_path / "run", "loss")) == 60
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_nothing_is_compiled_when_another_phase_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_labelled(tmp_path / "shards", "lm", count=200)
+    patterns = (r"blocks\.1", "norm", ".", r"blocks\.0\.feed")
+    phases = tuple(PhaseSettings(steps=2, trainable=pattern) for pattern in patterns)
+    config = make_config(folder, tmp_path / "run", compile=True, phases=phases)
+    plain_compile, plain_evaluate = nn.Module.compile, loop.Trainer._evaluate
+    graphs = {"backend": lambda module, inputs: module.forward}
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_compile(m, **graphs, **o))
+
+    def noted(trainer: loop.Trainer, **options: bool) -> None:
+        plain_evaluate(trainer, **options)
+        torch.compiler.set_stance("fail_on_recompile")
+
+    monkeypatch.setattr(loop.Trainer, "_evaluate", noted)
+    torch._dynamo.reset()
+    try:
+        run(config)
+    finally:
+        torch.compiler.set_stance("default")
+    compiled = read_metrics(tmp_path / "run", "loss")
+    run(dataclasses.replace(config, compile=False, run_dir=tmp_path / "eager"))
+    assert compiled == pytest.approx(read_metrics(tmp_path / "eager", "loss"), rel=1e-4)

@@ -1,5 +1,6 @@
 """Runs of `transformers` models: resumed, adapted, begun from earlier weights, exported."""
 
+import dataclasses
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from hub_models import LABELS, VOCABULARY, save_model, write_shards
 from training import assert_same_run, load_weights, make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.config import PhaseSettings
 from tokenfeed.trainer.export import load_exported
 from tokenfeed.trainer.micro_batch import MicroBatch
 
@@ -216,3 +218,31 @@ def test_what_was_trained_by_name_is_exported_with_the_rest(
     }
     assert report.finished
     assert changed == set(filter(re.compile(TOP["trainable"]).search, theirs))
+
+
+def test_adapters_come_first_and_then_everything(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    phases = (
+        PhaseSettings(steps=3, trainable="lora_", learning_rate=5e-2),
+        PhaseSettings(steps=2, trainable=r"layers\.1\.|lora_"),
+        PhaseSettings(steps=3, trainable="."),
+    )
+    settings: dict[str, Any] = {"model": llama, "lora": 4, "phases": phases, "keep": 9}
+    whole = make_config(documents, tmp_path / "whole", export=tmp_path / "model", **settings)
+    run(dataclasses.replace(whole, save_every=1))
+    for stop in (3, 5):
+        folder = tmp_path / f"parts{stop}"
+        run(make_config(documents, folder, **settings), stop_after=stop)
+        run(make_config(documents, folder, resume=True, **settings))
+        assert_same_run(tmp_path / "whole", folder, 8)
+    first, last = (load_weights(tmp_path / "whole", step) for step in (3, 8))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert any("base_layer" in name for name in changed)
+    assert any("embed_tokens" in name for name in changed)
+    begun = load_weights(tmp_path / "whole", 1)
+    assert all("lora_" in n for n in first if not torch.equal(begun[n], first[n]))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        got = load_exported(tmp_path / "model")(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
