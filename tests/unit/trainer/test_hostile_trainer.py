@@ -44,17 +44,21 @@ def test_tf32_leaves_the_older_switches_readable() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def spoil(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Put it into the gradient of every weight."""
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        weight.grad[..., 0] = value
+
+
 def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, calls = Precision.step, iter(range(1, 100))
 
-    def spoiled(precision: Precision, model: nn.Module, *rest: Any) -> torch.Tensor:
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
         if next(calls) in (3, 5):
-            for parameter in model.parameters():
-                assert parameter.grad is not None
-                parameter.grad[..., 0] = torch.inf
-        return plain(precision, model, *rest)
+            spoil(optimizer, torch.inf)
+        return plain(precision, optimizer, *rest)
 
     monkeypatch.setattr(Precision, "step", spoiled)
     report = run(make_config(shards, tmp_path, steps=6, log_every=2, save_every=3))
@@ -229,11 +233,9 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
 ) -> None:
     plain = Precision.step
 
-    def spoiled(precision: Precision, model: nn.Module, *rest: Any) -> torch.Tensor:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad[..., 0] = torch.nan
-        return plain(precision, model, *rest)
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+        spoil(optimizer, torch.nan)
+        return plain(precision, optimizer, *rest)
 
     monkeypatch.setattr(Precision, "step", spoiled)
     config = make_config(shards, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
