@@ -150,7 +150,8 @@ def by_train(
         trainer.train(after_step)
         report = trainer.finish()
         slots = trainer.agreement.slots
-        with trainer.feeds.training() as loader:  # the same batches once more
+        first = phases_of(trainer.config)[0]
+        with trainer.feeds.training(first, goes_on=False) as loader:  # the same batches once more
             tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])
 

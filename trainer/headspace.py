@@ -11,11 +11,12 @@ import time
 import torch
 
 from tokenfeed.pipeline.feeding.devices import accelerator
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import run_manifest
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.step_feed import step_feed
@@ -40,7 +41,7 @@ def ready_tokens_per_s(config: TrainConfig, world: World) -> float | None:
     if not config.headspace:
         return None
     device = world.device
-    task = make_task(config, Manifest.read(config.shards), device)
+    task = make_task(config, run_manifest(config), device)
     precision = Precision(config.precision, device)
     feeds = Feeds(config, task, device, precision.dtype)
     learner = Learner(config, task, precision, device)
@@ -65,7 +66,7 @@ def _ready_steps(feeds: Feeds, config: TrainConfig) -> list[_Step]:
     """The first steps of the run on the device; with more, they come again."""
     found: list[_Step] = [[]]
     most = max(1, min(config.headspace, _MOST_READY // config.accumulation))
-    with feeds.training() as loader:
+    with feeds.training(phases_of(config)[0], goes_on=False) as loader:
         for batch, _, ends_step in step_feed(loader, config.accumulation):
             found[-1].append((feeds.shape(batch), batch.num_tokens))
             if ends_step and len(found) == most:

@@ -11,8 +11,8 @@ import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
+from tokenfeed.trainer.data_sets import read_manifest
 from tokenfeed.trainer.page.plot import Series
 from tokenfeed.trainer.report import Report
 
@@ -100,9 +100,10 @@ def _settings(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lengths(shards: object) -> list[int]:
+def _lengths(shards: Any) -> list[int]:
     try:
-        split = Manifest.read(str(shards)).split("train") if shards else None
+        known = isinstance(shards, (str, dict)) and bool(shards)
+        split = read_manifest(shards).split("train") if known else None
     except (TokenfeedError, OSError):
         return []
     return list(split.length_histogram) if split else []
