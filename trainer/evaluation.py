@@ -1,18 +1,22 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
+import contextlib
 from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import DataSets
+from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
-__all__ = ["Metrics", "evaluate", "over_all"]
+__all__ = ["Evaluator", "Metrics", "evaluate", "over_all"]
 
 Metrics = dict[str, float]
 """By name; `loss` is the mean per target, in nats."""
@@ -86,3 +90,23 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
     logits = model(micro_batch)
     scores.add(logits, task.targets(micro_batch.labels))
     return task.loss_of(logits, micro_batch)
+
+
+class Evaluator:
+    """Evaluates the splits of a run's data sets."""
+
+    def __init__(
+        self, config: TrainConfig, data: DataSets, feeds: Feeds, learner: Learner, world: World
+    ) -> None:
+        self._most, self._data, self._feeds = config.eval_batches, data, feeds
+        self._learner, self._world = learner, world
+
+    def metrics_of(self, split: str) -> Metrics:
+        """The metrics of a split of all data sets that have it, as one."""
+        found = {folder: self._metrics_on(folder, split) for folder in self._data.having(split)}
+        return over_all(found, self._data, self._learner.task)
+
+    def _metrics_on(self, folder: str, split: str) -> Metrics:
+        learner = self._learner
+        with contextlib.closing(self._feeds.numbered(split, self._most, folder)) as shown:
+            return evaluate(learner.model, learner.task, shown, learner.precision, self._world)

@@ -52,7 +52,7 @@ class Learner:
         world: World | None = None,
     ) -> None:
         """Draw weights from the seed, whatever was drawn before; those of rank 0 count."""
-        self._config, self._task, self._device = config, task, device
+        self._config, self.task, self._device = config, task, device
         self._world = world or World(device)
         self.precision = precision
         torch.manual_seed(config.seed)
@@ -109,13 +109,13 @@ class Learner:
         """Use the model to train and to evaluate, as it is frozen now."""
         for shown in micro_batches:
             with self.precision.autocast():
-                loss = self._task.loss(self.model, shown)
+                loss = self.task.loss(self.model, shown)
             self.precision.backward(loss.sum)
         self.model.zero_grad(set_to_none=True)
         self.model.eval()
         with torch.no_grad(), self.precision.autocast():
             for shown in micro_batches:
-                self._task.loss(self.model, shown)
+                self.task.loss(self.model, shown)
         self.model.train()
 
     def draw_for(self, number: int) -> None:
@@ -125,7 +125,7 @@ class Learner:
     def add_gradients(self, micro_batch: MicroBatch) -> Loss:
         """Forward and backward; the loss is divided by a constant, which keeps fp16 in range."""
         with self.precision.autocast():
-            loss = self._task.loss(self.model, micro_batch)
+            loss = self.task.loss(self.model, micro_batch)
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 

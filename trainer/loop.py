@@ -28,12 +28,13 @@ from tokenfeed.trainer.course import Course
 from tokenfeed.trainer.data_sets import DataSets, run_manifest
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports
-from tokenfeed.trainer.evaluation import Metrics, evaluate, over_all
+from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.outcome import report_of
 from tokenfeed.trainer.page.page import write_page
-from tokenfeed.trainer.precision import Precision, all_finite, device_name
+from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.profiling import StepTracer
 from tokenfeed.trainer.progress_log import ProgressLog
@@ -41,7 +42,7 @@ from tokenfeed.trainer.ranks.agreement import Agreement
 from tokenfeed.trainer.ranks.group import chosen_device
 from tokenfeed.trainer.ranks.shared_state import shared_state
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.report import Report, versions
+from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.step_feed import step_feed
 from tokenfeed.trainer.step_gradients import StepGradients
@@ -59,7 +60,7 @@ class Trainer:
 
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         config.check()
-        self._started_s = time.perf_counter()
+        self.started_s = time.perf_counter()
         self.world = world or World(chosen_device(config.device))
         self.device = self.world.device
         self.config = config = decide_micro_batch(config, self.world)
@@ -70,6 +71,7 @@ class Trainer:
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.course = Course(config, self.feeds, self.learner)
+        self.evaluator = Evaluator(config, self.data, self.feeds, self.learner, self.world)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.drafts = DraftReports(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
@@ -124,7 +126,7 @@ class Trainer:
             self._save()
         self.saver.wait()
         self.agreement.settle()
-        report = self._report(self._final_metrics())
+        report = report_of(self, self._final_metrics())
         if self.world.is_main:
             self._write_report(report)
             self.uploads.finish()
@@ -144,7 +146,7 @@ class Trainer:
             if self.best and self.best.step != self.step:
                 _, state = self._load(self.best.step)
                 self.learner.load_weights(state["model"])
-            found["test"] = self._metrics_of("test")
+            found["test"] = self.evaluator.metrics_of("test")
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
@@ -219,7 +221,7 @@ class Trainer:
             self.agreement.settle()
             finding = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
             if finding is None and self.world.is_main:
-                self.drafts.write(lambda: self._report({}))
+                self.drafts.write(lambda: report_of(self, {}))
         if finding is not None:
             raise self._diverged(finding)
 
@@ -230,7 +232,7 @@ class Trainer:
         if not self.data.having("validation"):
             return
         with self.stall.cause("evaluation"):
-            metrics = self._metrics_of("validation")
+            metrics = self.evaluator.metrics_of("validation")
             if not metrics:
                 _log.warning("the split validation has no target: nothing to evaluate")
                 return
@@ -242,15 +244,6 @@ class Trainer:
         is_saved = self._is_due(self.config.save_every) and self.saved_step == self.step > 0
         if is_saved and self._is_due(self.config.eval_every):
             self._keep_if_best(metrics)
-
-    def _metrics_of(self, split: str) -> Metrics:
-        found = {folder: self._metrics_on(folder, split) for folder in self.data.having(split)}
-        return over_all(found, self.data, self.task)
-
-    def _metrics_on(self, folder: str, split: str) -> Metrics:
-        learner, most = self.learner, self.config.eval_batches
-        with contextlib.closing(self.feeds.numbered(split, most, folder)) as shown:
-            return evaluate(learner.model, self.task, shown, learner.precision, self.world)
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
@@ -306,34 +299,3 @@ class Trainer:
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
         """The checkpoint of a step, or the latest: rank 0 reads it."""
         return shared_state(self.world, lambda: self.checkpoints.load(self.device, step))
-
-    def _report(self, metrics: dict[str, Metrics]) -> Report:
-        losses = self.metrics.values("loss")
-        validation = self.metrics.values("validation_loss")
-        stall = self.stall.report()
-        return Report(
-            run_dir=str(self.config.run_dir),
-            finished=self.step == self.config.steps,
-            steps=self.step,
-            skipped_steps=sum(self.metrics.values("skipped_steps")),
-            tokens=self.agreement.tokens,
-            seconds=time.perf_counter() - self._started_s,
-            real_tokens_per_s=stall.real_tokens_per_s,
-            headspace_tokens_per_s=self.headspace,
-            padding=1 - self.agreement.tokens / self.agreement.slots,
-            stall=stall.to_dict(),
-            efficiency=stall.efficiency(),
-            loss_first=losses[0] if losses else None,
-            loss_last=losses[-1] if losses else None,
-            validation_loss_first=validation[0] if validation else None,
-            validation_loss_last=validation[-1] if validation else None,
-            task=self.task.name,
-            metrics=metrics,
-            best_step=self.best.step if self.best else None,
-            model=self.config.model,
-            parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
-            vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
-            device=device_name(self.device),
-            precision=self.learner.precision.name,
-            versions=versions(),
-        )

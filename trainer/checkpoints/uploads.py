@@ -18,11 +18,15 @@ from tokenfeed.trainer.config import (
     CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     METRICS_FILE,
+    PAGE_FILE,
     REPORT_FILE,
     TrainConfig,
 )
+from tokenfeed.trainer.stall.timeline import TRACE_FILE
 
 __all__ = ["Uploads", "check_upload"]
+
+_SMALL_FILES = (CONFIG_FILE, METRICS_FILE, REPORT_FILE, PAGE_FILE, TRACE_FILE)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 FINISH_S, LAST_WAITS_S = 600.0, 5.0
@@ -50,12 +54,12 @@ class Uploads:
             self._wake()
             self._thread.start()
 
-    def finish(self, seconds: float = FINISH_S) -> None:
+    def finish(self, seconds: float | None = None) -> None:
         """Wait for the last copy, for so long at most, and say what became of it. Then no
         checkpoint is held."""
         if self._remote is None or self._thread.ident is None:
             return
-        url = self._remote.url
+        url, seconds = self._remote.url, FINISH_S if seconds is None else seconds
         with self._condition:
             self._is_behind, self._ends_at = True, time.monotonic() + seconds
             self._condition.notify()
@@ -125,7 +129,7 @@ class Uploads:
         """Bring all that is there up to date; small files first, for a checkpoint needs them."""
         assert self._remote is not None
         with self._checkpoints.hold() as held:
-            for name in (CONFIG_FILE, METRICS_FILE, REPORT_FILE):
+            for name in _SMALL_FILES:
                 path = self._config.run_dir / name
                 if path.exists():
                     self._remote.put(path.read_bytes(), name)

@@ -147,7 +147,7 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outside, "Trainer", Watched)
     monkeypatch.setattr("tokenfeed.trainer.loop.StepGradients", WatchedGradients)
     monkeypatch.setattr("tokenfeed.trainer.loop.Precision", WatchedPrecision)
-    monkeypatch.setattr("tokenfeed.trainer.loop.evaluate", counted)
+    monkeypatch.setattr("tokenfeed.trainer.evaluation.evaluate", counted)
 
 
 def rows_a_step(seen: Seen) -> set[int]:

@@ -59,13 +59,22 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The numbers of a line, those inside others by both names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{before}{name}/")
+        elif value is not None:
+            found[before + name] = value
+    return found
+
+
 def test_services_are_told_every_line_of_metrics(serve: Any, shards: Path, tmp_path: Path) -> None:
     services = [serve(name) for name in ("wandb", "trackio")]
     run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    expected = [
-        (line.pop("step"), {k: v for k, v in line.items() if v is not None}) for line in lines
-    ]
+    expected = [(line.pop("step"), flat(line)) for line in lines]
     for service in services:
         assert service.called("log") == expected
         assert [name for name, _ in service.calls[:1] + service.calls[-1:]] == ["init", "finish"]

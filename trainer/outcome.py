@@ -1,0 +1,46 @@
+"""The report of a run, finished or under way, read off what it has."""
+
+import time
+from typing import TYPE_CHECKING
+
+from tokenfeed.trainer.evaluation import Metrics
+from tokenfeed.trainer.precision import device_name
+from tokenfeed.trainer.report import Report, versions
+
+if TYPE_CHECKING:
+    from tokenfeed.trainer.loop import Trainer
+
+__all__ = ["report_of"]
+
+
+def report_of(run: "Trainer", metrics: dict[str, Metrics]) -> Report:
+    """The report so far, with metrics by split."""
+    losses = run.metrics.values("loss")
+    validation = run.metrics.values("validation_loss")
+    stall = run.stall.report()
+    return Report(
+        run_dir=str(run.config.run_dir),
+        finished=run.step == run.config.steps,
+        steps=run.step,
+        skipped_steps=sum(run.metrics.values("skipped_steps")),
+        tokens=run.agreement.tokens,
+        seconds=time.perf_counter() - run.started_s,
+        real_tokens_per_s=stall.real_tokens_per_s,
+        headspace_tokens_per_s=run.headspace,
+        padding=1 - run.agreement.tokens / run.agreement.slots,
+        stall=stall.to_dict(),
+        efficiency=stall.efficiency(),
+        loss_first=losses[0] if losses else None,
+        loss_last=losses[-1] if losses else None,
+        validation_loss_first=validation[0] if validation else None,
+        validation_loss_last=validation[-1] if validation else None,
+        task=run.task.name,
+        metrics=metrics,
+        best_step=run.best.step if run.best else None,
+        model=run.config.model,
+        parameters=sum(parameter.numel() for parameter in run.learner.model.parameters()),
+        vocabulary_size=run.task.manifest.tokenizer.vocabulary_size,
+        device=device_name(run.device),
+        precision=run.learner.precision.name,
+        versions=versions(),
+    )
