@@ -27,6 +27,9 @@ NONE = "–"  # noqa: RUF001
 
 Entry = dict[str, Any]
 
+LEAST_STALL = 0.005
+"""Share of the time that a table names by cause."""
+
 
 def loader_table(results: list[Entry]) -> list[list[str]]:
     """Every loader on every kind of rows; what could not be measured says why."""
@@ -109,18 +112,75 @@ def trainer_table(results: list[Entry]) -> list[list[str]]:
 
 
 def trainer_row(entry: Entry) -> list[str]:
-    speeds = {name: entry["tokens_cpu_s"][name] / 1e3 for name in ("median", "min", "max")}
     best = significant(entry["undisturbed"] / 1e3)
     return [
         entry["case"],
         entry["system"],
-        spread(speeds),
+        spread(in_thousands(entry["tokens_cpu_s"])),
         best,
         f"{entry['of_bound']:.2f}",
         f"{entry['padding']:.1%}",
         f"{entry['loss']:.3f}",
         f"{entry['peak_memory_mb'] / 1e3:.2f}",
     ]
+
+
+def scenarios_table(results: list[Entry]) -> list[list[str]]:
+    """Both sides of every situation."""
+    header = ["situation", "loop", "steps of rows", "steps/s", "k tokens/s", "times"]
+    header += ["k tokens/CPU s", "times", "padding", "stall", "GB of memory", "held-out loss"]
+    return [header, *(scenario_row(entry) for entry in results)]
+
+
+def scenario_row(entry: Entry) -> list[str]:
+    wall, cpu = (in_thousands(entry[name]) for name in ("tokens_s", "tokens_cpu_s"))
+    times = [entry.get(f"times_{name}") for name in ("tokens_s", "tokens_cpu_s")]
+    return [
+        f"({entry['case']}) {entry['said']}",
+        "as it was" if entry["side"] == "before" else "train",
+        f"{entry['steps']:,} of {entry['rows'] // entry['steps']}",
+        significant(entry["steps_s"]["median"]),
+        spread(wall),
+        NONE if times[0] is None else spread(times[0]),
+        significant(cpu["median"]),
+        NONE if times[1] is None else significant(times[1]["median"]),
+        f"{entry['padding']:.1%}",
+        stall_by_cause(entry["stall"]),
+        f"{entry['peak_memory_mb'] / 1e3:.2f}",
+        spread(entry["loss"]),
+    ]
+
+
+def stall_by_cause(stall: dict[str, float]) -> str:
+    """The sum, and what is worth to be named."""
+    named = [f"{cause} {share:.1%}" for cause, share in stall.items() if share >= LEAST_STALL]
+    return f"{sum(stall.values()):.1%}" + (f" ({', '.join(named)})" if named else "")
+
+
+def scenarios_front(results: list[Entry]) -> list[list[str]]:
+    """A line a situation."""
+    header = ["as people had it", "tokens/s", "with `train`", "times", "padding", "stall"]
+    header += ["held-out loss"]
+    pairs = zip(results[::2], results[1::2], strict=True)
+    return [header, *(scenario_pair(before, after) for before, after in pairs)]
+
+
+def scenario_pair(before: Entry, after: Entry) -> list[str]:
+    both = (before, after)
+    speeds = [f"{entry['tokens_s']['median']:,.0f}" for entry in both]
+    stalls = [f"{sum(entry['stall'].values()):.1%}" for entry in both]
+    return [
+        before["said"],
+        *speeds,
+        significant(after["times_tokens_s"]["median"]),
+        " → ".join(f"{entry['padding']:.0%}" for entry in both),
+        " → ".join(stalls),
+        " → ".join(f"{entry['loss']['median']:.2f}" for entry in both),
+    ]
+
+
+def in_thousands(numbers: dict[str, float]) -> dict[str, float]:
+    return {name: number / 1e3 for name, number in numbers.items()}
 
 
 def row_counts(counts: Entry) -> str:
@@ -151,6 +211,8 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "loader/front": front_table,
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
+    "scenarios": scenarios_table,
+    "scenarios/front": scenarios_front,
     **shuffle_tables.TABLES,
 }
 
