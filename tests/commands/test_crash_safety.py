@@ -90,7 +90,7 @@ def test_an_interruption_ends_in_one_line_and_leaves_no_process(
     write_long_corpus(corpus)
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--shard-size", "200KB"],
+        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer), "--shard-size", "50KB"],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -175,7 +175,7 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     write_long_corpus(corpus, num_lines=400)
     (corpus / "z.txt").write_text("in the last and smallest unit, which comes last")
     out = tmp_path / "out"
-    options = ("--tokenizer", tokenizer, "--shard-size", "200KB", "--workers", "1")
+    options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--workers", "1")
     append = Journal.append
 
     def take_away(journal: Journal[Any], result: Any) -> None:
@@ -230,11 +230,11 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
 def test_fifty_kills_at_random_moments_change_no_byte(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
-    for index, text in enumerate(texts(150, seed=3)):
-        (corpus / f"more{index:03}.txt").write_text(text * 40)
-    lines = [json.dumps({"text": text * 3}) + "\n" for text in texts(4000, seed=4)]
+    for index, text in enumerate(texts(60, seed=3)):
+        (corpus / f"more{index:03}.txt").write_text(text * 20)
+    lines = [json.dumps({"text": text * 3}) + "\n" for text in texts(1200, seed=4)]
     (corpus / "many.jsonl").write_text("".join(lines))
-    options = ("--shard-size", "200KB", "--validation", "0.1", "--workers", "2")
+    options = ("--shard-size", "50KB", "--validation", "0.1", "--workers", "2")
     options = (*options, "--vocab-size", "400")  # training is part of what may be killed
     started = time.monotonic()
     run(corpus, tmp_path / "undisturbed", *options)

@@ -193,7 +193,7 @@ def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path
 @pytest.mark.slow
 def test_ranks_killed_at_random_lose_nothing(shards: Path, tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, str(SUPPORT / "killed_ranks.py"), str(shards / "lm"), str(tmp_path), "20"],
+        [sys.executable, str(SUPPORT / "killed_ranks.py"), str(shards / "lm"), str(tmp_path), "10"],
         env=os.environ | {"PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
