@@ -29,7 +29,7 @@ demo: setup
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
-	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS) --eval-batches 20
+	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS) --eval-batches 10
 
 # Everything: what test-fast and test-slow run.
 test: setup
