@@ -136,7 +136,8 @@ def environment(archives: Archives, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_both_archives_hold_every_module(archives: Archives) -> None:
     modules = (path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
-    kept = {"__init__.py", "py.typed", *(f"{path.relative_to(ROOT)}" for path in modules)}
+    data = {"py.typed", "trainer/page/style.css"}
+    kept = {"__init__.py", *data, *(f"{path.relative_to(ROOT)}" for path in modules)}
     with tarfile.open(archives.sdist) as sdist:
         files = (member.name for member in sdist if member.isfile())
         assert modules_of(name.partition("/")[2] for name in files) == kept

@@ -118,7 +118,7 @@ def compare(run_dir: Path, undisturbed: Path) -> None:
     best = [
         (folder / "checkpoints" / "best.json").read_bytes() for folder in (run_dir, undisturbed)
     ]
-    assert best[0] == best[1]
+    assert best[0] == best[1], (best, sorted(steps))
     if not LOSE_DISKS:
         assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
 

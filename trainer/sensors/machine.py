@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tokenfeed.trainer.sensors.gpu import GpuReading, sensor_of
+from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, sensor_of
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
 from tokenfeed.trainer.sensors.sampler import Sampler
 
@@ -25,9 +25,19 @@ def sample_machine(uuid: str | None) -> Sampler[MachineReading]:
 
     Cost: some 2 ms of a core every two seconds.
     """
-    host, gpu = HostSensor(), None if uuid is None else sensor_of(uuid)
+    return Sampler(_Machine(uuid).read, _EVERY_S)
 
-    def read() -> MachineReading:
-        return MachineReading(gpu.read() if gpu else None, host.read())
 
-    return Sampler(read, _EVERY_S)
+class _Machine:
+    """Sensors that are made in the thread which reads them: a system that has none raises there."""
+
+    def __init__(self, uuid: str | None) -> None:
+        self._uuid = uuid
+        self._host: HostSensor | None = None
+        self._gpu: GpuSensor | None = None
+
+    def read(self) -> MachineReading:
+        if self._host is None:
+            self._host = HostSensor()
+            self._gpu = None if self._uuid is None else sensor_of(self._uuid)
+        return MachineReading(self._gpu.read() if self._gpu else None, self._host.read())
