@@ -18,7 +18,7 @@ from training import assert_same_run, make_config, read_metrics, run, write_coun
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer import loop
+from tokenfeed.trainer import evaluation
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.run import train
@@ -100,7 +100,7 @@ def test_an_evaluation_that_fails_costs_no_step(
             raise OSError(5, "Input/output error")
         return evaluate(*args)
 
-    monkeypatch.setattr(loop, "evaluate", fails_third)
+    monkeypatch.setattr(evaluation, "evaluate", fails_third)
     with pytest.raises(OSError, match="Input/output"):
         run(make_config(shards, tmp_path))
     assert (tmp_path / "checkpoints" / "step-00000008").exists()
