@@ -51,9 +51,15 @@ def read_flags(
     if others:
         flag, near = others[0].split("=")[0], nearest(others[0], map(flag_of, kinds))
         raise ConfigError(f"`{flag}` is no option.{near} See {prog} --help.")
-    return {
-        name: typed(kinds[name], said, f"`{flag_of(name)}`") for name, said in vars(found).items()
-    }
+    return {name: _typed(kinds[name], said, flag_of(name)) for name, said in vars(found).items()}
+
+
+def _typed(kind: Any, said: Any, flag: str) -> Any:
+    """A value as its field has it. An empty word is an accident here; a file may mean it."""
+    value = typed(kind, said, f"`{flag}`")
+    if value == "":
+        raise ConfigError(f"`{flag}` is empty: expected text. Is a shell variable unset?")
+    return value
 
 
 class _Parser(argparse.ArgumentParser):

@@ -36,12 +36,13 @@ def typed(kind: Any, value: Any, said: str) -> Any:
     Raises:
         ConfigError: It is of another type, or out of its bounds.
     """
-    if value == "" and alternatives(kind)[0][0] is Path:  # it would be the working directory
-        raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
     if isinstance(value, list) and (parts := parts_of(kind)):
         return tuple(_part(parts, entry, f"{said} {n}") for n, entry in enumerate(value, 1))
     if isinstance(value, list) and takes_weights(kind):
         value = _weighed([str(word) for word in value], said)
+    is_folder = alternatives(kind)[0][0] is Path  # empty, it would be the working directory
+    if value in ("", {}) and (is_folder or takes_weights(kind)):
+        raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
     try:
         # Not strict: words are text, and YAML takes 1e-3, without a point, for text.
         return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)

@@ -142,6 +142,13 @@ def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path:
     assert not told("--config", file, "--no-compile").compile
 
 
+def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", trainable="", shards=str(shards))
+    assert told("--config", file).trainable == ""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -154,6 +161,9 @@ def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path:
         ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
         ("run_dir: ''", r"run_dir is empty: expected a folder"),
+        ("shards: {}", r"shards is empty: expected a folder"),
+        ("shards: []", r"shards is empty: expected a folder"),
+        ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
         ("run_dir: 3", r"run_dir: expected a path, got 3\."),
         ("log_every: 2\nlog-every: 3", "log_every is there twice"),
         ("config: other.yaml", "config is no setting"),
@@ -186,6 +196,8 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         ),
         (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
         (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
+        (["--shards", ""], "`--shards` is empty"),
+        (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
         (["--compile=yes"], "ignored explicit argument 'yes'"),
         ([], "`--shards` is needed"),
     ],
