@@ -7,7 +7,7 @@ losses and padding are those of all steps.
 import importlib.metadata
 import json
 import platform
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,11 @@ class Report:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Report | None":
-        """The report that a run left; None where it left none that can be read."""
+        """The report that a run left; None where it left none that can be read. The folder may
+        have another name by now: a copy of the run, or moved."""
         try:
-            return msgspec.json.decode((run_dir / REPORT_FILE).read_bytes(), type=cls)
+            found = msgspec.json.decode((run_dir / REPORT_FILE).read_bytes(), type=cls)
+            return replace(found, run_dir=str(run_dir))
         except (OSError, msgspec.MsgspecError):
             return None
 

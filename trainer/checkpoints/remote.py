@@ -17,6 +17,7 @@ import fsspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.trainer.checkpoints.folder import BEST_FILE, name_of
 from tokenfeed.trainer.checkpoints.format import CONTENT_FILE, files_of
@@ -57,6 +58,10 @@ class RemoteRun:
         """Whether it is a folder of this machine, and this one or inside."""
         is_local = "file" in self._protocols()
         return is_local and Path(self._root).resolve().is_relative_to(folder.resolve())
+
+    def holds_shards(self) -> bool:
+        """Whether it is a folder of this machine with a data set in it."""
+        return "file" in self._protocols() and (Path(self._root) / MANIFEST_FILE).exists()
 
     def steps(self) -> list[int]:
         """Those of the whole checkpoints, in order."""

@@ -159,6 +159,11 @@ def check_upload(config: TrainConfig) -> None:
     remote, steps = RemoteRun(config.upload), Checkpoints.of_run(config.run_dir).steps()
     if remote.is_in(config.run_dir):
         raise ConfigError(f"`--upload`: {config.upload} is in --run-dir. Give another place.")
+    if remote.holds_shards():
+        raise ConfigError(
+            f"`--upload`: {config.upload} holds shards, and a run would mix its files with them. "
+            "Give another URL."
+        )
     try:
         there = patiently(remote.steps)
     except Exception as error:

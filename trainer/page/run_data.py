@@ -55,7 +55,7 @@ class RunData:
         settings = _settings(folder / CONFIG_FILE)
         return cls(
             folder=folder,
-            report=report,
+            report=report | {"run_dir": str(folder)},  # where it is by now
             lines=_lines(folder / METRICS_FILE),
             settings=settings,
             lengths=_lengths(settings.get("shards")),

@@ -199,7 +199,8 @@ def test_a_finished_run_is_not_run_again(
     report = run(make_config(shards, finished, resume=resume, json=True))
     assert "already finished" in caplog.text
     assert report.summary()
-    assert dataclasses.asdict(report) == json.loads((finished / "report.json").read_bytes())
+    written = json.loads((finished / "report.json").read_bytes())
+    assert dataclasses.asdict(report) == written | {"run_dir": str(finished)}  # it was copied
     assert content_of(finished) == before
 
 

@@ -26,6 +26,8 @@ from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.page.run_data import RunData
+from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 
 
@@ -437,6 +439,25 @@ def test_a_url_of_no_kind_and_the_folder_itself_are_refused(
         url = str(tmp_path)
     with pytest.raises(ConfigError, match="--upload"):
         run(config_of(shards, tmp_path, upload=url))
+
+
+def test_a_url_of_a_data_set_is_refused_and_stays_as_it_is(shards: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in shards.rglob("*")}
+    with pytest.raises(ConfigError, match=r"`--upload`: .* holds shards"):
+        run(config_of(shards, tmp_path / "run", upload=shards.as_uri()))
+    assert {path: path.stat().st_mtime_ns for path in shards.rglob("*")} == before
+
+
+def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
+    shards: Path, tmp_path: Path
+) -> None:
+    run(config_of(shards, tmp_path / "first"))
+    (tmp_path / "first").rename(tmp_path / "second")
+    report = Report.of_run(tmp_path / "second")
+    assert report is not None
+    assert str(tmp_path / "second" / "report.html") in report.summary()
+    page = RunData.of_run(tmp_path / "second")
+    assert page.summary() == report.summary()
 
 
 def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:
