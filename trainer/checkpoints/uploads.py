@@ -26,7 +26,8 @@ from tokenfeed.trainer.stall.timeline import TRACE_FILE
 
 __all__ = ["Uploads", "check_upload"]
 
-_SMALL_FILES = (CONFIG_FILE, METRICS_FILE, REPORT_FILE, PAGE_FILE, TRACE_FILE)
+_OF_A_CHECKPOINT = (CONFIG_FILE, METRICS_FILE)
+_OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 FINISH_S, LAST_WAITS_S = 600.0, 5.0
@@ -126,15 +127,21 @@ class Uploads:
             self._is_behind = True
 
     def _copy(self) -> None:
-        """Bring all that is there up to date; small files first, for a checkpoint needs them."""
+        """Bring all that is there up to date. First what a checkpoint needs; last the report, as it
+        was before: one that is finished promises the last checkpoint and the best."""
         assert self._remote is not None
+        told = self._read(_OF_THE_END)
         with self._checkpoints.hold() as held:
-            for name in _SMALL_FILES:
-                path = self._config.run_dir / name
-                if path.exists():
-                    self._remote.put(path.read_bytes(), name)
+            for name, data in self._read(_OF_A_CHECKPOINT).items():
+                self._remote.put(data, name)
             self._copy_checkpoints(self._remote, held)
+        for name, data in told.items():
+            self._remote.put(data, name)
         self._step = held.latest
+
+    def _read(self, names: tuple[str, ...]) -> dict[str, bytes]:
+        paths = [self._config.run_dir / name for name in names]
+        return {path.name: path.read_bytes() for path in paths if path.exists()}
 
     def _copy_checkpoints(self, remote: RemoteRun, held: Held) -> None:
         best = held.best.step if held.best else None

@@ -1,7 +1,9 @@
 """Copies of a run at a URL: whole or absent, never waited for; and going on from the newest."""
 
+import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import shutil
 import threading
@@ -25,6 +27,7 @@ from tokenfeed.trainer.checkpoints import uploads as uploads_module
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
+from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.report import Report
@@ -156,6 +159,38 @@ def test_wherever_an_upload_breaks_off_a_checkpoint_is_whole_or_absent(
             path: data for path, data in files_in(run_dir).items() if second.name in path
         }
     assert last > 8
+
+
+def test_a_finished_report_at_a_url_promises_the_last_checkpoint_and_the_best(
+    shards: Path, tmp_path: Path, store: type[FaultyStore]
+) -> None:
+    config = config_of(shards, tmp_path / "run", steps=8, upload=URL)
+    run(config, 5)
+    early = dict(store.store)
+    run(dataclasses.replace(config, resume=True))
+    ends = Checkpoints.of_run(config.run_dir)
+    finished = []
+    for last in itertools.count(1):
+        store.store.clear()
+        store.store.update(early)
+        counted = itertools.count(1)
+
+        def break_off(operation: str, path: str, counted: Any = counted, last: int = last) -> None:
+            if next(counted) >= last:
+                refuse(operation, path)
+
+        store.before = staticmethod(break_off)
+        with contextlib.suppress(ConnectionError):
+            Uploads(config, ends)._copy()
+        store.before = staticmethod(lambda operation, path: None)
+        there = json.loads(RemoteRun(URL).get("report.json") or b'{"finished": false}')
+        finished.append(there["finished"])
+        if there["finished"]:
+            assert RemoteRun(URL).steps()[-1] == 8
+            assert RemoteRun(URL).best() == ends.best()
+            break
+    assert finished.count(True) == 1
+    assert len(finished) > 8
 
 
 def test_a_store_that_cuts_files_off_has_no_checkpoint(
