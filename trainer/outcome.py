@@ -1,20 +1,17 @@
 """The report of a run, finished or under way, read off what it has."""
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tokenfeed.trainer.evaluation import Metrics
 from tokenfeed.trainer.precision import device_name
 from tokenfeed.trainer.report import Report, versions
 
-if TYPE_CHECKING:
-    from tokenfeed.trainer.loop import Trainer
-
 __all__ = ["report_of"]
 
 
-def report_of(run: "Trainer", metrics: dict[str, Metrics]) -> Report:
-    """The report so far, with metrics by split."""
+def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
+    """The report of a `Trainer` so far, with metrics by split; loop.py imports this file."""
     losses = run.metrics.values("loss")
     validation = run.metrics.values("validation_loss")
     stall = run.stall.report()
