@@ -6,7 +6,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c c
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
 STEPS := 200
 
-.PHONY: setup dev demo test test-fast test-slow gpu check lint types editor package matrix fmt bench docs docs-serve clean
+.PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve clean
 
 # .venv with everything that the targets below need.
 setup: .venv/.ready
@@ -31,9 +31,9 @@ demo: setup
 	$(BIN)/shards inspect demo/shards
 	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS) --eval-batches 10
 
-# Everything: what test-fast and test-slow run.
+# What test-fast and test-slow run: all but what takes minutes.
 test: setup
-	$(RUN_CHECKS) pytest -q $(PARALLEL)
+	$(RUN_CHECKS) pytest -q -m 'not long' $(PARALLEL)
 
 # What runs in process and is not slow: under 90 s on two cores.
 test-fast: setup
@@ -41,7 +41,11 @@ test-fast: setup
 
 # The rest: what starts processes, and what is slow.
 test-slow: setup
-	$(RUN_CHECKS) pytest -q -m 'slow or commands' $(PARALLEL)
+	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL)
+
+# Before a release: kills by the dozen, every part of benchmarks/gpu.py on a CPU, launchers.
+test-long: setup
+	$(RUN_CHECKS) pytest -q -m long $(PARALLEL)
 
 # For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
 gpu: setup

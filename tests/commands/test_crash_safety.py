@@ -226,6 +226,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
     assert files_of(out) == files_of(tmp_path / "undisturbed")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fifty_kills_at_random_moments_change_no_byte(
     corpus: Path, tmp_path: Path, tokenizer: Path

@@ -96,6 +96,7 @@ def rows_by_step(steps: list[Step]) -> dict[int, list[Span]]:
     return {step: sorted(pieces) for step, pieces in found.items()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_other_ranks_from_the_same_rows(
     folder: Path, tmp_path: Path

@@ -55,6 +55,7 @@ def outcomes(folder: Path) -> dict[str, str]:
     return {entry["part"]: entry["outcome"] for entry in found["results"]}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_parts_that_need_no_gpu_are_measured_and_the_others_skipped(
     tmp_path: Path, data: Path

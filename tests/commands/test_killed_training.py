@@ -21,6 +21,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_bits_of_an_undisturb
     assert seen["during_saves"] > KILLS // 4
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_is_killed_and_loses_its_disk_goes_on_from_its_upload(
     tmp_path: Path, write_dataset: Callable[..., Path]

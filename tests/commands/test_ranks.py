@@ -190,6 +190,7 @@ def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path
         assert f"`--{key.replace('_', '-')}`={value}: with --shard-model" in errors
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_killed_at_random_lose_nothing(shards: Path, tmp_path: Path) -> None:
     result = subprocess.run(
@@ -204,6 +205,7 @@ def test_ranks_killed_at_random_lose_nothing(shards: Path, tmp_path: Path) -> No
     assert seen["runs"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
     shards: Path, tmp_path: Path

@@ -130,6 +130,7 @@ def test_a_restart_leaves_another_run_alone(
     assert read_metrics(undisturbed, "loss") == before
 
 
+@pytest.mark.long
 def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
     shards: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +154,7 @@ def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
     assert all((weights[name] - others[name]).abs().max() < 1e-5 for name in weights)
 
 
+@pytest.mark.long
 def test_two_machines_train_as_one_process(shards: Path, undisturbed: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     port = 29_000 + os.getpid() % 1000
