@@ -81,6 +81,9 @@ class StallMeter(Generic[Mark]):
         calibrate: bool = True,
         clock: Clock[Mark] | None = None,
     ) -> None:
+        for name, value, least in (("devices", devices, 1), ("skipped_steps", skipped_steps, 0)):
+            if value < least:
+                raise ConfigError(f"`{name}`={value}: expected at least {least}.")
         self._machine = Machine(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         beside = self._clock.is_beside_host

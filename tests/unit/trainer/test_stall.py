@@ -338,3 +338,9 @@ def test_steps_are_timed_since_somebody_asked() -> None:
     assert times.take() == StepSeconds(5.0, 5.0)
     assert times.take() is None
     assert times.all.quantile(0.5, 4) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "value"), [("devices", 0), ("skipped_steps", -1)])
+def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}`={value}: expected at least"):
+        StallMeter("cpu", **{name: value})
