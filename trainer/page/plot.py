@@ -32,8 +32,9 @@ class Plot:
     """The sentence below it: how to read it."""
     series: Sequence[Series]
     stacked: bool = False
-    """Areas on top of each other; else lines."""
+    """Areas on top of each other, from zero; else lines."""
     from_zero: bool = True
+    """Lines too; else their lowest value is the bottom."""
     format: Callable[[float], str] = short
 
 
@@ -59,7 +60,7 @@ def draw(plot: Plot) -> str:
     ys = [y for one in shown for y in one.ys]
     steps = [at for one in series for at in one.xs]
     x = Scale.over(steps, _LEFT, _WIDTH - _RIGHT, from_zero=plot.stacked)
-    y = Scale.over(ys, _HEIGHT - _BOTTOM, _TOP, from_zero=plot.from_zero)
+    y = Scale.over(ys, _HEIGHT - _BOTTOM, _TOP, from_zero=plot.stacked or plot.from_zero)
     parts = [_axes(x, y, plot.format)]
     parts += _areas(shown, x, y) if plot.stacked else _lines(shown, x, y)
     title = escape(plot.title)

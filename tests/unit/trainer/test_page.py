@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -167,6 +167,7 @@ def test_smaller_causes_are_summed_and_nothing_is_lost() -> None:
     assert sum(shares) == pytest.approx(100 * sum(causes.values()), abs=0.4)
 
 
+@example(ys=[[3.0], [1.0]], stacked=True, from_zero=False)
 @given(
     ys=st.lists(st.lists(Values, min_size=1, max_size=20), min_size=1, max_size=7),
     stacked=st.booleans(),
