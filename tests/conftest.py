@@ -1,5 +1,6 @@
 """Fixtures of all tests: small data sets, a small tokenizer, a small corpus."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker("unit" if UNIT in item.path.parents else "commands")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """All is imported: collections skip it from now on, each 0.2 s with torch and hypothesis."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

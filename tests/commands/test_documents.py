@@ -52,6 +52,8 @@ NOT_RUN = {
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
+LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
+"""They start torchrun, and each of its ranks imports all again."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {
@@ -154,12 +156,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, st
     return folder
 
 
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Which of the suites run a page."""
+    if name in SHORT:
+        return []
+    return [pytest.mark.slow, pytest.mark.long] if name in LONG else [pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, id=name_of(page), marks=() if name_of(page) in SHORT else pytest.mark.slow
-        )
+        pytest.param(page, id=name_of(page), marks=marks_of(name_of(page)))
         for page in PAGES
         if any(map(runs, blocks_of(page)))
     ],

@@ -26,8 +26,17 @@ from tokenfeed.pipeline.errors import ConfigError
 pytestmark = pytest.mark.slow  # ten seconds each, most of them imports
 
 EXAMPLES = ROOT / "examples"
-RESUMABLE = ["plain_loop", "transformers_trainer", "lightning_module", "accelerate_loop"]
-DISTRIBUTED = ["transformers_trainer", "accelerate_loop"]
+ONE_OF_OTHERS = "transformers_trainer"
+"""Runs in CI; its imports alone take as long as a plain loop."""
+OTHERS = [
+    ONE_OF_OTHERS,
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("lightning_module", "accelerate_loop")
+    ),
+]
+RESUMABLE = ["plain_loop", *OTHERS]
+DISTRIBUTED = [ONE_OF_OTHERS, pytest.param("accelerate_loop", marks=pytest.mark.long)]
 NEEDS = {
     "transformers_trainer": ["accelerate"],
     "lightning_module": ["lightning"],

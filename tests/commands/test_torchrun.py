@@ -100,6 +100,7 @@ def assert_ends_alike(run_dir: Path, undisturbed: Path) -> None:
         assert (weight - others[name]).abs().max() < 1e-5, name
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
     shards: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

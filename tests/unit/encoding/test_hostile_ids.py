@@ -138,8 +138,18 @@ def test_no_other_character_differs(name: str) -> None:
     check_characters(name, _sample())
 
 
+NAMES = ["", *shapes._REGEXES]
+IN_CI = {"", "DeepSeek V3"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("place", "name"), [*enumerate(["", *shapes._REGEXES])])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        pytest.param(place, name, marks=() if name in IN_CI else pytest.mark.long)
+        for place, name in enumerate(NAMES)
+    ],
+)
 def test_no_other_character_of_a_part_of_all_differs(place: int, name: str) -> None:
     """Another part for each: all of them, which take an hour, `character_probe.py` compares."""
     check_characters(name, CHARACTERS[place::32] + ENDS)
