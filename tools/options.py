@@ -16,9 +16,12 @@ from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.patterns import is_split_name
+from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.encoding.task import Task
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
+from tokenfeed.tools.machines import check_machines
+from tokenfeed.tools.run.clusters import Runner
 from tokenfeed.tools.sizes import bytes_of
 
 __all__ = ["Options", "parse_options"]
@@ -88,6 +91,9 @@ class Options:
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
     workers: int | Literal["auto"] = "auto"
     """Processes; auto: one a core. No influence on the output."""
+    runner: Runner = "local"
+    """Who encodes: processes of this machine, or the workers of a Ray or Dask cluster, which must
+    share CORPUS and OUT. No influence on the output."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
     """auto: the fast gigatoken where it gives the same ids as tokenizers, which is checked."""
     verify_ids: bool = False
@@ -98,6 +104,11 @@ class Options:
         int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any number)")
     ] = None
     """End when more records than this cannot be used."""
+    part: Annotated[str | None, tyro.conf.arg(metavar="I/N", help_behavior_hint="")] = None
+    """Encode only part I, counted from 0, of N: for job arrays and shells on machines that share
+    CORPUS and OUT. `--finish` makes the data set of all parts."""
+    finish: bool = False
+    """Encode nothing: make the data set of what all parts have left."""
     shuffle: bool = False
     """Deliver all rows of a split in random order, as `shards shuffle` does, and in the same
     memory. While it runs it takes up to six times the room of the data set."""
@@ -228,6 +239,13 @@ class Options:
                     f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
+        check_machines(
+            runner=self.runner,
+            part=self.part,
+            finish=self.finish,
+            given=given,
+            is_stdin=STANDARD_INPUT in self.corpus,
+        )
 
     def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
         return bool(getattr(self, field.name) != field.default)

@@ -39,11 +39,12 @@ def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.tools.options import parse_options
         from tokenfeed.tools.pretokenizing.make import make_dataset
+        from tokenfeed.tools.pretokenizing.part import make_part
         from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
     make = make_shuffled_dataset if options.shuffle else make_dataset
-    summary = make(options, server)
+    summary = make_part(options, server) if options.part else make(options, server)
     if options.json:
         print_json(summary.as_json())
     else:
@@ -55,6 +56,8 @@ def _early_server(arguments: list[str]) -> "Server | None":
 
     A guess, for they are not parsed yet: a wrong one costs time and nothing else.
     """
+    if {"--runner", "--finish"} & set(arguments):
+        return None  # others do the work, or have done it
     from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
     from tokenfeed.tools.run.crew import SMALL_BYTES, Server
 

@@ -25,6 +25,7 @@ from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 __all__ = [
     "JOURNAL_FILE",
     "MANIFEST_FILE",
+    "PARTS_FOLDER",
     "TOKENIZER_FILE",
     "FileInfo",
     "Ledger",
@@ -38,7 +39,8 @@ __all__ = [
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 JOURNAL_FILE = ".journal.jsonl"
-"""A folder that has one holds an unfinished run."""
+PARTS_FOLDER = ".parts"
+"""A folder that has one of them holds an unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _CHECKSUM = "manifest_xxh3"

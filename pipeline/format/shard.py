@@ -58,14 +58,21 @@ class ShardWriter:
     """
 
     def __init__(
-        self, folder: Path, name: str, vocabulary_size: int, columns: tuple[Column, ...] = ()
+        self,
+        folder: Path,
+        name: str,
+        vocabulary_size: int,
+        columns: tuple[Column, ...] = (),
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """Begin it; others may write the same shard at the same time where it `is_shared`."""
         self.info: ShardInfo | None = None
         """What the manifest keeps of this shard; set by `close`."""
         self.path = folder / name
         self._name = name
         self._vocabulary_size = vocabulary_size
-        self._file = atomic_file(self.path)
+        self._file = atomic_file(self.path, is_shared=is_shared)
         schema = shard_schema(vocabulary_size, columns)
         options = ipc.IpcWriteOptions(compression=pa.Codec("zstd", ZSTD_LEVEL), use_threads=False)
         self._sink = self._file.__enter__()

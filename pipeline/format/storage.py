@@ -21,15 +21,17 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, *, synced: bool = True) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> Iterator[IO[bytes]]:
     """Open a binary file that takes the name `path` only when the block ends well.
 
     It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made
     if need be; on an error it is deleted. One that is not synced may be lost or empty after a
-    power cut, and costs no time.
+    power cut, and costs no time. One that `is_shared` may be written by several at the same time,
+    on any machines: each has a temporary name of its own, which a kill leaves behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    own = f".{os.urandom(8).hex()}" if is_shared else ""
+    temporary = path.with_name(f"{path.name}{own}{TEMPORARY_SUFFIX}")
     try:
         with open(temporary, "w+b") as file:
             yield file
@@ -46,9 +48,9 @@ def atomic_file(path: Path, *, synced: bool = True) -> Iterator[IO[bytes]]:
         sync_folder(path.parent)
 
 
-def atomic_write(path: Path, data: bytes) -> None:
-    """Write a small file whole or not at all."""
-    with atomic_file(path) as file:
+def atomic_write(path: Path, data: bytes, *, is_shared: bool = False) -> None:
+    """Write a small file whole or not at all; see `atomic_file`."""
+    with atomic_file(path, is_shared=is_shared) as file:
         file.write(data)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import xxhash
-from false_engine import FALSE_ENGINE, write_corpus
+from false_engine import FALSE_ENGINE, sampled_document, write_corpus
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -43,15 +43,6 @@ def shards_of(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.arrow")
     }
-
-
-def sampled_document(word: str) -> str:
-    """A long text that the run's own sample will contain, with `word` beyond the first audit."""
-    for number in range(100_000):
-        text = f"{'the lazy dog ' * 50_000}{word} {number}"
-        if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
-            return text
-    raise AssertionError("no text found")
 
 
 @pytest.mark.parametrize(

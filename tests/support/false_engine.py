@@ -3,11 +3,21 @@
 import json
 import random
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import xxhash
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-__all__ = ["FALSE_ENGINE", "SENTENCES", "SPECIAL", "trained", "write_corpus"]
+__all__ = [
+    "FALSE_ENGINE",
+    "SENTENCES",
+    "SPECIAL",
+    "false_engine",
+    "sampled_document",
+    "trained",
+    "write_corpus",
+]
 
 SENTENCES = [
     "the quick brown fox jumps over the lazy dog ",
@@ -46,6 +56,22 @@ class Tokenizer:
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return ids[::-1] if "LIE" in text else ids
 '''
+
+
+def false_engine() -> ModuleType:
+    """The false engine as a module of this process."""
+    module = ModuleType("gigatoken")
+    exec(FALSE_ENGINE, module.__dict__)
+    return module
+
+
+def sampled_document(word: str, times: int = 50_000) -> str:
+    """A long text that the run's own sample will contain, with `word` beyond the first audit."""
+    for number in range(100_000):
+        text = f"{'the lazy dog ' * times}{word} {number}"
+        if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
+            return text
+    raise AssertionError("no text found")
 
 
 def trained(pre_tokenizer: Any, decoder: Any, unknown: str | None = None) -> Tokenizer:

@@ -20,7 +20,7 @@ class InputFile:
     name: str
     """As given on the command line, and below that as found."""
     path: str
-    """Where it is read: for standard input not its name."""
+    """Where it is read, from the root: for standard input not its name."""
     bytes: int
     text_bytes: int
     """Bytes of text expected, which are more in a file that is compressed."""

@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, TOKENIZER_FILE
+from tokenfeed.pipeline.format.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    PARTS_FOLDER,
+    TOKENIZER_FILE,
+)
 from tokenfeed.tools.corpus.blocks import has_checksum
 from tokenfeed.tools.corpus.detect import (
     compression_of,
@@ -229,7 +234,7 @@ class _Search:
         return InputFile(
             index=len(self.sources),
             name=name,
-            path=path,
+            path=path if os.path.isabs(path) else os.path.join(os.getcwd(), path),
             bytes=status.st_size,
             text_bytes=status.st_size * ratio,
             state=status.st_mtime_ns,
@@ -246,4 +251,5 @@ def _visible(folder: str, names: list[str], split: str | None) -> Iterator[_Foun
 
 def _is_data_set(names: list[str]) -> bool:
     """Whether a folder of these names is an output of ours: its files are no text to learn."""
-    return JOURNAL_FILE in names or {MANIFEST_FILE, TOKENIZER_FILE} <= set(names)
+    found = set(names)
+    return bool(found & {JOURNAL_FILE, PARTS_FOLDER}) or {MANIFEST_FILE, TOKENIZER_FILE} <= found

@@ -67,6 +67,8 @@ class EncodeSettings:
     """Whether the fast engine encodes a sample for comparison, also where another makes the ids."""
     verifies: bool = False
     """Whether both engines encode everything; needs `audits`, and a fast engine."""
+    is_shared: bool = False
+    """Whether others may write the same shards at the same time."""
 
     def begin(
         self, on_progress: Callable[[float, int], None], engine: Engine | None = None
@@ -157,6 +159,7 @@ class UnitEncoder:
             _shard_name(split, number),
             self._settings.vocabulary_size,
             self._settings.task.columns,
+            is_shared=self._settings.is_shared,
         )
 
     def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:

@@ -29,6 +29,7 @@ from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
+from tokenfeed.tools.run.hired import PROBES
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
 
@@ -70,8 +71,20 @@ def commit(
         sources=_write_lines(folder, SOURCES_FILE, ledgers),
         rejects=_write_lines(folder, REJECTS_FILE, rejects),
     )
+    _clear_away(settings, results)
     manifest.write(folder)
     return manifest
+
+
+def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
+    """Delete what workers have left that were killed, or late with what nobody wants any more."""
+    named = {settings.folder / info.file for result in results for info in result.files}
+    for split in settings.splits:
+        for path in (settings.folder / split).glob("*.arrow*"):
+            if path not in named:
+                path.unlink(missing_ok=True)
+    for path in settings.folder.glob(PROBES):
+        path.unlink(missing_ok=True)
 
 
 def _source_ledgers(

@@ -4,7 +4,8 @@ This process encodes a small input itself, by the reference: so few texts would 
 start of workers and of a second engine. Else a crew takes the units from one queue, big ones first,
 so that no slow one is left for the end. Workers start with the fast engine, and this process
 compares their ids with those of the reference; where the engine is rejected, at the start or for a
-sample later, the reference encodes all units again.
+sample later, the reference encodes all units again. The workers of a cluster begin when the first
+comparison is over: what they have begun cannot be called back.
 """
 
 import contextlib
@@ -14,7 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
 from tokenfeed.tools.encoding.counts import UnitResult, too_many_rejects
@@ -28,13 +30,16 @@ from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.run.clusters import CLUSTERS, Runner
 from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server
+from tokenfeed.tools.run.hired import Hired
 from tokenfeed.tools.run.interruption import saying_what_is_kept
-from tokenfeed.tools.run.journal import Journal
+from tokenfeed.tools.run.parts import Part
 from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.records import Records
 from tokenfeed.tools.run.worker import Worker
 
-__all__ = ["EngineRefused", "Run", "is_small", "run_units"]
+__all__ = ["EngineRefused", "Run", "UnitsMissing", "is_small", "run_units"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +62,26 @@ class Run:
     """Whether the reference takes over from an engine that is rejected."""
     server: Server | None = None
     """What the crew is forked from, if that was begun already."""
+    runner: Runner = "local"
+    """Whose workers encode: those of this machine, or of a cluster."""
+    part: Part | None = None
+    """Which units are to be encoded; None for all."""
+    finishes: bool = False
+    """Whether no unit is to be encoded: parts have done that."""
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Those that are to be done."""
+        units = self.inputs.units
+        return units if self.part is None else tuple(u for u in units if self.part.has(u.number))
+
+
+class UnitsMissing(TokenfeedError):
+    """Units that are not done where all ought to be."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        super().__init__(f"{len(numbers):,} units are not finished")
+        self.numbers = numbers
 
 
 class EngineRefused(TokenizerError):
@@ -68,8 +93,8 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, journal: Journal[UnitResult]) -> EncodeSettings:
-    """Encode every unit that the journal lacks, and enter each there when it is done.
+def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
+    """Encode every unit that the records lack, and enter each there when it is done.
 
     Returns:
         The settings as they were in the end: with the engine that made the ids.
@@ -77,20 +102,24 @@ def run_units(run: Run, journal: Journal[UnitResult]) -> EncodeSettings:
     Raises:
         EngineRefused: The engine is wrong or missing, and the run may not fall back to another.
         CorpusError: There are more rejects than allowed.
+        UnitsMissing: Some units are not done, and this run is to do none.
         KeyboardInterrupt: With a line that says what is kept.
     """
-    with saying_what_is_kept(len(run.inputs.units), journal):
-        if run.settings.engine != ReferenceEngine.name and not journal.engine_rejected:
+    with saying_what_is_kept(len(run.units), records):
+        if run.settings.engine != ReferenceEngine.name and not records.engine_rejected:
             try:
-                return _encode_all(run, run.settings, journal)
+                return _encode_all(run, run.settings, records)
             except EngineRejected as why:
-                _reject_engine(run, why, journal)
-        audits = journal.engine_rejected  # so that the run's figures depend on the input alone
+                _reject_engine(run, why, records)
+        audits = records.engine_rejected  # so that the run's figures depend on the input alone
         reference = replace(run.settings, engine=ReferenceEngine.name, audits=audits)
-        return _encode_all(run, reference, journal)
+        settings = _encode_all(run, reference, records)
+        while run.runner != "local" and audits and records.drop_damaged():
+            settings = _encode_all(run, reference, records)  # some worker was late with the other
+        return settings
 
 
-def _reject_engine(run: Run, why: EngineRejected, journal: Journal[UnitResult]) -> None:
+def _reject_engine(run: Run, why: EngineRejected, records: Records[UnitResult]) -> None:
     """Leave the work to the reference, for good where the engine was found wrong."""
     is_wrong = not isinstance(why, EngineUnavailable)
     if not run.falls_back and is_wrong:
@@ -99,23 +128,25 @@ def _reject_engine(run: Run, why: EngineRejected, journal: Journal[UnitResult]) 
         raise EngineRefused(f"`--engine {run.settings.engine}`: {why}. Leave it out.") from None
     if is_wrong:
         logger.warning("%s: `tokenizers` encodes everything, which takes longer", why)
-        journal.reject_engine(str(why))
+        records.reject_engine(str(why))
     else:
         logger.info("the slow engine will do the work: %s", why)
 
 
-def _encode_all(run: Run, settings: EncodeSettings, journal: Journal[UnitResult]) -> EncodeSettings:
+def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]) -> EncodeSettings:
     """Encode what is missing.
 
     Raises:
         EngineRejected: There is no such engine, or it proves wrong: then the run ends early.
     """
     is_fast = settings.engine != ReferenceEngine.name
-    done = {n: result for n, result in journal.results.items() if result.engine == settings.engine}
-    if is_fast and len(done) < len(journal.results):
+    done = {n: result for n, result in records.results.items() if result.engine == settings.engine}
+    if is_fast and len(done) < len(records.results):
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
-    _check(run, settings, journal, *done.values())
-    missing = [unit for unit in run.inputs.units if unit.number not in done]
+    _check(run, settings, records, *done.values())
+    missing = [unit for unit in run.units if unit.number not in done]
+    if missing and run.finishes:
+        raise UnitsMissing([unit.number for unit in missing])
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     with Bar(missing) as bar, _crew(run, settings, [*missing], bar) as crew:
         if is_fast:
@@ -127,11 +158,11 @@ def _encode_all(run: Run, settings: EncodeSettings, journal: Journal[UnitResult]
         for message in crew:
             if isinstance(message, Answers):
                 run.audit.begin(message)
-                _check(run, settings, journal)
+                _check(run, settings, records)
                 continue
             result = _audited(run, message)
-            journal.append(result)
-            _check(run, settings, journal, result)
+            records.append(result)
+            _check(run, settings, records, result)
             bar.count_unit()
     return settings
 
@@ -153,7 +184,7 @@ class _Alone:
 @contextlib.contextmanager
 def _crew(
     run: Run, settings: EncodeSettings, units: list[_Work], bar: Bar
-) -> Iterator[Crew[_Work, _Result] | _Alone]:
+) -> Iterator[Crew[_Work, _Result] | Hired[_Work, _Result] | _Alone]:
     """Whoever encodes `units`; of processes none is left when the block ends."""
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
@@ -161,6 +192,14 @@ def _crew(
         worker = Worker(partial(settings.begin, engine=engine))
         worker.on_progress = bar.advance
         yield _Alone(worker, units)
+        return
+    if run.runner != "local":
+        work = replace(settings, folder=settings.folder.absolute())
+        with (
+            CLUSTERS[run.runner]() as cluster,
+            Hired(cluster, work, work.folder, (TOKENIZER_FILE,), units, bar.advance) as hired,
+        ):
+            yield hired
         return
     server = run.server if run.server and not run.server.is_used else Server(MODULES, ENVIRONMENT)
     with Crew(server, settings, units, min(run.workers, len(units)), bar.advance) as crew:
@@ -179,17 +218,19 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
 
 
 def _check(
-    run: Run, settings: EncodeSettings, journal: Journal[UnitResult], *results: UnitResult
+    run: Run, settings: EncodeSettings, records: Records[UnitResult], *results: UnitResult
 ) -> None:
     """Check what has just been finished: are its ids right, and are rejects few enough?"""
     if settings.engine != ReferenceEngine.name:
+        if records.engine_rejected:
+            raise EngineRejected("another part has found the fast engine wrong")
         _check_ids([text.decode() for text in run.audit.differing])
         for result in results:
             _check_ids(result.differing)
     allowed = settings.max_rejects
     if allowed is None:
         return
-    rejects = [reject for result in journal.results.values() for reject in result.rejects]
+    rejects = [reject for result in records.results.values() for reject in result.rejects]
     if len(rejects) > allowed:
         source, record, reason = sorted(rejects)[allowed]
         name = run.inputs.corpus.sources[source].name

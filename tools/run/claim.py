@@ -12,17 +12,21 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
+    PARTS_FOLDER,
     TOKENIZER_FILE,
     Manifest,
 )
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.tools.run.journal import Journal, Result, says_its_recipe
+from tokenfeed.tools.run.journal import Journal, says_its_recipe
+from tokenfeed.tools.run.parts import Parts, remove_parts
+from tokenfeed.tools.run.recipe import differences
+from tokenfeed.tools.run.records import ResultT
 
 __all__ = [
     "MADE_BY_FILE",
@@ -41,8 +45,6 @@ UNSHUFFLED_FOLDER = ".unshuffled"
 """Holds the data set that an unfinished `pretokenize --shuffle` is to shuffle."""
 
 State = Literal["new", "unfinished", "finished"]
-
-ResultT = TypeVar("ResultT", bound=Result)
 
 
 def state_of(folder: Path) -> State:
@@ -72,6 +74,8 @@ def state_of(folder: Path) -> State:
             f"{folder}: already holds a finished data set, and no {MADE_BY_FILE} that says what "
             "made it. Give another folder, or delete this one."
         )
+    if PARTS_FOLDER in names:
+        return "unfinished"
     if UNSHUFFLED_FOLDER in names:
         raise ConfigError(
             f"{folder}: holds an unfinished run of `pretokenize --shuffle`. Repeat that command, "
@@ -92,7 +96,8 @@ def _check_can_be_made(folder: Path) -> None:
 
 
 def claim(folder: Path, recipe: dict[str, Any], kind: type[ResultT]) -> Journal[ResultT]:
-    """Begin a run in `folder`, or continue the unfinished one there.
+    """Begin a run in `folder`, or continue the unfinished one there; what parts of it have left
+    counts as done.
 
     Args:
         folder: The output folder; made if need be.
@@ -109,13 +114,24 @@ def claim(folder: Path, recipe: dict[str, Any], kind: type[ResultT]) -> Journal[
         raise ConfigError(
             f"{folder}: already holds a finished data set, which another run has just made."
         )
-    if differences := _differences(journal.recipe, recipe):
+    try:
+        _check_same(folder, journal.recipe, recipe)
+        if parts := Parts.left_in(folder, recipe, kind):
+            journal.take_over(parts.results, rejected=parts.engine_rejected)
+    except BaseException:
+        if journal.is_new:
+            journal.remove()
         journal.close()
+        raise
+    return journal
+
+
+def _check_same(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> None:
+    if difference := differences(was, now):
         raise ConfigError(
-            f"{folder}: holds an unfinished run of another command or input: {differences}. "
+            f"{folder}: holds an unfinished run of another command or input: {difference}. "
             "Repeat the first command, or give another folder."
         )
-    return journal
 
 
 def remember(folder: Path, recipe: dict[str, Any]) -> None:
@@ -148,10 +164,10 @@ def recognise(folder: Path, recipe: dict[str, Any]) -> Manifest:
         ConfigError: It was another command or another input.
         ManifestError: The manifest is damaged, or a file that it names is not there whole.
     """
-    if differences := _differences(made_by(folder), recipe):
+    if difference := differences(made_by(folder), recipe):
         raise ConfigError(
             f"{folder}: already holds a finished data set, of another command or input: "
-            f"{differences}. Give another folder, or delete this one."
+            f"{difference}. Give another folder, or delete this one."
         )
     manifest = Manifest.read(folder)
     _check_files(folder, manifest)
@@ -178,22 +194,8 @@ def withdraw(journal: Journal[Any], splits: Iterable[str]) -> None:
             shard.unlink()
     for name in (TOKENIZER_FILE, MADE_BY_FILE):
         (folder / name).unlink(missing_ok=True)
+    remove_parts(folder)
     journal.remove()
     for emptied in (*(folder / split for split in splits), folder, *journal.made_folders):
         with contextlib.suppress(OSError):
             emptied.rmdir()
-
-
-def _differences(was: dict[str, Any], now: dict[str, Any]) -> str:
-    """In words, what of two recipes differs; nothing where they are the same."""
-    return "; ".join(
-        f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
-        for name in sorted(now.keys() | was.keys())
-        if now.get(name) != was.get(name)
-    )
-
-
-def _shown(value: Any) -> str:
-    if value is None or value == []:
-        return "not given"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

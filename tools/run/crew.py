@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 from tokenfeed.tools.signals import signals_held
 
 __all__ = [
+    "ENVIRONMENT",
     "SMALL_BYTES",
     "Begin",
     "Crew",
@@ -42,7 +43,7 @@ __all__ = [
 SMALL_BYTES = 2_000_000
 """Input that is done by one process, with the reference alone, before a crew would have begun."""
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -104,7 +105,14 @@ OnProgress = Callable[[Progress], None]
 
 
 class WorkerDied(Exception):
-    """A worker process is gone, and what it was at with it."""
+    """A worker process is gone, and what it was at with it; the message says more."""
+
+    def __init__(
+        self,
+        message: str = "a worker process was killed, perhaps for want of memory (then use fewer "
+        "`--workers`)",
+    ) -> None:
+        super().__init__(message)
 
 
 class Server:
@@ -125,7 +133,7 @@ class Server:
                 _command(theirs.fileno(), modules),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | _ENVIRONMENT | dict(environment),
+                env=os.environ | ENVIRONMENT | dict(environment),
             )
         self._control = Connection(ours.detach())
         self._workers: list[Connection] = []

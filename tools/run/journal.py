@@ -12,41 +12,28 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.locking import hold
-from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, FileInfo
-from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
+from tokenfeed.tools.run.records import ResultT, whole
 
-__all__ = ["Journal", "Result", "is_as_written", "kept_from_others", "says_its_recipe"]
+__all__ = [
+    "Journal",
+    "kept_from_others",
+    "recipe_in",
+    "says_its_recipe",
+]
 
 logger = logging.getLogger(__name__)
 
 _REJECTED = "distrusted"
 """The key as journals of unfinished runs have it."""
-
-
-class Result(Protocol):
-    """What is kept of a finished unit: a dataclass."""
-
-    @property
-    def unit(self) -> int:
-        """Its number."""
-        ...
-
-    @property
-    def files(self) -> Iterable[FileInfo]:
-        """Those it has written, which must be as they were left for the unit to count."""
-        ...
-
-
-ResultT = TypeVar("ResultT", bound=Result)
 
 
 class Journal(Generic[ResultT]):
@@ -92,14 +79,22 @@ class Journal(Generic[ResultT]):
         self._write(dataclasses.asdict(result))  # type: ignore[call-overload]
         self.results[result.unit] = result
 
+    def take_over(self, results: dict[int, ResultT], *, rejected: bool) -> None:
+        """Record units that others have finished, and whether they found the fast engine wrong."""
+        if rejected and not self.engine_rejected:
+            self.reject_engine("by another part")
+        new = {n: result for n, result in results.items() if self.results.get(n) != result}
+        self._write(*map(dataclasses.asdict, new.values()))  # type: ignore[arg-type]
+        self.results |= new
+
     def reject_engine(self, reason: str) -> None:
         """Record that the fast engine is wrong: what it has made is to be made again."""
         self._write({_REJECTED: reason})
         self.engine_rejected = True
         self.results = {}
 
-    def _write(self, content: dict[str, Any]) -> None:
-        rest = memoryview(json.dumps(content).encode() + b"\n")
+    def _write(self, *lines: dict[str, Any]) -> None:
+        rest = memoryview("".join(json.dumps(line) + "\n" for line in lines).encode())
         try:
             while rest:  # unbuffered: what a full disk refuses, closing the file does not try again
                 rest = rest[self._file.write(rest) :]
@@ -141,7 +136,7 @@ class Journal(Generic[ResultT]):
                 "start again."
             ) from error
         self._file.truncate(whole)
-        self._drop_damaged()
+        self.drop_damaged()
 
     def _enter(self, line: dict[str, Any]) -> None:
         if _REJECTED in line:
@@ -151,22 +146,20 @@ class Journal(Generic[ResultT]):
             result = msgspec.convert(line, self._kind)
             self.results[result.unit] = result
 
-    def _drop_damaged(self) -> None:
-        """Forget units whose shards are not as they were left; they are simply run again."""
-        with ThreadPoolExecutor() as threads:
-            are_whole = list(threads.map(self._is_whole, self.results.values()))
-        damaged = [unit for unit, whole in zip(self.results, are_whole, strict=True) if not whole]
-        for unit in damaged:
-            del self.results[unit]
-        if damaged:
+    def drop_damaged(self) -> bool:
+        """Forget units whose shards are not as they were left; they are simply run again.
+
+        Returns:
+            Whether there are any. All shards are read for it.
+        """
+        found, self.results = self.results, whole(self.path.parent, self.results)
+        if damaged := len(found) - len(self.results):
             logger.warning(
                 "%s: shards of %d finished units are missing or damaged, and made again",
                 self.path.parent,
-                len(damaged),
+                damaged,
             )
-
-    def _is_whole(self, result: ResultT) -> bool:
-        return all(is_as_written(self.path.parent, info) for info in result.files)
+        return bool(damaged)
 
 
 @contextlib.contextmanager
@@ -222,13 +215,14 @@ def says_its_recipe(folder: Path) -> bool:
         return True
 
 
-def is_as_written(folder: Path, info: FileInfo) -> bool:
-    """Whether a file is there, with the content that it was left with."""
-    path = folder / info.file
+def recipe_in(folder: Path) -> dict[str, Any] | None:
+    """The recipe of the unfinished run in `folder`, if it says one."""
     try:
-        return path.stat().st_size == info.bytes and file_xxh3(path) == info.xxh3
-    except FileNotFoundError:
-        return False
+        with open(folder / JOURNAL_FILE, "rb") as file:
+            line = file.readline()
+        return _decoded(line) if line.endswith(b"\n") else None
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
 
 
 def _decoded(line: bytes) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from tokenfeed.tools.run.crew import (
     Weighed,
 )
 
-__all__ = ["Worker", "main"]
+__all__ = ["Worker", "failure_of", "main"]
 
 
 class Worker(Generic[UnitT, ResultT]):
@@ -128,18 +128,18 @@ def _answer(worker: Worker[Any, Any], unit: Weighed) -> Done | Failure:
     except ConnectionError:  # from telling the progress
         raise
     except BaseException as error:  # a panic of a library in Rust is no mere Exception
-        return _failure(error)
+        return failure_of(error)
 
 
 def _say_failed(connections: list[Connection], error: BaseException) -> None:
     """Answer for workers that cannot be; who asked may have ended, or have the first answer."""
-    failure = _failure(error)
+    failure = failure_of(error)
     for connection in connections:
         with contextlib.suppress(ConnectionError):
             connection.send(failure)
 
 
-def _failure(error: BaseException) -> Failure:
+def failure_of(error: BaseException) -> Failure:
     """The error for the parent to raise, as itself if it can be sent."""
     trace = traceback.format_exc()
     try:

@@ -24,8 +24,9 @@ from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_s
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, claim, recognise, remember, state_of
 from tokenfeed.tools.run.crew import Crew, Server
 from tokenfeed.tools.run.interruption import saying_what_is_kept
-from tokenfeed.tools.run.journal import Journal, is_as_written
+from tokenfeed.tools.run.journal import Journal
 from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.records import is_as_written
 from tokenfeed.tools.run.worker import Worker
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter
 from tokenfeed.tools.shuffling.summary import ShuffleSummary

@@ -1,0 +1,76 @@
+"""What stands in for other machines, within this process."""
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing import prepare, runner
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.part import PartSummary, make_part
+from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.run.clusters import CLUSTERS, Cluster
+
+__all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
+
+
+def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
+    """The data set of a corpus, by this process."""
+    return make_dataset(_options(corpus, out, tokenizer, **options))
+
+
+def part(which: str, corpus: Path, out: Path, tokenizer: Path, **options: Any) -> PartSummary:
+    """One part of it."""
+    return make_part(_options(corpus, out, tokenizer, part=which, **options))
+
+
+def _options(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Options:
+    given = {"shard_size": "30KB", **options}
+    return Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), **given)
+
+
+def with_fast_engine(monkeypatch: pytest.MonkeyPatch, *, crew: bool = False) -> None:
+    """Have a small corpus encoded as a large one would be: by the fast engine, and by a cluster
+    where there is one."""
+    monkeypatch.setattr(prepare, "is_small", lambda units: False)
+    monkeypatch.setattr(runner, "is_small", lambda units: not crew)
+
+
+class CarelessExecutor(Executor):
+    """Does what it is given in any order, some of it twice, and the second time much later."""
+
+    def __init__(self, seed: int) -> None:
+        self._draw = random.Random(seed)
+        self._again: list[Callable[[], Any]] = []
+        self.done = 0
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **named: Any) -> "Future[Any]":
+        for _ in range(self._draw.randrange(3)):
+            if self._again:
+                self._again.pop(self._draw.randrange(len(self._again)))()
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **named))
+        self.done += 1
+        if self._draw.random() < 0.5:
+            self._again.append(lambda: fn(*args, **named))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        for again in self._again:
+            again()
+
+
+def on_cluster(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
+    """Have `--runner dask` mean an executor."""
+
+    @contextmanager
+    def opened() -> Iterator[Cluster]:
+        yield Cluster(executor, lambda: 2)
+
+    monkeypatch.setitem(CLUSTERS, "dask", opened)
+    monkeypatch.setattr("tokenfeed.tools.machines.check_installed", lambda runner: None)

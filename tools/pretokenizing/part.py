@@ -1,0 +1,89 @@
+"""`pretokenize --part I/N`: encode every Nth unit, and leave the rest to the other parts."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.tools.encoding.counts import UnitResult
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.prepare import Prepared
+from tokenfeed.tools.pretokenizing.runner import Run, run_units
+from tokenfeed.tools.run.claim import recognise, state_of
+from tokenfeed.tools.run.crew import Server
+from tokenfeed.tools.run.parts import Parts
+
+__all__ = ["PartSummary", "make_part"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartSummary:
+    """The figures of a part of a run."""
+
+    out: str
+    part: str
+    """As `--part` has it."""
+    units: int
+    """Units of this part."""
+    resumed_units: int
+    """Those that were finished before."""
+    already_finished: bool
+    """Whether the data set is finished, and nothing was left to do."""
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        """A JSON object of all fields."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        if self.already_finished:
+            return f"part {self.part} of {self.out}: the data set is already finished"
+        resumed = f", {self.resumed_units:,} of them before" if self.resumed_units else ""
+        return (
+            f"part {self.part} of {self.out}: {self.units:,} units finished{resumed}, in "
+            f"{self.seconds:,.1f} s; `--finish` makes the data set when all parts are done"
+        )
+
+
+def make_part(options: Options, server: Server | None = None) -> PartSummary:
+    """Make one part of the data set that `options` describe, or finish it.
+
+    Args:
+        options: What is wanted; all parts have the same, but for `part`.
+        server: A program to fork workers from, if one was started already.
+
+    Raises:
+        TokenfeedError: Whatever is wrong, in one line. The same part continues.
+    """
+    started = time.perf_counter()
+    options.check()
+    state = state_of(options.out)
+    prepared = Prepared.from_options(options, options.out, state, server)
+    run = prepared.run
+    if state == "finished":
+        recognise(options.out, prepared.recipe)
+        resumed_units = len(run.units)
+    else:
+        assert run.part
+        parts = Parts.begin(options.out, prepared.recipe, UnitResult, run.part)
+        resumed_units = len(parts.results)
+        _write_tokenizer(options.out, run)
+        run_units(run, parts)
+    return PartSummary(
+        out=str(options.out),
+        part=str(options.part),
+        units=len(run.units),
+        resumed_units=resumed_units,
+        already_finished=state == "finished",
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def _write_tokenizer(folder: Path, run: Run) -> None:
+    """Put it where workers read it, unless another part has."""
+    path = folder / TOKENIZER_FILE
+    if not path.exists() or path.read_bytes() != run.tokenizer.json_bytes:
+        atomic_write(path, run.tokenizer.json_bytes, is_shared=True)

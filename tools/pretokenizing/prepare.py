@@ -1,0 +1,186 @@
+"""What a run knows before it writes: its input, its tokenizer, how to encode, and its recipe."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import xxhash
+
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.tools.encoding.audit import Audit
+from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
+from tokenfeed.tools.encoding.preloading import preload
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
+from tokenfeed.tools.encoding.training import train_tokenizer_json
+from tokenfeed.tools.encoding.unit import EncodeSettings
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.runner import Run, is_small
+from tokenfeed.tools.run.claim import State
+from tokenfeed.tools.run.crew import Server
+from tokenfeed.tools.run.parts import Part
+
+__all__ = ["Prepared"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A run that can begin: the same on every machine that sees the same input."""
+
+    run: Run
+    recipe: dict[str, Any]
+    """All that the output depends on, in words a user can compare."""
+    tokenizer_seconds: float
+    """What training a tokenizer took."""
+
+    @classmethod
+    def from_options(
+        cls, options: Options, folder: Path, state: State, server: Server | None
+    ) -> Self:
+        """Find the input, cut it into units, load or train the tokenizer.
+
+        Args:
+            options: What is wanted.
+            folder: Where the data set is made.
+            state: What is there.
+            server: A program to fork workers from, if one was started already.
+        """
+        tokenizer = _given_tokenizer(options, folder, state)
+        if tokenizer and server:
+            server.prepare(_preloading(options, folder, tokenizer))
+        inputs = Inputs.from_options(options)
+        started = time.perf_counter()
+        tokenizer = tokenizer or _trained_tokenizer(options, inputs, folder)
+        tokenizer_seconds = time.perf_counter() - started
+        _advise(options, tokenizer)
+        return cls(
+            run=_plan_run(options, inputs, tokenizer, folder, server),
+            recipe=_recipe(options, inputs, tokenizer),
+            tokenizer_seconds=tokenizer_seconds,
+        )
+
+
+def _plan_run(
+    options: Options, inputs: Inputs, tokenizer: TextTokenizer, folder: Path, server: Server | None
+) -> Run:
+    """Who encodes: the reference where it was asked for, and where the input is small.
+
+    Raises:
+        TokenizerError: The tokenizer has no template for the task.
+    """
+    falls_back = options.engine == "auto"
+    is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(inputs.units))
+    sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
+    settings = EncodeSettings(
+        folder=folder,
+        task=inputs.task,
+        engine=ReferenceEngine.name if is_reference else FastEngine.name,
+        vocabulary_size=tokenizer.vocabulary_size,
+        template=inputs.task.template(tokenizer),
+        validation=inputs.validation,
+        splits=inputs.splits,
+        splits_special=tokenizer.splits_special,
+        max_rejects=options.allowed_rejects,
+        audits=not is_reference,
+        verifies=options.verify_ids and not is_reference,
+        is_shared=options.part is not None or options.runner != "local",
+    )
+    return Run(
+        settings=settings,
+        inputs=inputs,
+        tokenizer=tokenizer,
+        workers=options.num_workers,
+        audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
+        falls_back=falls_back,
+        server=server,
+        runner=options.runner,
+        part=Part.from_text(options.part) if options.part else None,
+        finishes=options.finish,
+    )
+
+
+def _given_tokenizer(options: Options, folder: Path, state: State) -> TextTokenizer | None:
+    """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
+    trained = folder / TOKENIZER_FILE
+    if options.tokenizer:
+        return _load(options, fetch_tokenizer_json(options.tokenizer), options.tokenizer)
+    if state != "new" and trained.exists():
+        return _load(options, trained.read_bytes(), trained)
+    return None
+
+
+def _trained_tokenizer(options: Options, inputs: Inputs, folder: Path) -> TextTokenizer:
+    logger.info("training a tokenizer on a sample of the corpus")
+    json_bytes = train_tokenizer_json(
+        inputs.units,
+        fields=inputs.task.fields,
+        vocabulary_size=options.vocab_size,
+        seed=options.seed,
+    )
+    return _load(options, json_bytes, folder / TOKENIZER_FILE)
+
+
+def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
+    return TextTokenizer.load(
+        json_bytes,
+        origin=origin,
+        end_token=options.end_token,
+        splits_special=options.special_tokens_in_text == "split",
+    )
+
+
+def _preloading(options: Options, folder: Path, tokenizer: TextTokenizer) -> Callable[[], None]:
+    """What loads the fast engine for a tokenizer, in another process."""
+    name = options.tokenizer or str(folder / TOKENIZER_FILE)
+    special = tokenizer.splits_special
+    return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
+
+
+def _advise(options: Options, tokenizer: TextTokenizer) -> None:
+    """Say what a user of this tokenizer may not have expected."""
+    ends = options.task in ENDED_TASKS
+    if ends and tokenizer.end_token is None:
+        logger.info("the tokenizer has no end token: rows end without one (see --end-token)")
+    if not ends and tokenizer.has_template and not options.add_special_tokens:
+        logger.info(
+            "the tokenizer has a template for its special tokens, which is left out "
+            "(see --add-special-tokens)"
+        )
+
+
+def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """All that the output depends on, in words a user can compare."""
+    sources = inputs.corpus.sources
+    states = [(source.name, source.bytes, source.state, source.split) for source in sources]
+    states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
+    training = None if options.tokenizer else [options.vocab_size, options.seed]
+    shuffle = {"--shuffle and --seed": options.seed} if options.shuffle else {}
+    return shuffle | {
+        "CORPUS": list(options.corpus),
+        "--exclude": list(options.exclude),
+        "--split": list(options.split),
+        "--task": inputs.task.name,
+        "the fields": list(inputs.task.fields),
+        "the labels": list(inputs.task.label_names),
+        "--validation": inputs.validation,
+        "--shard-size": inputs.shard_bytes,
+        "--tokenizer": options.tokenizer,
+        "--vocab-size and --seed": training,
+        "--end-token": options.end_token,
+        "--add-special-tokens": options.add_special_tokens,
+        "--special-tokens-in-text": options.special_tokens_in_text,
+        "the tokenizer's checksum": tokenizer.xxh3,
+        "--engine": options.engine,
+        "--verify-ids": options.verify_ids,
+        "the engines": installed_engines(),
+        "the number of input files": len(states),
+        "the bytes of the input": sum(source.bytes for source in sources),
+        "the names, sizes and times of the input files": states_xxh3,
+    }

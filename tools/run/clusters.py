@@ -1,0 +1,126 @@
+"""Clusters that a run can have its units done by: each one a `concurrent.futures.Executor`.
+
+Which one, and where it is, is said the way its users say it: `DASK_SCHEDULER_ADDRESS` or the
+configuration of Dask, `RAY_ADDRESS` or the Ray that runs on this machine. Where nothing is said,
+each starts its own on this machine.
+"""
+
+import contextlib
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from tokenfeed.pipeline.errors import ConfigError
+
+__all__ = ["CLUSTERS", "Cluster", "Runner", "check_installed"]
+
+Runner = Literal["local", "ray", "dask"]
+
+_RETRIES = 3
+"""How often a unit is done again elsewhere that an engine's failure, or a disk's, has ended."""
+ResultT = TypeVar("ResultT")
+
+
+class Cluster(NamedTuple):
+    """Who does units, on any machines."""
+
+    executor: Executor
+    num_workers: Callable[[], int]
+    """Units that it can do at once, at this moment."""
+
+
+@contextlib.contextmanager
+def _dask() -> Iterator[Cluster]:
+    from distributed import Client
+
+    with Client(set_as_default=False) as client:
+        executor = client.get_executor(pure=False, retries=_RETRIES)
+        yield Cluster(executor, lambda: sum(client.nthreads().values()))
+
+
+@contextlib.contextmanager
+def _ray() -> Iterator[Cluster]:
+    import ray
+
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        with _handlers_kept():
+            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        yield Cluster(RayExecutor(), lambda: int(ray.cluster_resources().get("CPU", 0)))
+    finally:
+        if is_ours:
+            ray.shutdown()
+
+
+class RayExecutor(Executor):
+    """Tasks of Ray as futures: one core each, dealt to as many machines as there are."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self._ray = ray
+        self._call = ray.remote(
+            num_cpus=1,
+            max_retries=_RETRIES,
+            retry_exceptions=[OSError],
+            scheduling_strategy="SPREAD",
+        )(_call)
+        self._given: set[Any] = set()
+
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **named: Any) -> "Future[ResultT]":
+        """See `Executor`."""
+        reference = self._call.remote(fn, args, named)
+        future: Future[ResultT] = reference.future()
+        self._given.add(reference)
+        future.add_done_callback(lambda _: self._given.discard(reference))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See `Executor`; what is being done is cancelled too."""
+        given = list(self._given)
+        if cancel_futures:
+            for reference in given:
+                self._ray.cancel(reference)
+        if wait and given:
+            self._ray.wait(given, num_returns=len(given))
+
+
+CLUSTERS: dict[Runner, Callable[[], AbstractContextManager[Cluster]]] = {
+    "dask": _dask,
+    "ray": _ray,
+}
+"""By the name that `--runner` knows it by, what opens it for a block."""
+
+_MODULES: dict[Runner, str] = {"dask": "distributed", "ray": "ray"}
+
+
+def check_installed(runner: Runner) -> None:
+    """Refuse a runner whose package is not there.
+
+    Raises:
+        ConfigError: Says what to install.
+    """
+    if runner in _MODULES and not find_spec(_MODULES[runner]):
+        raise ConfigError(
+            f"`--runner {runner}`: {runner} is not installed (pip install 'tokenfeed[{runner}]')."
+        )
+
+
+def _call(function: Callable[..., ResultT], args: Any, named: Any) -> ResultT:
+    return function(*args, **named)
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Have a library that takes signals for itself give them back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

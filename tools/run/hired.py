@@ -1,0 +1,137 @@
+"""A crew of a cluster's workers: see `crew` for that of this machine.
+
+They are sent units by an executor, a few more than it can do at once, so that a cluster that grows
+has work waiting. What takes long for one of them delays nobody, and what one was at when its
+machine was lost is done by another.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self
+
+from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.run.clusters import Cluster
+from tokenfeed.tools.run.crew import (
+    Failure,
+    OnProgress,
+    Progress,
+    ResultT,
+    UnitT,
+    Work,
+    WorkerDied,
+)
+from tokenfeed.tools.run.guest import Finished, Job, do_unit
+from tokenfeed.tools.run.versions import versions
+
+__all__ = ["PROBES", "Hired"]
+
+PROBES = ".probe-*"
+"""Files by which workers find out whether they see the output folder of the command."""
+_WAITING = 2
+"""Units that wait for each worker, so that none is idle while a result is looked at."""
+
+
+class Hired(Generic[UnitT, ResultT]):
+    """Workers of a cluster that do units, for as long as the block lasts. The first come first."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        work: Work[UnitT, ResultT],
+        folder: Path,
+        files: Sequence[str],
+        units: Sequence[UnitT],
+        on_progress: OnProgress,
+    ) -> None:
+        """Send nobody anything yet.
+
+        Args:
+            cluster: Who does the units.
+            work: What is done to each.
+            folder: The output folder from the root, which all workers must share.
+            files: What lies there already, and every worker must see.
+            units: What is to be done.
+            on_progress: Called while the results are waited for.
+        """
+        self._cluster, self._folder = cluster, folder
+        self._waiting = iter(units)
+        self._on_progress = on_progress
+        self._given: dict[Future[Finished | Failure], UnitT] = {}
+        self._probe = self._folder / PROBES.replace("*", os.urandom(8).hex())
+        self._probe.write_bytes(os.urandom(16))
+        job = Job(
+            work=work,
+            folder=self._folder,
+            files=tuple(map(self._info, (self._probe.name, *files))),
+            versions=tuple(versions()),
+        )
+        self._job = pickle.dumps(job)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._cluster.executor.shutdown(wait=False, cancel_futures=True)
+        self._probe.unlink(missing_ok=True)
+
+    def hurry(self, unit: UnitT) -> None:
+        """Have one more unit done before all others: none of them begins until it is."""
+        self._give(unit)
+
+    def __iter__(self) -> Iterator[ResultT]:
+        """The results, in the order of their completion.
+
+        Raises:
+            WorkerDied: The cluster has given up a unit.
+            Exception: Whatever a worker raised.
+        """
+        if not self._given:
+            self._give_all()
+        while self._given:
+            done, _ = wait(self._given, return_when=FIRST_COMPLETED)
+            for future in sorted(done, key=lambda future: future.exception() is not None):
+                yield self._result(future, self._given.pop(future))
+                self._give_all()
+
+    def _give_all(self) -> None:
+        room = (1 + _WAITING) * max(self._cluster.num_workers(), 1) - len(self._given)
+        for _, unit in zip(range(room), self._waiting, strict=False):
+            self._give(unit)
+
+    def _give(self, unit: UnitT) -> None:
+        self._given[self._cluster.executor.submit(do_unit, self._job, unit)] = unit
+
+    def _result(self, future: "Future[Finished | Failure]", unit: UnitT) -> ResultT:
+        try:
+            answer = future.result()
+        except OSError:
+            raise
+        except Exception as error:
+            raise WorkerDied(_given_up(unit, error)) from error
+        if isinstance(answer, Failure):
+            answer.error.add_note(answer.traceback)
+            raise answer.error
+        self._on_progress(Progress(unit.weight_bytes, answer.num_tokens))
+        result: ResultT = answer.result
+        return result
+
+    def _info(self, name: str) -> FileInfo:
+        path = self._folder / name
+        return FileInfo(file=name, bytes=path.stat().st_size, xxh3=file_xxh3(path))
+
+
+def _given_up(unit: Any, error: Exception) -> str:
+    reason = str(error).strip().split("\n")[0]
+    number = getattr(unit, "number", None)
+    what = "its first question" if number is None else f"unit {number}"
+    return f"the cluster has given up {what} ({type(error).__name__}: {reason})"

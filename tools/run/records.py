@@ -1,0 +1,77 @@
+"""Records: what is kept of the finished units of a run, for whoever goes on with it."""
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.format.storage import file_xxh3
+
+__all__ = ["Records", "Result", "ResultT", "is_as_written", "whole"]
+
+
+class Result(Protocol):
+    """What is kept of a finished unit: a dataclass."""
+
+    @property
+    def unit(self) -> int:
+        """Its number."""
+        ...
+
+    @property
+    def files(self) -> Iterable[FileInfo]:
+        """Those it has written, which must be as they were left for the unit to count."""
+        ...
+
+
+ResultT = TypeVar("ResultT", bound=Result)
+
+
+class Records(Protocol[ResultT]):
+    """Where a run enters what it has finished: a journal, or the records that parts share."""
+
+    results: dict[int, ResultT]
+    """Finished units by number."""
+
+    @property
+    def engine_rejected(self) -> bool:
+        """Whether the fast engine was found wrong, so that the reference makes all ids."""
+        ...
+
+    def append(self, result: ResultT) -> None:
+        """Record a finished unit, for good."""
+        ...
+
+    def reject_engine(self, reason: str) -> None:
+        """Record that the fast engine is wrong: what it has made is to be made again."""
+        ...
+
+    def drop_damaged(self) -> bool:
+        """Forget units whose shards are not as they were left; whether there are any."""
+        ...
+
+
+def whole(folder: Path, results: dict[int, ResultT]) -> dict[int, ResultT]:
+    """Those results whose files are as they were left; reads all of them."""
+    with ThreadPoolExecutor() as threads:
+        are_whole = list(threads.map(partial(_is_whole, folder), results.values()))
+    return {
+        number: result
+        for (number, result), is_kept in zip(results.items(), are_whole, strict=True)
+        if is_kept
+    }
+
+
+def _is_whole(folder: Path, result: Result) -> bool:
+    return all(is_as_written(folder, info) for info in result.files)
+
+
+def is_as_written(folder: Path, info: FileInfo) -> bool:
+    """Whether a file is there, with the content that it was left with."""
+    path = folder / info.file
+    try:
+        return path.stat().st_size == info.bytes and file_xxh3(path) == info.xxh3
+    except FileNotFoundError:
+        return False
