@@ -81,9 +81,9 @@ class RayExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """See `Executor`; what is being done is cancelled too."""
+        """See `Executor`; as with Dask's, what is not waited for is cancelled."""
         given = list(self._given)
-        if cancel_futures:
+        if not wait or cancel_futures:
             for reference in given:
                 self._ray.cancel(reference)
         if wait and given:

@@ -81,7 +81,7 @@ class Hired(Generic[UnitT, ResultT]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._cluster.executor.shutdown(wait=False, cancel_futures=True)
+        self._cluster.executor.shutdown(wait=False)
         self._probe.unlink(missing_ok=True)
 
     def hurry(self, unit: UnitT) -> None:

@@ -1,0 +1,187 @@
+"""More than one machine, as far as one machine shows it: whoever encodes, one folder of bytes."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from command import COMMAND, files_of, run, run_json, write_ballast
+
+SHARDS = ("--shard-size", "30KB", "--validation", "0.1")
+
+DASK = """
+import os
+from distributed import Client, LocalCluster
+if __name__ == "__main__":
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        with Client(cluster) as client:
+            print(cluster.scheduler_address, *client.run(os.getpid).values(), flush=True)
+            input()
+"""
+
+RAY = """
+import os, sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+second = cluster.add_node(num_cpus=1)
+print(cluster.address, flush=True)
+input()
+cluster.remove_node(second, allow_graceful=False)
+print("removed", flush=True)
+input()
+cluster.shutdown()
+"""
+
+
+@pytest.fixture
+def big(corpus: Path) -> Path:
+    """A corpus that is worth worker processes, in a dozen units."""
+    write_ballast(corpus)
+    return corpus
+
+
+@contextlib.contextmanager
+def program(folder: Path, code: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that says when it is ready, and ends when it is told nothing more."""
+    (folder / "program.py").write_text(code)
+    with subprocess.Popen(
+        [sys.executable, str(folder / "program.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+        start_new_session=True,
+    ) as started:
+        try:
+            yield started
+            assert started.stdin
+            started.stdin.close()
+            started.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+
+
+def line_of(started: subprocess.Popen[str]) -> str:
+    assert started.stdout
+    return started.stdout.readline().strip()
+
+
+def wait_for_shards(out: Path, process: subprocess.Popen[str], number: int = 1) -> None:
+    while len(list((out / "train").glob("*.arrow"))) < number:
+        assert process.poll() is None
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_parts_at_once_in_processes_give_the_bytes_of_one_command(
+    big: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, *SHARDS)
+    run(big, tmp_path / "plain", *options, "--workers", 1)
+    out = tmp_path / "out"
+    started = [
+        subprocess.Popen(
+            [*COMMAND, *map(str, (big, out, *options, "--workers", 1, "--part", part))],
+            stdout=subprocess.DEVNULL,
+        )
+        for part in ("0/2", "1/2", "1/2")
+    ]
+    assert [process.wait(100) for process in started] == [0, 0, 0]
+    assert run_json(big, out, *options, "--finish")["units"] > 10
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("distributed"), reason="needs dask's distributed")
+def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
+    big: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, *SHARDS)
+    run(big, tmp_path / "plain", *options, "--workers", 1)
+    out = tmp_path / "out"
+    with program(tmp_path, DASK) as cluster:
+        address, worker, _ = line_of(cluster).split()
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, (big, out, *options, "--runner", "dask"))],
+            env=os.environ | {"DASK_SCHEDULER_ADDRESS": address},
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        wait_for_shards(out, process)
+        os.kill(int(worker), signal.SIGKILL)
+        assert process.wait(100) == 0
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not find_spec("ray"), reason="needs ray")
+def test_a_ray_cluster_that_loses_a_node_gives_the_bytes_of_one_command(
+    big: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, *SHARDS)
+    run(big, tmp_path / "plain", *options, "--workers", 1)
+    out = tmp_path / "out"
+    with program(tmp_path, RAY) as cluster:
+        address = line_of(cluster)
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, (big, out, *options, "--runner", "ray"))],
+            env=os.environ | {"RAY_ADDRESS": address},
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        wait_for_shards(out, process)
+        assert cluster.stdin
+        print(file=cluster.stdin, flush=True)
+        assert line_of(cluster) == "removed"
+        assert process.wait(200) == 0
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+@pytest.mark.long
+def test_parts_and_drivers_killed_at_random_moments_change_no_byte(
+    big: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    options = ("--tokenizer", tokenizer, *SHARDS, "--workers", "1")
+    started = time.monotonic()
+    run(big, tmp_path / "plain", *options)
+    expected = files_of(tmp_path / "plain")
+    seconds = 2 * (time.monotonic() - started)
+    draw = random.Random(0)
+    for attempt in range(3):
+        out = tmp_path / f"out{attempt}"
+        left = [("--part", f"{index}/3") for index in range(3)]
+        kills = 0
+        while left:
+            which = draw.choice(left)
+            process = subprocess.Popen(
+                [*COMMAND, *map(str, (big, out, *options, *which))],
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            try:
+                assert process.wait(draw.uniform(0.2, seconds)) == 0
+                left.remove(which)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                kills += 1
+            seconds *= 1.05  # in the end all get through
+        while not (out / "manifest.json").exists() or (out / ".journal.jsonl").exists():
+            finish = (big, out, *options[:-2], *(("--finish",) if attempt else ()))
+            process = subprocess.Popen([*COMMAND, *map(str, finish)], stdout=subprocess.DEVNULL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(draw.uniform(0.2, seconds))
+            process.kill()
+            process.wait()
+            seconds *= 1.05
+        assert kills
+        assert files_of(out) == expected
