@@ -45,6 +45,9 @@ NOT_RUN = {
     ("docs/benchmarks.md", "python -m venv peers", "needs the network and an hour"),
     ("docs/how/hub.md", "pretokenize hub:roneneldan/TinyStories", NETWORK),
     ("docs/how/labels.md", "pretokenize emotion.train.jsonl bert/", NETWORK),
+    ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
+    ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
+    ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
     ("docs/mixing.md", "python benchmarks/shuffle.py", "needs the peers and hours"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
@@ -62,6 +65,8 @@ OF_OTHERS = {
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # sbatch
+    *("--parsable", "--array", "--cpus-per-task", "--requeue", "--wrap", "--dependency"),
+    *("--nworkers", "--nthreads"),  # dask worker
 }
 
 
