@@ -6,6 +6,8 @@
     ├── TokenizerError    a tokenizer that cannot be loaded or does not fit
     ├── ManifestError     manifest.json missing, damaged or of another version (also a ValueError)
     ├── ShardFormatError  a shard that is not what the manifest says           (also a ValueError)
+    ├── RemoteError       a store that cannot be reached or refuses   (also an OSError with errno)
+    │   └── RemoteMissingError    an object that is not there            (also a FileNotFoundError)
     ├── LoaderError       a loader worker that died
     └── ResumeError       a saved state that does not belong here
 
@@ -18,6 +20,8 @@ __all__ = [
     "CorpusError",
     "LoaderError",
     "ManifestError",
+    "RemoteError",
+    "RemoteMissingError",
     "ResumeError",
     "ShardFormatError",
     "TokenfeedError",
@@ -47,6 +51,17 @@ class ManifestError(TokenfeedError, ValueError):
 
 class ShardFormatError(TokenfeedError, ValueError):
     """A shard that is missing, unreadable, cut short, altered, or not the one that is meant."""
+
+
+class RemoteError(TokenfeedError, OSError):
+    """A store that cannot be reached, or refuses: made of errno, what happened, and where."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}."
+
+
+class RemoteMissingError(RemoteError, FileNotFoundError):
+    """An object that is not there."""
 
 
 class LoaderError(TokenfeedError, RuntimeError):

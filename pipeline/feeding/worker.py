@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NamedTuple
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header
 
@@ -162,6 +163,7 @@ def not_importable(error: Exception) -> LoaderError:
 def main(socket_fd: int, file: BinaryIO) -> None:
     """Serve tasks until the parent closes the socket, or is gone."""
     connection = socket.socket(fileno=socket_fd)
+    own_process()
     try:
         orders = _read_orders(file, connection)
         slots = [_Slot(fd) for fd in orders.slots]

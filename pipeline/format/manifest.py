@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.reading import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
@@ -282,6 +282,8 @@ def _load_json(store: Store, path: str) -> dict[str, Any]:
             f"{path}: not found, so this folder holds no finished data set. "
             "Point at the output folder of `pretokenize`, or run it to the end."
         ) from None
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:  # of the second kind are names with a NUL
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
     try:

@@ -7,7 +7,7 @@ remedies than another copy.
 import errno
 import os
 
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 
 __all__ = ["damaged", "error_line", "refused"]
 
@@ -50,6 +50,8 @@ def damaged(path: str, what: str, cause: BaseException | None = None) -> ShardFo
 
 def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
     """The error for what failed: with the machine's remedy where that refused, else for damage."""
+    if isinstance(cause, RemoteError):  # it has its own
+        return ShardFormatError(f"{path}: {what}: {cause.strerror}.")
     if isinstance(cause, MemoryError):
         number: int | None = errno.ENOMEM
     else:

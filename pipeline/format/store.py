@@ -1,7 +1,8 @@
 """Where the files of a data set are: one small protocol, by which everything that reads opens them.
 
 A store is made from the path that a user gives. A folder is a `LocalStore`; a path with a scheme,
-like `s3://bucket/data`, is for the store that has registered the scheme. Torch-free.
+like `s3://bucket/data`, is for the store that has registered the scheme: those of the room `remote`
+are imported when the first path asks for one. Torch-free.
 """
 
 import os
@@ -14,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.remote.address import hide_password
 
 __all__ = ["STORES", "LocalStore", "Store", "StorePath", "open_store"]
 
@@ -97,7 +99,23 @@ class LocalStore:
             return file.read()
 
 
-STORES: dict[str, Callable[[str], Store]] = {}
+def _object_store(url: str) -> Store:
+    from tokenfeed.pipeline.remote.object_store import ObjectStore
+
+    return ObjectStore.from_url(url)
+
+
+def _hub_store(url: str) -> Store:
+    from tokenfeed.pipeline.remote.hub import HubStore
+
+    return HubStore.from_url(url)
+
+
+_OBJECTS = ("s3", "gs", "az", "abfss", "http", "https")
+STORES: dict[str, Callable[[str], Store]] = {
+    **dict.fromkeys(_OBJECTS, _object_store),
+    "hf": _hub_store,
+}
 """By the scheme of a path, what makes a store of the path."""
 
 
@@ -112,8 +130,8 @@ def open_store(path: StorePath) -> Store:
         if scheme not in STORES:
             known = ", ".join(f"{name}://" for name in STORES) or "none"
             raise ConfigError(
-                f"{path}: no store for `{scheme}://` (known: {known}). Give a folder of this "
-                "machine."
+                f"{hide_password(path)}: no store for `{scheme}://` (known: {known}). Give one of "
+                "these, or a folder of this machine."
             )
         return STORES[scheme](path)
     return path if isinstance(path, Store) else LocalStore.from_path(path)

@@ -1,0 +1,155 @@
+"""The clients of a process: one for each store, made when first used, with the credentials that the
+store's own tools would take."""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.remote.address import Address, hide_password
+from tokenfeed.pipeline.remote.failures import first_line
+from tokenfeed.pipeline.remote.process import check_process
+from tokenfeed.pipeline.remote.retrying import Meter, Timing
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, RetryConfig
+    from obstore.store import ObjectStore as Client
+
+__all__ = ["Connection", "connection"]
+
+_WRITE_TRIES = 4
+"""Parts of a large object are sent again alone, by the client itself."""
+_AWS_KEY, _AWS_PROFILE = "AWS_ACCESS_KEY_ID", "AWS_PROFILE"
+_AWS_FILES = (
+    ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    ("AWS_CONFIG_FILE", "~/.aws/config"),
+)
+
+
+@dataclass(slots=True)
+class Connection:
+    """What a process keeps of a store: clients, and the count of what went through them."""
+
+    address: Address
+    timing: Timing
+    meter: Meter = field(default_factory=Meter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _reads: "Client | None" = None
+    _writes: "Client | None" = None
+
+    @property
+    def reads(self) -> "Client":
+        """For what is repeated by us: the client tries once.
+
+        Raises:
+            ConfigError: This process must not use it; or the credentials asked for are not there.
+        """
+        check_process()
+        with self._lock:
+            if self._reads is None:
+                self._reads = self._made(max_retries=0)
+            return self._reads
+
+    @property
+    def writes(self) -> "Client":
+        """For objects of several parts; errors are those of `reads`."""
+        check_process()
+        with self._lock:
+            if self._writes is None:
+                self._writes = self._made(max_retries=_WRITE_TRIES - 1)
+            return self._writes
+
+    def _made(self, max_retries: int) -> "Client":
+        from obstore.exceptions import BaseError
+
+        try:
+            return _client(self.address, self.timing, max_retries)
+        except (BaseError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            shown = hide_password(self.address.url)
+            raise ConfigError(
+                f"{shown}: {first_line(error)}. docs/how/remote.md tells how."
+            ) from error
+
+
+_connections: dict[tuple[int, Address, Timing], Connection] = {}
+
+
+def connection(address: Address, timing: Timing) -> Connection:
+    """That of this process: a fork gets one of its own."""
+    key = os.getpid(), address, timing
+    return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
+
+
+def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
+    from obstore import store
+
+    settings: Any = {
+        "client_options": _options(timing),
+        "retry_config": _retries(timing, max_retries),
+    }
+    if address.scheme in ("http", "https"):
+        return store.HTTPStore.from_url(address.url, **settings)
+    if address.anonymous:
+        settings["skip_signature"] = True
+    elif address.scheme == "s3" and (provider := _aws_profile()):
+        settings["credential_provider"] = provider
+    return store.from_url(address.url, **settings)
+
+
+def _options(timing: Timing) -> "ClientConfig":
+    """Plain HTTP is for who gives an endpoint of it."""
+    return {
+        "allow_http": True,
+        "connect_timeout": timedelta(seconds=timing.connect_s),
+        "read_timeout": timedelta(seconds=timing.read_s),
+        "timeout": timedelta(seconds=timing.request_s),
+    }
+
+
+def _retries(timing: Timing, max_retries: int) -> "RetryConfig":
+    first, longest = timing.first_wait_s, timing.longest_wait_s
+    return {
+        "max_retries": max_retries,
+        "retry_timeout": timedelta(seconds=timing.request_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=first),
+            "max_backoff": timedelta(seconds=longest),
+        },
+    }
+
+
+def _aws_profile() -> Any | None:
+    """What gives the keys of a profile, single sign-on too, and renews them; None without one.
+
+    Only `boto3` knows profiles. Keys in the environment go first, as they do there.
+    """
+    profile = os.environ.get(_AWS_PROFILE)
+    files = [Path(os.environ.get(name, usual)).expanduser() for name, usual in _AWS_FILES]
+    if os.environ.get(_AWS_KEY) or not (profile or any(file.exists() for file in files)):
+        return None
+    if find_spec("boto3") is None:
+        if profile is None:
+            return None
+        raise ConfigError(
+            f"{_AWS_PROFILE}={profile}: profiles need `boto3`, which is not installed. "
+            f"`pip install boto3`, or set {_AWS_KEY} and AWS_SECRET_ACCESS_KEY."
+        )
+    return _provider(profile)
+
+
+def _provider(profile: str | None) -> Any | None:
+    import botocore.exceptions
+    from obstore.auth.boto3 import Boto3CredentialProvider
+
+    try:
+        return Boto3CredentialProvider()
+    except ValueError:
+        return None
+    except botocore.exceptions.BotoCoreError as error:
+        raise ConfigError(f"{_AWS_PROFILE}={profile}: {error}") from error

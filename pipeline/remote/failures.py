@@ -1,0 +1,98 @@
+"""What a failed request means: an error that ends it at once, or a cause to try again.
+
+Who may not read, or asks for what is not there, learns it at once. Everything else may pass: no
+connection, a server that is busy or broken, a body cut short.
+"""
+
+import errno
+import re
+
+from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError, TokenfeedError
+from tokenfeed.pipeline.remote.address import hide_password
+
+__all__ = ["cause_of_failure", "first_line"]
+
+_STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")
+_SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")
+_SAID_BY_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
+_RIGHTS = "the store refuses access ({cause}). Check the credentials and what they may do"
+_CHANGED = "was changed while it was read ({cause}). Start again"
+_UNABLE = "the store cannot do this ({cause})"
+_FINAL: dict[str, tuple[int, str]] = {
+    "400": (errno.EINVAL, "the store takes the request for a mistake ({cause})"),
+    "401": (errno.EACCES, _RIGHTS),
+    "403": (errno.EACCES, _RIGHTS),
+    "405": (errno.EOPNOTSUPP, _UNABLE),
+    "412": (errno.ESTALE, _CHANGED),
+    "416": (errno.EINVAL, "is shorter than it should be ({cause}). Copy it again"),
+    "501": (errno.EOPNOTSUPP, _UNABLE),
+    "UnauthenticatedError": (errno.EACCES, _RIGHTS),
+    "PermissionDeniedError": (errno.EACCES, _RIGHTS),
+    "PreconditionError": (errno.ESTALE, _CHANGED),
+    "NotSupportedError": (errno.EOPNOTSUPP, _UNABLE),
+    "InvalidPathError": (errno.EINVAL, "no object can have this name"),
+}
+"""By HTTP status, or the class of the client's error."""
+_NO_CREDENTIALS = (
+    "no credentials were found. Set them in the environment, or add `?anonymous` to the address of "
+    "public data: docs/how/remote.md"
+)
+_METADATA_SERVICE = "169.254.169.254"
+"""Where a machine in a cloud is told its credentials."""
+_SAYING: dict[str, tuple[int, str]] = {
+    _METADATA_SERVICE: (errno.EACCES, _NO_CREDENTIALS),
+    "MissingAccessKeyId": (errno.EACCES, _NO_CREDENTIALS),
+    "redirect without LOCATION": (
+        errno.EREMOTE,
+        "the bucket is in another region. Set AWS_REGION to that of the bucket",
+    ),
+}
+"""By words of the client."""
+
+
+def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
+    """Why a request failed, in a few words, if it may succeed later.
+
+    Args:
+        error: What the client raised.
+        place: The object as messages name it.
+        has_talked: Whether the store has answered before: then there are credentials, and only
+            their renewal fails.
+
+    Raises:
+        RemoteError: Repetition is no use.
+    """
+    if isinstance(error, FileNotFoundError):
+        raise RemoteMissingError(errno.ENOENT, "not found", place) from None
+    if isinstance(error, TokenfeedError) or not type(error).__module__.startswith("obstore"):
+        raise error
+    cause = _cause(str(error))
+    if (final := _final(error)) and not (has_talked and _METADATA_SERVICE in str(error)):
+        raise RemoteError(final[0], final[1].format(cause=cause), place) from None
+    return cause
+
+
+def first_line(error: Exception) -> str:
+    """What the client says, without its own debugging lines."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return hide_password(lines[0].strip())
+
+
+def _final(error: Exception) -> tuple[int, str] | None:
+    said = str(error)
+    for words, final in _SAYING.items():
+        if words in said:
+            return final
+    status = _STATUS.search(said)
+    return _FINAL.get(type(error).__name__) or (_FINAL.get(status[2]) if status else None)
+
+
+def _cause(said: str) -> str:
+    """`503 Service Unavailable`, `Connection refused`, or what else there is."""
+    if status := _STATUS.search(said):
+        return ", ".join((status[1], *_SAID_BY_SERVER.findall(said.partition("\n\nDebug")[0])))
+    if "TimedOut" in said or "Timeout" in said:
+        return "no answer in time"
+    if by_system := _SAID_BY_SYSTEM.findall(said):
+        return str(by_system[-1])
+    return first_line(Exception(said)).rpartition(" - ")[2]

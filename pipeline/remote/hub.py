@@ -1,0 +1,149 @@
+"""A data set that lies in a repository of the Hugging Face Hub, by `huggingface_hub`.
+
+The Hub is asked for whole files, and each once: it limits requests, not bytes. They are kept where
+`HF_HOME` says, as by every other program that reads from it.
+"""
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.remote.address import require
+from tokenfeed.pipeline.remote.child import read_in_child
+from tokenfeed.pipeline.remote.process import check_process, talks_here
+from tokenfeed.pipeline.remote.retrying import USUAL, Meter, Timing, Traffic, persist
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+__all__ = ["HubStore"]
+
+_ADDRESS = re.compile(
+    r"hf://(?P<kind>datasets|models)/(?P<owner>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(?P<folder>/.*)?"
+)
+_meter = Meter()
+
+
+@dataclass(frozen=True, slots=True)
+class HubStore:
+    """Files below a folder of a repository, at a revision."""
+
+    name: str
+    """The address as it was given."""
+    kind: str
+    """dataset or model."""
+    repository: str
+    revision: str
+    folder: str
+    timing: Timing = USUAL
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """The store at an address like `hf://datasets/OWNER/NAME@REVISION/folder`.
+
+        Raises:
+            ConfigError: The address cannot be one, or `huggingface_hub` is not installed.
+        """
+        require("huggingface_hub", url)
+        match = _ADDRESS.fullmatch(url.rstrip("/"))
+        if match is None:
+            raise ConfigError(
+                f"{url}: expected hf://datasets/OWNER/NAME[@REVISION][/FOLDER], or hf://models/..."
+            )
+        kind, revision = match["kind"].removesuffix("s"), match["revision"] or "main"
+        folder = (match["folder"] or "").strip("/")
+        return cls(url.rstrip("/"), kind, match["owner"], revision, folder)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process has asked of the Hub."""
+        return _meter.read()
+
+    def path(self, name: str) -> str:
+        """A file as messages name it."""
+        return f"{self.name}/{name}"
+
+    def size(self, name: str) -> int:
+        """Bytes of a file, which is downloaded for it."""
+        return os.stat(self._kept(name)).st_size
+
+    def open(self, name: str, size: int) -> "pa.NativeFile":
+        """A file, downloaded first if it is not yet there."""
+        import pyarrow as pa
+
+        return pa.OSFile(os.fsencode(self._kept(name)))
+
+    def read(self, name: str) -> bytes:
+        """The whole of a file, as it is now at the revision."""
+        if not talks_here():
+            content, traffic = read_in_child(self, name)
+            _meter.add(traffic)
+            return content
+        with open(self._download(name), "rb") as file:
+            return file.read()
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """Some bytes of a file, downloaded first if it is not yet there."""
+        with open(self._kept(name), "rb") as file:
+            return os.pread(file.fileno(), length, start)
+
+    def read_tail(self, name: str, length: int) -> bytes:
+        """The last bytes of a file."""
+        size = self.size(name)
+        return self.read_range(name, max(size - length, 0), length)
+
+    def _kept(self, name: str) -> str:
+        """Where a file is that was downloaded, of the same commit as the last one read."""
+        from huggingface_hub import try_to_load_from_cache
+
+        kept = try_to_load_from_cache(
+            self.repository, self._inner(name), revision=self.revision, repo_type=self.kind
+        )
+        return kept if isinstance(kept, str) else self._download(name)
+
+    def _download(self, name: str) -> str:
+        check_process()
+
+        def attempt() -> str:
+            from huggingface_hub import hf_hub_download
+
+            path = hf_hub_download(
+                self.repository, self._inner(name), revision=self.revision, repo_type=self.kind
+            )
+            _meter.add(Traffic(bytes=os.stat(path).st_size))
+            return path
+
+        place = self.path(name)
+        return persist(attempt, lambda error: _cause_of(error, place), place, self.timing, _meter)
+
+    def _inner(self, name: str) -> str:
+        return f"{self.folder}/{name}" if self.folder else name
+
+
+def _cause_of(error: Exception, place: str) -> str:
+    """Why a download failed, if it may succeed later.
+
+    Raises:
+        RemoteError: Repetition is no use.
+    """
+    from huggingface_hub import errors
+
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(
+        error, errors.LocalEntryNotFoundError
+    ):
+        raise RemoteMissingError(errno.ENOENT, "not found", place) from None
+    if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+        raise RemoteError(
+            errno.EACCES,
+            "there is no such repository or revision, or it is not yours to read. "
+            "`hf auth login` or HF_TOKEN says who you are",
+            place,
+        ) from None
+    status: Any = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None and status < 500 and status not in (408, 429):
+        raise RemoteError(errno.EACCES, f"the Hub refuses ({status}): {said}", place) from None
+    return said

@@ -1,0 +1,281 @@
+"""A data set in an object store, or on a web server: what can be done with its objects.
+
+An `ObjectStore` is its address and how long to wait, nothing else: it is pickled to any process,
+and finds there the client of that process. Every method waits, and may be called by any thread;
+what fails is repeated (`retrying`), or ends in one line that names the object.
+"""
+
+import dataclasses
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from tokenfeed.pipeline.errors import RemoteError
+from tokenfeed.pipeline.remote.address import Address, hide_password, require
+from tokenfeed.pipeline.remote.child import read_in_child
+from tokenfeed.pipeline.remote.client import Connection, connection
+from tokenfeed.pipeline.remote.failures import cause_of_failure
+from tokenfeed.pipeline.remote.process import talks_here
+from tokenfeed.pipeline.remote.retrying import USUAL, Timing, Traffic, persist
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from obstore import GetOptions
+
+__all__ = ["ObjectInfo", "ObjectStore"]
+
+T = TypeVar("T")
+PIECE_BYTES = 8 << 20
+"""Of an object that is larger, this much is read by one request."""
+_ONE_REQUEST_BYTES = 64 << 20
+_PART_BYTES = 16 << 20
+_PAGE = 1000
+"""Names that a store lists at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store says of an object."""
+
+    name: str
+    size: int
+    etag: str
+    """Differs for another content; empty where a server tells none."""
+    metadata: dict[str, str] = field(default_factory=dict)
+    """What was given when it was written; of a list always empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """Objects by their names below an address."""
+
+    address: Address = field(repr=False)
+    timing: Timing = USUAL
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """The store at a URL; nothing is asked yet.
+
+        Raises:
+            ConfigError: The URL cannot be one, or the client is not installed.
+        """
+        require("obstore", url)
+        return cls(Address.from_url(url))
+
+    def waiting(self, give_up_s: float) -> Self:
+        """The same store, given up after so many seconds."""
+        return dataclasses.replace(
+            self, timing=dataclasses.replace(self.timing, give_up_s=give_up_s)
+        )
+
+    @property
+    def name(self) -> str:
+        """The address as messages show it."""
+        return hide_password(self.address.url)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process has asked of this store."""
+        return self._connection.meter.read()
+
+    def path(self, name: str) -> str:
+        """An object as messages name it."""
+        return f"{self.name}/{name}"
+
+    def size(self, name: str) -> int:
+        """Bytes of an object."""
+        return self.head(name).size
+
+    def head(self, name: str) -> ObjectInfo:
+        """What the store says of an object.
+
+        Raises:
+            RemoteMissingError: It is not there.
+            RemoteError: The store refuses, or cannot be reached.
+        """
+
+        def attempt() -> ObjectInfo:
+            result = self._connection.reads.get(name, options={"head": True})
+            return _info(name, result.meta, {str(k): v for k, v in result.attributes.items()})
+
+        return self._persist(attempt, name)
+
+    def read(self, name: str) -> bytes:
+        """The whole of an object; errors are those of `head`.
+
+        A process that is not ours has it fetched by a short-lived program, for 0.2 s: see
+        `process`.
+        """
+        if not talks_here():
+            content, traffic = read_in_child(self, name)
+            self._connection.meter.add(traffic)
+            return content
+        size, etag, whole = self._persist(lambda: self._small(name), name)
+        if whole is not None:
+            return whole
+        starts = range(0, size, PIECE_BYTES)
+        return b"".join(
+            self._part(name, start, min(PIECE_BYTES, size - start), etag) for start in starts
+        )
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start` on, by one request; errors are those of `head`.
+
+        Raises:
+            RemoteError: The object has fewer.
+        """
+        return self._part(name, start, length, None) if length else b""
+
+    def read_tail(self, name: str, length: int) -> bytes:
+        """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
+        if self.address.scheme in ("az", "abfss"):  # Azure counts from the front alone
+            size = self.size(name)
+            length = min(length, size)
+            return self.read_range(name, size - length, length)
+        return self._persist(lambda: self._get(name, {"range": {"suffix": length}})[0], name)
+
+    def open(self, name: str, size: int) -> "pa.NativeFile":
+        """An object of a known size, to read any part of it."""
+        from tokenfeed.pipeline.remote.ranged import open_ranged
+
+        return open_ranged(self, name, size)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """The objects below a folder, by their names' order; a request for each thousand.
+
+        Raises:
+            RemoteError: The store cannot: plain HTTP has no lists.
+        """
+        last: str | None = None
+        while True:
+            page = self._persist(lambda: self._page(prefix, last), prefix)  # noqa: B023
+            yield from page
+            if len(page) < _PAGE:
+                return
+            last = page[-1].name
+
+    def write(self, name: str, data: bytes | Path, metadata: dict[str, str] | None = None) -> str:
+        """Put an object, whole or not at all, whatever was there; returns its ETag.
+
+        Above 64 MiB it goes in parts of 16 MiB, each repeated alone.
+        """
+        size = data.stat().st_size if isinstance(data, Path) else len(data)
+        large = size > _ONE_REQUEST_BYTES
+
+        def attempt() -> str:
+            content = data.read_bytes() if isinstance(data, Path) and not large else data
+            result = self._connection.writes.put(
+                name,
+                content,
+                attributes=metadata,
+                use_multipart=large,
+                chunk_size=_PART_BYTES,
+            )
+            self._connection.meter.add(Traffic(bytes=size))
+            return result["e_tag"] or ""
+
+        return self._persist(attempt, name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Put an object if there is none; whether it is now there with this content.
+
+        Who asks twice, or loses the answer, is told the truth: after anything but a success the
+        object is read back and compared.
+        """
+        return self._put_if(name, data, "create")
+
+    def replace(self, name: str, data: bytes, etag: str) -> bool:
+        """Put an object in place of the one with this ETag; whether it now has this content."""
+        return self._put_if(name, data, {"e_tag": etag})
+
+    def delete(self, name: str) -> None:
+        """Remove an object; one that is gone is no error."""
+
+        def attempt() -> None:
+            try:
+                self._connection.reads.delete(name)
+            except FileNotFoundError:
+                return
+
+        self._persist(attempt, name)
+
+    @property
+    def _connection(self) -> Connection:
+        return connection(self.address, self.timing)
+
+    def _persist(self, attempt: Callable[[], T], name: str) -> T:
+        place, meter = self.path(name), self._connection.meter
+
+        def cause_of(error: Exception) -> str:
+            return cause_of_failure(error, place, has_talked=meter.read().bytes > 0)
+
+        return persist(attempt, cause_of, place, self.timing, meter)
+
+    def _small(self, name: str) -> tuple[int, str | None, bytes | None]:
+        """Size, ETag, and the content if it is not large."""
+        result = self._connection.reads.get(name)
+        size, etag = result.meta["size"], result.meta["e_tag"]
+        if size > PIECE_BYTES:
+            return size, etag, None
+        return size, etag, self._counted(bytes(result.bytes()))
+
+    def _part(self, name: str, start: int, length: int, etag: str | None) -> bytes:
+        options: GetOptions = {"range": (start, start + length)}
+        if etag:
+            options["if_match"] = etag
+        content, size = self._persist(lambda: self._get(name, options), name)
+        if len(content) != length:
+            raise RemoteError(
+                errno.EINVAL,
+                f"expected bytes up to {start + length:,}, got {size:,} in all: it was cut short "
+                "or replaced. Copy it again",
+                self.path(name),
+            )
+        return content
+
+    def _get(self, name: str, options: "GetOptions") -> tuple[bytes, int]:
+        """Some of an object, and the size of all."""
+        result = self._connection.reads.get(name, options=options)
+        return self._counted(bytes(result.bytes())), result.meta["size"]
+
+    def _counted(self, content: bytes) -> bytes:
+        self._connection.meter.add(Traffic(bytes=len(content)))
+        return content
+
+    def _page(self, prefix: str, last: str | None) -> Sequence[ObjectInfo]:
+        stream = self._connection.reads.list(prefix or None, offset=last, chunk_size=_PAGE)
+        return [_info(meta["path"], meta, {}) for meta in next(iter(stream), [])]
+
+    def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
+        def attempt() -> bool:
+            try:
+                self._connection.reads.put(name, data, mode=mode, use_multipart=False)
+            except Exception as error:
+                return self._settled(name, data, error)
+            self._connection.meter.add(Traffic(bytes=len(data)))
+            return True
+
+        return self._persist(attempt, name)
+
+    def _settled(self, name: str, data: bytes, error: Exception) -> bool:
+        """What a write that did not succeed came to; raises where it may be tried again."""
+        from obstore.exceptions import PreconditionError
+
+        refused = isinstance(error, PreconditionError)
+        try:
+            found = bytes(self._connection.reads.get(name).bytes())
+        except FileNotFoundError:
+            if refused:
+                return False
+            raise error from None
+        if found == data:
+            return True
+        if refused or type(error).__name__ == "AlreadyExistsError":
+            return False
+        raise error
+
+
+def _info(name: str, meta: Any, metadata: dict[str, str]) -> ObjectInfo:
+    return ObjectInfo(name, meta["size"], meta["e_tag"] or "", metadata)

@@ -1,0 +1,166 @@
+"""Asking until there is an answer: one loop for every request, and the count of what it took.
+
+The client itself repeats no read, so that each failure is seen here: it is counted, and its cause
+can be told while it lasts. A request fails for good when it has been repeated for `give_up_s`,
+which is less than the 600 s after which NCCL kills a run that waits: the error comes first.
+"""
+
+import errno
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tokenfeed.pipeline.errors import RemoteError
+
+__all__ = ["USUAL", "Meter", "Timing", "Traffic", "persist"]
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long to wait for what; seconds."""
+
+    give_up_s: float = 540.0
+    """A request is repeated for so long."""
+    warn_after_s: float = 10.0
+    """A request that fails for so long is told of."""
+    warn_every_s: float = 60.0
+    first_wait_s: float = 0.2
+    """Before the first repetition; each wait is twice the one before."""
+    longest_wait_s: float = 8.0
+    connect_s: float = 5.0
+    read_s: float = 10.0
+    """Without a byte, a connection counts as dead."""
+    request_s: float = 60.0
+    """For one request with its body."""
+
+
+USUAL = Timing()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What requests to a store came to."""
+
+    requests: int = 0
+    """Sent, repetitions among them."""
+    bytes: int = 0
+    """Of content, read and written."""
+    retries: int = 0
+    """Repetitions."""
+    outage_s: float = 0.0
+    """Time in which at least one request was being repeated."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.requests + other.requests,
+            self.bytes + other.bytes,
+            self.retries + other.retries,
+            self.outage_s + other.outage_s,
+        )
+
+
+class Meter:
+    """Counts the traffic of a store in this process; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._total = Traffic()
+        self._failing = 0
+        self._failing_since = 0.0
+
+    def add(self, traffic: Traffic) -> None:
+        """Count more."""
+        with self._lock:
+            self._total += traffic
+
+    def read(self) -> Traffic:
+        """The count now; an outage counts when it is over."""
+        return self._total
+
+    @contextmanager
+    def outage(self) -> Iterator[None]:
+        """While a request is being repeated; several at once count as one."""
+        with self._lock:
+            if not self._failing:
+                self._failing_since = time.monotonic()
+            self._failing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._failing -= 1
+                if not self._failing:
+                    lasted = time.monotonic() - self._failing_since
+                    self._total += Traffic(outage_s=lasted)
+
+
+def persist(
+    attempt: Callable[[], T],
+    cause_of: Callable[[Exception], str],
+    place: str,
+    timing: Timing,
+    meter: Meter,
+) -> T:
+    """Repeat `attempt` until it succeeds.
+
+    Args:
+        attempt: Does it once.
+        cause_of: Says in one line why it failed, or raises where repetition is no use.
+        place: The object as messages name it.
+        timing: How long.
+        meter: Where it is counted.
+
+    Raises:
+        RemoteError: It went on failing.
+    """
+    meter.add(Traffic(requests=1))
+    started = time.monotonic()
+    try:
+        return attempt()
+    except Exception as error:
+        cause = cause_of(error)
+    with meter.outage():
+        return _repeat(attempt, cause_of, place, timing, meter, started, cause)
+
+
+def _repeat(
+    attempt: Callable[[], T],
+    cause_of: Callable[[Exception], str],
+    place: str,
+    timing: Timing,
+    meter: Meter,
+    started: float,
+    cause: str,
+) -> T:
+    tries, wait_s, warn_s = 1, timing.first_wait_s, timing.warn_after_s
+    while True:
+        elapsed_s = time.monotonic() - started
+        if elapsed_s + wait_s + timing.read_s >= timing.give_up_s:
+            raise RemoteError(
+                errno.ETIMEDOUT,
+                f"failed for {elapsed_s:.0f} s, {tries} times, at last: {cause}. Mend that and "
+                "start again: nothing is lost",
+                place,
+            )
+        if elapsed_s >= warn_s:
+            _log.warning(
+                "%s: fails for %.0f s now (%s); given up after %.0f s",
+                *(place, elapsed_s, cause, timing.give_up_s),
+            )
+            warn_s = elapsed_s + timing.warn_every_s
+        time.sleep(wait_s * random.uniform(0.5, 1))
+        wait_s = min(2 * wait_s, timing.longest_wait_s)
+        tries += 1
+        meter.add(Traffic(requests=1, retries=1))
+        try:
+            return attempt()
+        except Exception as error:
+            cause = cause_of(error)

@@ -1,0 +1,60 @@
+"""A store at a small server of this process, with a proxy for faults before it."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from fault_proxy import FaultProxy, fault_proxy
+from object_server import ObjectServer, StoredObject, object_server
+
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.retrying import Timing
+
+__all__ = ["FAST", "Remote", "remote_store", "set_endpoint"]
+
+FAST = Timing(
+    give_up_s=3.0,
+    warn_after_s=1.0,
+    warn_every_s=1.0,
+    first_wait_s=0.001,
+    longest_wait_s=0.01,
+    connect_s=1.0,
+    read_s=0.2,
+    request_s=2.0,
+)
+"""Stalls are noticed after a fifth of a second, and nothing is waited for."""
+_buckets = itertools.count()
+
+
+class Remote:
+    """An S3 bucket that is empty, as a client sees it and as it is; `prefix` is its bucket and
+    folder, as the server names objects."""
+
+    def __init__(
+        self, store: ObjectStore, server: ObjectServer, proxy: FaultProxy, prefix: str
+    ) -> None:
+        self.store, self.server, self.proxy, self.prefix = store, server, proxy, prefix
+
+    def content(self, name: str) -> bytes:
+        return self.server.objects[f"{self.prefix}/{name}"].data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.server.objects[f"{self.prefix}/{name}"] = StoredObject(data)
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """S3 is a server of this machine."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+
+
+@contextmanager
+def remote_store(monkeypatch: pytest.MonkeyPatch, timing: Timing = FAST) -> Iterator[Remote]:
+    """A bucket of its own: a process keeps the client of a store, and with it the server."""
+    with object_server() as server, fault_proxy(server.port) as proxy:
+        set_endpoint(monkeypatch, proxy.port)
+        prefix = f"bucket{next(_buckets)}/data"
+        address = ObjectStore.from_url(f"s3://{prefix}").address
+        yield Remote(ObjectStore(address, timing), server, proxy, prefix)
