@@ -17,13 +17,25 @@ library generator whose stream may change with its version: order is part of a s
 Torch-free and free of I/O.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 
-__all__ = ["CYCLE", "Draw", "EpochOrder", "Phase", "blocks", "derive_key", "mix64", "permute"]
+__all__ = [
+    "CYCLE",
+    "Draw",
+    "EpochOrder",
+    "Phase",
+    "blocks",
+    "derive_key",
+    "derive_keys",
+    "mix64",
+    "next_keys",
+    "permute",
+    "unpermute",
+]
 
 _ROUNDS = 6
 CYCLE = 8
@@ -78,13 +90,28 @@ def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarr
 
     Cost: O(len(positions)), whatever `size` is: a value takes fewer than four walks on average.
     """
+    return _walk(_feistel, positions, size, key)
+
+
+def unpermute(values: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
+    """The positions that `permute` sends to some values; at the same price."""
+    return _walk(_unfeistel, values, size, key)
+
+
+def _walk(
+    network: Callable[[np.ndarray, int, list[np.ndarray]], np.ndarray],
+    values: np.ndarray,
+    size: int,
+    key: int | np.ndarray,
+) -> np.ndarray:
+    """Go through a network, again and again until each value is below `size`."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    keys = [_derive_keys(key, number) for number in range(_ROUNDS)]
-    values = _feistel(positions.astype(np.uint64), half_bits, keys)
-    while (outside := values >= size).any():
+    keys = [derive_keys(key, number) for number in range(_ROUNDS)]
+    reached = network(values.astype(np.uint64), half_bits, keys)
+    while (outside := reached >= size).any():
         again = [part if part.size == 1 else part[outside] for part in keys]
-        values[outside] = _feistel(values[outside], half_bits, again)
-    return values.astype(np.int64)
+        reached[outside] = network(reached[outside], half_bits, again)
+    return reached.astype(np.int64)
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
@@ -96,12 +123,21 @@ def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.n
     return left << shift | right
 
 
-def _derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
+def _unfeistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
+    """Undo `_feistel`."""
+    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
+    left, right = values >> shift, values & mask
+    for key in reversed(keys):
+        left, right = right ^ (mix64(left ^ key) & mask), left
+    return left << shift | right
+
+
+def derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     """What `derive_key(key, part)` is, for many keys or parts."""
-    return _next_keys(_next_keys(0, keys), part)
+    return next_keys(next_keys(0, keys), part)
 
 
-def _next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
+def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
     """What `derive_key(*parts, part)` is, given those of `parts`; for many of them."""
     sums = np.atleast_1d(np.asarray(keys, np.uint64)) + np.asarray(part, np.uint64)
     made: np.ndarray = mix64(sums + np.uint64(_GOLDEN))
@@ -195,12 +231,12 @@ class EpochOrder:
         turn, place = np.divmod(np.arange(start, stop), size)
         if start == stop or not self.shuffle:
             return place
-        keys = _next_keys(derive_key(self.seed, epoch, source), turn)
-        offset = _derive_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
-        batches: np.ndarray = _stratified(place, size, self._rounds(source), keys)
+        keys = next_keys(derive_key(self.seed, epoch, source), turn)
+        offset = derive_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
+        batches: np.ndarray = _stratified(place, size, self.rounds_of(source), keys)
         return (batches + offset.astype(np.int64)) % size
 
-    def _rounds(self, source: int) -> int:
+    def rounds_of(self, source: int) -> int:
         """Windows in which a source is read once, at the pace of the first that reads it."""
         size = self.sizes[source]
         windows, batches = next(
@@ -230,14 +266,14 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     strata = np.empty(len(places), np.int64)
     for count in np.unique(sizes).tolist():  # two at most
         chosen = sizes == count
-        of_round = _derive_keys(_derive_keys(keys[chosen], 0), rounds[chosen])
+        of_round = derive_keys(derive_keys(keys[chosen], 0), rounds[chosen])
         strata[chosen] = permute((places - begins)[chosen], count, of_round)
     full = size // num_rounds
     values = np.empty(len(places), np.int64)
     is_full = strata < full
-    of_stratum = _derive_keys(_derive_keys(keys[is_full], 1), strata[is_full])
+    of_stratum = derive_keys(derive_keys(keys[is_full], 1), strata[is_full])
     values[is_full] = permute(rounds[is_full], num_rounds, of_stratum)
     nth = (begins - rounds * full)[~is_full]  # rounds before that had a value of the last stratum
-    values[~is_full] = permute(nth, max(1, size % num_rounds), _derive_keys(keys[~is_full], 2))
+    values[~is_full] = permute(nth, max(1, size % num_rounds), derive_keys(keys[~is_full], 2))
     made: np.ndarray = strata * num_rounds + values
     return made
