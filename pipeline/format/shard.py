@@ -18,6 +18,7 @@ import xxhash
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.expected import UNDECODABLE, ExpectedShard
 from tokenfeed.pipeline.format.identity import (
     FIRST_ROW_KEY,
     SEAL_KEY,
@@ -28,13 +29,7 @@ from tokenfeed.pipeline.format.identity import (
 )
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
 from tokenfeed.pipeline.format.reading import damaged, refused
-from tokenfeed.pipeline.format.rows import (
-    Rows,
-    batch_buffers,
-    column_kinds,
-    record_batch,
-    rows_of_buffers,
-)
+from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 from tokenfeed.pipeline.format.store import StorePath, open_store
@@ -200,17 +195,9 @@ class ShardReader:
         self._info = info
         self.path = self._store.path(info.file)
         """The file as a message names it."""
-        schema = shard_schema(vocabulary_size, columns)
-        kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
-        self._reader = self._open(kept)
-        expected = pa.schema([schema.field(n) for n in kept])
-        self._check_schema(expected, vocabulary_size)
-        self._kinds = column_kinds(expected)
-        if self._reader.num_record_batches != info.batches:
-            raise damaged(
-                self.path,
-                f"expected {info.batches} record batches, got {self._reader.num_record_batches}",
-            )
+        self._expected = ExpectedShard.of(self.path, info, vocabulary_size, columns, only)
+        self._reader = self._open(self._expected.kept)
+        self._expected.check(self._reader.schema, self._reader.num_record_batches)
 
     @classmethod
     def open(
@@ -237,15 +224,9 @@ class ShardReader:
         """
         try:
             batch, metadata = self._reader.get_batch_with_custom_metadata(batch_index)
-            buffers = batch_buffers(batch, self._kinds)
-            first_row, stored = int(metadata[FIRST_ROW_KEY]), dict(metadata.items())
-        except (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-            what = f"record batch {batch_index} cannot be decoded"
-            raise refused(self.path, what, error) from error
-        actual = batch_checksums(self._info.file, batch_index, first_row, buffers)
-        if not actual.items() <= stored.items():
-            raise damaged(self.path, f"record batch {batch_index} fails its checksum")
-        return rows_of_buffers(buffers, self._kinds), first_row
+        except UNDECODABLE as error:
+            raise self._expected.undecodable(batch_index, error) from error
+        return self._expected.rows(batch, metadata, batch_index)
 
     def verify_file(self) -> None:
         """Compare the whole file's checksum with the manifest's: finds damage between batches."""
@@ -281,16 +262,3 @@ class ShardReader:
             ) from error
         except (OSError, MemoryError, pa.ArrowException) as error:
             raise refused(self.path, "its header or footer cannot be read", error) from error
-
-    def _check_schema(self, expected: pa.Schema, vocabulary_size: int) -> None:
-        """Refuse a shard of another name, vocabulary or columns; then one of other rows."""
-        stored = self._reader.schema.metadata or {}
-        seal = stored.pop(SEAL_KEY, None)
-        metadata = shard_metadata(self._info.file, vocabulary_size)
-        if stored != metadata or not self._reader.schema.equals(expected):
-            raise damaged(self.path, "its schema is not the one the manifest implies")
-        if seal != (self._info.seal and self._info.seal.encode()):
-            raise ShardFormatError(
-                f"{self.path}: holds other rows than the shard that the manifest names: it is of "
-                "another data set or of another run. Copy the one that belongs to the manifest."
-            )

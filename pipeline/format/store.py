@@ -17,7 +17,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
 
-__all__ = ["STORES", "LocalStore", "Store", "StorePath", "open_store"]
+__all__ = ["STORES", "LocalStore", "RangedStore", "Store", "StorePath", "open_store"]
 
 _SMALL_BYTES = 1 << 16
 """A file of no more is read at once; a loader keeps many of them."""
@@ -50,6 +50,23 @@ class Store(Protocol):
 
     def read(self, name: str) -> bytes:
         """The whole of a small file."""
+        ...
+
+
+@runtime_checkable
+class RangedStore(Store, Protocol):
+    """A store in which a request costs more than the bytes it brings: loaders read its shards by
+    record batches, each in one request, and keep them in the cache of the node.
+
+    Safe to share between threads. It repeats a request that fails, and raises in the end.
+    """
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """Some bytes of a file."""
+        ...
+
+    def read_tail(self, name: str, length: int) -> bytes:
+        """The last bytes of a file, or all where it has fewer."""
         ...
 
 
