@@ -16,7 +16,7 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(INSTALL) 'pip>=25.1'    # knows dependency groups
 	$(INSTALL) torch
-	$(INSTALL) -e '.[examples,hub,lora,remote]' --group dev
+	$(INSTALL) -e '.[dask,examples,hub,lora,remote]' --group dev
 	touch $@
 
 # The environment to write code in: hooks refuse a commit that lint refuses, and a push that mypy refuses.
