@@ -27,7 +27,7 @@ from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.course import Course
 from tokenfeed.trainer.data_sets import DataSets, run_manifest
 from tokenfeed.trainer.divergence import diverged
-from tokenfeed.trainer.drafts import DraftReports
+from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.headspace import ready_tokens_per_s
@@ -73,7 +73,7 @@ class Trainer:
         self.course = Course(config, self.feeds, self.learner)
         self.evaluator = Evaluator(config, self.data, self.feeds, self.learner, self.world)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
-        self.drafts = DraftReports(config.run_dir)
+        self.drafts = (DraftReports if self.world.is_main else NoDrafts)(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
         self.saver = saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.skipped = 0
@@ -93,7 +93,7 @@ class Trainer:
         config, task, shape = self.config, self.task, self.feeds.shape
         learner, stall, course = self.learner, self.stall, self.course
         feed = step_feed(course.loader, config.accumulation)
-        gradients, agreement = StepGradients(learner, self.world), self.agreement
+        gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
         for step in range(self.step + 1, config.steps + 1):
             if course.ends_before(step):
                 with stall.cause("data"):
@@ -126,6 +126,7 @@ class Trainer:
             self._save()
         self.saver.wait()
         self.agreement.settle()
+        self.stall.gather(self.world.gathered)
         report = report_of(self, self._final_metrics())
         if self.world.is_main:
             self._write_report(report)
@@ -220,7 +221,8 @@ class Trainer:
         with self.stall.cause("log"):
             self.agreement.settle()
             finding = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
-            if finding is None and self.world.is_main:
+            if finding is None:
+                self.stall.gather(self.world.gathered)
                 self.drafts.write(lambda: report_of(self, {}))
         if finding is not None:
             raise self._diverged(finding)

@@ -16,7 +16,7 @@ import msgspec
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import efficiency_parts
-from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline
+from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline, rank_table
 
 __all__ = ["Report", "versions"]
 
@@ -103,6 +103,7 @@ class Report:
                 f"speed    {self._speed()}",
                 f"stall    {headline(self.stall)}",
                 *(f"         {line}" for line in cause_table(self.stall)),
+                *rank_table(self.stall),
                 *(f"advice   {line}" for line in advice_lines(self.stall)),
                 f"report   {Path(self.run_dir) / PAGE_FILE}, {REPORT_FILE}",
             ]

@@ -104,11 +104,22 @@ def _train(
     """Train to the report. An error waits for the checkpoint that is being written; Ctrl-C, which
     comes here when it has come twice, does not."""
     try:
-        trainer.train(should_stop, should_save)
+        _all_steps(trainer, should_stop, should_save)
         return trainer.finish()
     except Exception:
         trainer.saver.settle()
         trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
+        raise
+
+
+def _all_steps(
+    trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
+) -> None:
+    """Train; where that fails, what was measured is left."""
+    try:
+        trainer.train(should_stop, should_save)
+    except Exception:
+        trainer.drafts.write_last()
         raise
 
 

@@ -15,6 +15,7 @@ from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.ranks.shares import is_sharded, sum_with_last
 from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.task import Loss
 from tokenfeed.trainer.telemetry import Tally
 
@@ -38,8 +39,8 @@ class StepGradients:
     Keeps the micro-batches of a step until the next begins: ids, labels and masks, no activations.
     """
 
-    def __init__(self, learner: Learner, world: World) -> None:
-        self._learner, self._world = learner, world
+    def __init__(self, learner: Learner, world: World, stall: StallMeter[object]) -> None:
+        self._learner, self._world, self._stall = learner, world, stall
         self._is_sharded = is_sharded(learner.model)
         self._parts = 1
         self._shown: list[tuple[int, MicroBatch]] = []
@@ -51,6 +52,7 @@ class StepGradients:
     def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Loss:
         """Add those of a micro-batch, which may be the last of its step; gives its loss."""
         if self._is_sharded:
+            self._meet()
             sum_with_last(self._learner.model, last=last)
         self._shown.append((number, micro_batch))
         loss = self._try(self._shown[-1:])
@@ -63,7 +65,14 @@ class StepGradients:
         """Make gradients, losses and targets of a step those of all ranks."""
         if self._world.size > 1:
             own = [] if self._is_sharded else self._learner.gradients()
-            self._world.add_up([*own, tally.loss, tally.targets])
+            with self._stall.cause("communication"):
+                self._world.add_up([*own, tally.loss, tally.targets])
+
+    def _meet(self) -> None:
+        """Wait, in the device's queue, for ranks whose batch is late: where ranks compute together
+        this would show as work."""
+        with self._stall.cause("communication"):
+            self._world.add_up([torch.zeros((), device=self._world.device)])
 
     def _try(self, micro_batches: Sequence[tuple[int, MicroBatch]]) -> Loss | None:
         """The loss of the last of them; None where memory was too small, once all that the attempt

@@ -14,6 +14,8 @@ import pytest
 from places import SUPPORT
 from training import RUNS, load_weights, read_metrics, write_every_task
 
+from tokenfeed.trainer.page.run_data import RunData
+
 PROGRAM = SUPPORT / "ranked_training.py"
 PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 SETTINGS: dict[str, Any] = {
@@ -27,6 +29,7 @@ SETTINGS: dict[str, Any] = {
     "keep": 9,
 }
 ALIKE = ["lm packed", "classify padded", "masked packed"]
+LATE_S = 0.1
 KEYS = ("loss", "gradient_norm", "validation_loss", "tokens", "learning_rate")
 
 Run = tuple[int, dict[str, Any]]
@@ -68,7 +71,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for size in (1, 2, 3)
     ]
     shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
-    runs += [(2, shares | {"shard_model": True})]
+    runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
     changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
     changing["model"] = "training:dropping_model"
     runs += [(1, changing | {"run_dir": folder / "dropping"})]
@@ -97,6 +100,16 @@ def test_a_run_goes_on_on_two_three_and_one_rank_with_the_same_dropout(trained: 
 
 def test_two_ranks_with_shares_of_the_weights_train_as_one(trained: Path) -> None:
     assert_alike(trained / "lm packed" / "shares", trained / "lm packed" / "1")
+
+
+def test_with_shares_of_the_weights_too_the_report_names_the_rank_that_is_late(
+    trained: Path,
+) -> None:
+    run_dir = trained / "lm packed" / "shares"
+    stall = json.loads((run_dir / "report.json").read_text())["stall"]
+    assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")
+    slept = 2 * LATE_S * stall["window_steps"]  # before each of two micro-batches
+    assert stall["ranks"][0]["waited_seconds"] == pytest.approx(slept, rel=0.2)
 
 
 def test_a_wish_of_one_rank_ends_all_after_the_same_step(trained: Path) -> None:
@@ -128,6 +141,11 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
         ["rank 0", "rank 2"] if how == "kill" else ["rank 0", "rank 1", "rank 2"]
     )
     assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
+    left = RunData.of_run(tmp_path / "run")
+    assert not left.report["finished"]
+    assert left.report["steps"] >= 2
+    assert len(left.report["stall"]["ranks"]) == 3
+    assert "stopped before the end" in left.summary()
 
 
 @pytest.mark.slow

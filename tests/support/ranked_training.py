@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from late_rank import make_late
 from training import make_config
 
 from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
@@ -30,7 +31,8 @@ _WORTH_BYTES = vocabulary_loss._WORTH_BYTES
 
 
 def train(settings: dict[str, Any], rank: int = 0) -> None:
-    """Train; what `ends` says happens on one rank after one step."""
+    """Train; what `ends` says happens on one rank after one step, and the rank that `late` says
+    has a loader that sleeps."""
     shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
     settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
@@ -48,6 +50,9 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
             raise ResumeError("no way on")
         return True
 
+    late, seconds = settings.pop("late", (-1, 0.0))
+    if rank == late:
+        make_late(seconds)
     run_until(make_config(shards, run_dir, **settings), should_stop)
 
 

@@ -13,6 +13,7 @@ from tokenfeed.trainer.config import PAGE_FILE
 from tokenfeed.trainer.page.bars import draw_bars
 from tokenfeed.trainer.page.causes import cause_table
 from tokenfeed.trainer.page.plot import Plot, Series, draw
+from tokenfeed.trainer.page.ranks import rank_table
 from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.page.scale import short
 
@@ -42,7 +43,8 @@ def page_of(run: RunData) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{name} · tokenfeed</title><style>{style}</style></head><body><main>"
         f"<h1>{name}</h1><p class=soft>{_about(run.report)}</p>{_cards(run)}"
-        f"<h2>What the device waited for</h2>{cause_table(run.report)}{_advice(run.report)}"
+        f"<h2>What the device waited for</h2>{cause_table(run.report)}"
+        f"{rank_table(run.report)}{_advice(run.report)}"
         f"<h2>How the run went</h2><div class=plots>{''.join(map(draw, _plots(run)))}"
         f"{draw_bars(run.lengths)}</div>{_settings(run)}</main></body></html>\n"
     )

@@ -9,15 +9,17 @@
     batches       error bars; histogram: percentiles         reading     sums, and their differences
     reporting, report, table, advice                         ranks       the slowest of several
     watched       a loader whose batches are waited for      step_times  how long steps take
-    timeline      the latest segments, for Perfetto
+    timeline      the latest segments, for Perfetto          exchange     from rank to rank
+    warmup        steps that are left out
 
 Nothing here imports torch before a meter is made.
 """
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
-from tokenfeed.trainer.stall.meter import StallMeter, warmup_steps
+from tokenfeed.trainer.stall.meter import StallMeter
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import CauseReport, StallReport
+from tokenfeed.trainer.stall.warmup import warmup_steps
 
 __all__ = [
     "CAUSES",

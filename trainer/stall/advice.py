@@ -7,6 +7,7 @@ nothing is named from 1 % on.
 from collections.abc import Iterator
 
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.ranks import SlowestRank
 from tokenfeed.trainer.stall.report import Advice, StallReport
 
 __all__ = ["THRESHOLDS", "advise"]
@@ -43,9 +44,16 @@ _REMEDIES: dict[Cause, str] = {
     "allocator": "memory is given back and asked for again: set "
     "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
     "recompilation": "torch.compile compiles again: bound the shapes, or mark them dynamic",
-    "communication": "ranks wait for each other: see which of them is the slowest",
+    "communication": "ranks wait for each other: in a loop of yours `meter.gather()` says for whom",
     "other": "host code between steps: bracket it with `meter.cause(...)` to see which",
 }
+_OF_WORK = (
+    "its work takes longer: look at the clocks, the temperature and the neighbours of its device"
+)
+_OF_EXCHANGE = (
+    "no rank is late, to exchange gradients takes it: a larger `--step-tokens` does so less often, "
+    "a quicker network sooner"
+)
 _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
 _LITTLE_STALL = 0.02
@@ -65,13 +73,39 @@ def _on_causes(report: StallReport) -> Iterator[Advice]:
         part = report.causes[cause]
         if part.fraction < named:
             continue
-        text = f"{cause} {part.fraction:.1%}: {_REMEDIES[cause]}{_lines(cause, report)}"
+        text = f"{cause} {part.fraction:.1%}: {_remedy(cause, report)}{_lines(cause, report)}"
         yield Advice(
             cause=cause,
             is_severe=part.fraction >= severe,
             text=text,
-            gain=part.speed_up - 1,
+            gain=_gain(cause, report),
         )
+
+
+def _gain(cause: Cause, report: StallReport) -> float:
+    """Of communication, where a rank is late: what that costs, not the exchange."""
+    late = _late(report) if cause == "communication" else None
+    gain = report.causes[cause].speed_up - 1
+    return gain if late is None else min(gain, late.cost / max(1e-9, 1 - late.cost))
+
+
+def _remedy(cause: Cause, report: StallReport) -> str:
+    """Of communication, what helps the rank that is waited for."""
+    if cause != "communication" or report.slowest_rank is None:
+        return _REMEDIES[cause]
+    late = _late(report)
+    if late is None:
+        return _OF_EXCHANGE
+    own = _OF_WORK if late.cause == "work" else _REMEDIES[late.cause]
+    return f"rank {late.rank} is late by {late.cause}: {own}"
+
+
+def _late(report: StallReport) -> SlowestRank | None:
+    """The rank that makes the others wait for longer than they exchange, if one does."""
+    slowest = report.slowest_rank
+    if slowest is None or slowest.cost < 0.5 * report.causes["communication"].fraction:
+        return None
+    return slowest
 
 
 def _lines(cause: Cause, report: StallReport) -> str:

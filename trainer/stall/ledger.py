@@ -144,7 +144,7 @@ class Ledger:
         copied = 0.0
         if cause == "data":
             copied = min(idle, max(0.0, self._lead(end) - _SLACK_SECONDS))
-        paid = self._debt.pay(idle - copied)
+        paid = 0.0 if cause == "communication" else self._debt.pay(idle - copied)
         if paid:
             self._open_gaps[self._debt.owner] += paid
         if copied:

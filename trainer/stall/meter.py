@@ -22,6 +22,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.clock import Clock, Moment
+from tokenfeed.trainer.stall.exchange import Exchange, Ranks
 from tokenfeed.trainer.stall.ledger import Ledger, StepEnd
 from tokenfeed.trainer.stall.machine import Machine, clock_of
 from tokenfeed.trainer.stall.reading import StallReading
@@ -30,15 +31,15 @@ from tokenfeed.trainer.stall.reporting import make_report
 from tokenfeed.trainer.stall.step_times import StepSeconds
 from tokenfeed.trainer.stall.timeline import Timeline
 from tokenfeed.trainer.stall.waits import WaitFinder
+from tokenfeed.trainer.stall.warmup import WARMUP_STEPS
 from tokenfeed.trainer.stall.watched import Watched
 from tokenfeed.trainer.stall.watchers import AllocatorWatch, CollectorWatch, CompilerWatch
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StallMeter", "warmup_steps"]
+__all__ = ["StallMeter"]
 
-_WARMUP_STEPS = 5
 _LINKS_AT_ONCE = 128
 """So many segments are added up together: code that runs again at once runs several times faster
 than after a step has filled the caches with its own."""
@@ -75,7 +76,7 @@ class StallMeter(Generic[Mark]):
         self,
         device: "torch.device | str | None" = None,
         *,
-        skipped_steps: int = _WARMUP_STEPS,
+        skipped_steps: int = WARMUP_STEPS,
         operations_per_token: float | None = None,
         devices: int = 1,
         calibrate: bool = True,
@@ -96,6 +97,7 @@ class StallMeter(Generic[Mark]):
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._thread = threading.get_ident()
+        self._ranks = Ranks()
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
@@ -188,8 +190,18 @@ class StallMeter(Generic[Mark]):
 
     def report(self) -> StallReport:
         """The same as a report, without waiting for the device."""
-        reading = self.read()
-        return make_report(reading, self._ledger, self._machine, self._clock.method, self._events())
+        reading, events, ranks = self.read(), self._events(), self._ranks.latest
+        return make_report(reading, self._ledger, self._machine, self.method, events, ranks)
+
+    def gather(self, exchange: Exchange | None = None) -> None:
+        """Learn what the meters of the other ranks know; reports have it from then on. All ranks
+        have to call it, now and then and at the end.
+
+        Args:
+            exchange: Gives what every rank gave; None for `torch.distributed`.
+        """
+        with self.cause("communication"):
+            self._ranks.tell(self.read(), exchange)
 
     def write(self, folder: Path | str) -> None:
         """Write the report so far; see `StallReport.write`."""
@@ -240,14 +252,9 @@ class StallMeter(Generic[Mark]):
             self._machine.begin()
 
     def _events(self) -> dict[str, Any]:
-        """What happened, in numbers."""
-        return {
-            "collections": self._collector.count,
-            "compilations": self._compiler.count,
-            "allocations": self._allocator.count,
-            "allocation_retries": self._allocator.retries,
-            "waits": self._waits.found(),
-        }
+        allocations = self._allocator.counts()
+        happened = {"collections": self._collector.count, "compilations": self._compiler.count}
+        return happened | allocations | {"waits": self._waits.found()}
 
     def _blamed(self) -> Cause | None:
         if self._compiler.is_blamed:
@@ -288,9 +295,3 @@ class StallMeter(Generic[Mark]):
                 self._ledger.end_step(end)
                 self._timeline.end_step(end.tokens, device)
         self._is_busy = False
-
-
-def warmup_steps(steps: int) -> int:
-    """How many of a session's steps to leave out: workers start, memory is allocated, kernels are
-    compiled. Of a short one half, and always the first, which follows the first evaluation."""
-    return max(1, min(_WARMUP_STEPS, steps // 2))

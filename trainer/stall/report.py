@@ -7,7 +7,8 @@ from typing import Any
 
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline
+from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
+from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline, rank_table
 
 __all__ = ["Advice", "CauseReport", "Interval", "StallReport", "efficiency_parts"]
 
@@ -73,6 +74,11 @@ class StallReport:
     method: str
     events: dict[str, Any]
     """How often what happened; `waits` a step by line, where they were looked for."""
+    ranks: list[RankStall]
+    """What each rank had measured when all told each other last; nothing of a loop that is alone.
+    """
+    slowest_rank: SlowestRank | None
+    """Who the others wait for."""
     advice: list[Advice]
 
     def __str__(self) -> str:
@@ -81,6 +87,7 @@ class StallReport:
             [
                 f"stall    {headline(stall)}",
                 *(f"         {line}" for line in cause_table(stall)),
+                *rank_table(stall),
                 f"speed    {self._speed()}",
                 f"device   {self.device}; {self.method}",
                 *(f"advice   {line}" for line in advice_lines(stall)),
@@ -107,6 +114,8 @@ class StallReport:
             "method": self.method,
             "on_gpu": self.on_gpu,
             "events": self.events,
+            "ranks": [asdict(each) for each in self.ranks],
+            "slowest_rank": self.slowest_rank and asdict(self.slowest_rank),
             "advice": [asdict(piece) for piece in self.advice],
         }
 

@@ -1,11 +1,13 @@
 """From the accounts to a report."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.ledger import Ledger
+from tokenfeed.trainer.stall.ranks import RankStall, slowest_rank
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import CauseReport, Interval, StallReport
 
@@ -27,9 +29,15 @@ class _Machine(Protocol):
 
 
 def make_report(
-    reading: StallReading, ledger: Ledger, machine: _Machine, method: str, events: dict[str, Any]
+    reading: StallReading,
+    ledger: Ledger,
+    machine: _Machine,
+    method: str,
+    events: dict[str, Any],
+    ranks: Sequence[RankStall] = (),
 ) -> StallReport:
-    """The report of a reading, and of the tails and batches of its ledger."""
+    """The report of a reading, and of the tails and batches of its ledger; beside it, what the
+    ranks of the loop have told each other."""
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
     error = reading.reference_error / seconds if seconds else 0.0
@@ -52,6 +60,8 @@ def make_report(
         on_gpu=machine.on_gpu,
         method=method,
         events=events,
+        ranks=[*ranks],
+        slowest_rank=slowest_rank(ranks),
         advice=[],
     )
     report.advice.extend(advise(report))

@@ -3,12 +3,24 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["advice_lines", "cause_table", "headline", "main_cause"]
+__all__ = [
+    "advice_lines",
+    "cause_table",
+    "headline",
+    "late_rank",
+    "main_cause",
+    "main_of",
+    "rank_table",
+    "slowest_line",
+]
 
 _TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
 _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
 """Less of the time than shows as 0.00 % is no line of the table."""
+_MOST_RANKS = 8
+_LEAST_COST = 0.005
+"""Ranks that differ by less are alike."""
 
 
 def headline(stall: Mapping[str, Any]) -> str:
@@ -41,6 +53,47 @@ def cause_table(stall: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def rank_table(stall: Mapping[str, Any]) -> list[str]:
+    """Who the others wait for, and a line for each rank, the slowest first; nothing of one."""
+    ranks = [each for each in stall.get("ranks") or () if each["steps"]]
+    if not ranks:
+        return []
+    shown = sorted(ranks, key=lambda each: each["waited_seconds"])[:_MOST_RANKS]
+    left = len(ranks) - len(shown)
+    return [
+        f"ranks    {slowest_line(stall)}",
+        f"         {'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
+        *(f"         {_rank(each)}" for each in shown),
+        *([f"         and {left} more, which waited longer"] if left else []),
+    ]
+
+
+def slowest_line(stall: Mapping[str, Any]) -> str:
+    """Who the others wait for, and why."""
+    slowest = late_rank(stall)
+    if slowest is None:
+        return "none keeps the others waiting"
+    return (
+        f"rank {slowest['rank']} keeps the others waiting: {slowest['cause']}, "
+        f"{_short(slowest['step_seconds'])} a step more than the quickest ({slowest['cost']:.2%})"
+    )
+
+
+def late_rank(stall: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The slowest rank, if the others lose anything to it."""
+    slowest: Mapping[str, Any] | None = stall.get("slowest_rank")
+    return None if slowest is None or slowest["cost"] < _LEAST_COST else slowest
+
+
+def main_of(rank: Mapping[str, Any]) -> str:
+    """The largest cause of a rank's own stall, with its seconds a step."""
+    own = {cause: idle for cause, idle in rank["causes"].items() if cause != "communication"}
+    if not own:
+        return ""
+    name = max(own, key=own.__getitem__)
+    return f"{name} {_short(own[name] / rank['steps'])} a step"
+
+
 def advice_lines(stall: Mapping[str, Any]) -> list[str]:
     """A line for each piece of advice."""
     return [f"{piece['text']} ({_gain(piece['gain'])})" for piece in stall.get("advice", ())]
@@ -57,6 +110,12 @@ def main_cause(fractions: Mapping[str, float]) -> str:
 def _row(name: str, part: Mapping[str, Any]) -> str:
     tails = "".join(f"{_short(part.get(key)):>{_COLUMN}}" for key in _TAILS)
     return f"{name:<{_NAME}}{part['fraction']:>{_COLUMN}.2%}{part['seconds']:>{_COLUMN},.2f}{tails}"
+
+
+def _rank(rank: Mapping[str, Any]) -> str:
+    waited = _short(rank["waited_seconds"])
+    name = f"rank {rank['rank']}"
+    return f"{name:<{_NAME}}{rank['fraction']:>{_COLUMN}.2%}{waited:>{_COLUMN}}  {main_of(rank)}"
 
 
 def _short(seconds: float | None) -> str:

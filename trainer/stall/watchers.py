@@ -110,7 +110,11 @@ class AllocatorWatch:
         self._read = read
         self._last: tuple[int, int] | None = None
         self._next_poll = 0.0
-        self.count = self.retries = 0
+        self._count = self._retries = 0
+
+    def counts(self) -> dict[str, int]:
+        """How often memory was asked for, and had to be given back before."""
+        return {"allocations": self._count, "allocation_retries": self._retries}
 
     def poll(self, now: float) -> bool:
         """Whether it did since the poll before."""
@@ -124,6 +128,6 @@ class AllocatorWatch:
             return False
         seen = int(stats.get("num_device_alloc", 0)), int(stats.get("num_alloc_retries", 0))
         before, self._last = self._last or seen, seen
-        self.count += seen[0] - before[0]
-        self.retries += seen[1] - before[1]
+        self._count += seen[0] - before[0]
+        self._retries += seen[1] - before[1]
         return seen != before

@@ -15,6 +15,7 @@ from tokenfeed.trainer.stall.causes import Cause
 
 __all__ = ["Kind", "Line", "Payment", "Stretch", "WorkSums", "idle_seconds"]
 
+_WORK_FOLLOWS = ("data", "communication")
 _OPEN = 0.1
 """So much of what was seen once or twice may be chance."""
 
@@ -28,7 +29,7 @@ class Kind(NamedTuple):
     @property
     def is_between(self) -> bool:
         """Whether it lies between steps, where hardly anything is queued."""
-        return self.opener == "step" or (self.closer == "data" and self.opener != "data")
+        return self.opener == "step" or (self.closer == "data" and self.opener not in _WORK_FOLLOWS)
 
 
 class Payment(NamedTuple):

@@ -255,7 +255,7 @@ def test_memory_that_was_asked_for_is_noticed_once() -> None:
     counts = iter([{"num_device_alloc": 5}, {"num_device_alloc": 7}, {"num_device_alloc": 7}])
     watch = AllocatorWatch(lambda: next(counts))
     assert [watch.poll(now) for now in (1.0, 2.0, 3.0)] == [False, True, False]
-    assert watch.count == 2
+    assert watch.counts() == {"allocations": 2, "allocation_retries": 0}
 
 
 def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are_errors() -> None:

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
 from stall_scenarios import CLEAN, FAULTS, measure
 
-from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.advice import THRESHOLDS, advise
 from tokenfeed.trainer.stall.batches import Batches
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.clock_map import ClockMap, lowest_line_above
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
-from tokenfeed.trainer.stall.ranks import slowest_rank
 from tokenfeed.trainer.stall.table import cause_table, headline
 from tokenfeed.trainer.stall.work import Line
 
@@ -116,20 +115,6 @@ def test_a_line_is_that_of_least_squares(points: list[tuple[int, float]]) -> Non
     if np.ptp(x) > 0.01 * x.max():
         slope, offset = np.polyfit(x, y, 1)
         assert line.total(1, 1000.0) == pytest.approx(slope * 1000 + offset, rel=1e-3, abs=1e-3)
-
-
-def reading(own: float, communication: float, **gaps: float) -> StallReading:
-    causes: dict[Cause, float] = {"communication": communication}
-    causes.update(gaps)  # type: ignore[call-overload]
-    return StallReading(steps=10, tokens=10, slots=10, seconds=own + communication, gaps=causes)
-
-
-def test_the_slowest_rank_is_who_waits_least_for_the_others_and_its_own_cause_is_named() -> None:
-    found = slowest_rank([reading(6, 4, data=1), reading(10, 0, data=1, log=4), reading(7, 3)])
-    assert (found.rank, found.cause) == (1, "log")
-    assert found.seconds == pytest.approx(4.0)
-    assert found.cost == pytest.approx(0.4)
-    assert "rank 1 is the slowest: log" in str(found)
 
 
 def report_with(stall: float = 0.0, **changes: Any) -> StallReport:

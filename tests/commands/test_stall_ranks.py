@@ -1,0 +1,64 @@
+"""Real ranks, by gloo: the report names the one that is late, and the others waited so long."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import SUPPORT
+from training import write_labelled
+
+PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+SECONDS, STEPS = 0.1, 25
+
+
+def python(*words: object) -> str:
+    ended = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def assert_late(stall: dict[str, Any], slept: float, late: int) -> None:
+    """Within 10 % of what it slept, beside what a busy machine does to the work of a step."""
+    ranks = stall["ranks"]
+    assert [each["rank"] for each in ranks] == [0, 1]
+    data = [each["causes"].get("data", 0.0) / each["steps"] for each in ranks]
+    assert data[late] - data[1 - late] == pytest.approx(slept, rel=0.1)
+    waiting = ranks[1 - late]
+    assert waiting["causes"]["communication"] / waiting["steps"] == pytest.approx(slept, rel=0.1)
+    assert waiting["waited_seconds"] / waiting["steps"] == pytest.approx(slept, rel=0.1)
+    slowest = stall["slowest_rank"]
+    assert (slowest["rank"], slowest["cause"]) == (late, "data")
+    assert slowest["step_seconds"] == pytest.approx(slept, rel=0.1)
+
+
+@pytest.mark.slow
+def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "lm", "lm", count=150)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run_dir = tmp_path / "run"
+    python(*launcher, SUPPORT / "late_rank.py", shards, run_dir, 1, SECONDS, STEPS)
+    slept = statistics.mean(json.loads((run_dir / "slept.json").read_text()))
+    assert_late(json.loads((run_dir / "report.json").read_text())["stall"], slept, late=1)
+    told = python("-m", "tokenfeed.tools.report", run_dir)
+    assert "ranks    rank 1 keeps the others waiting: data" in told
+    assert "rank 1 is late by data: batches come late" in told
+    assert "<th>1 (late)</th>" in (run_dir / "report.html").read_text()
+
+
+def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
+    *told, found = python(SUPPORT / "foreign_ranks.py", 0.05, 20, tmp_path).splitlines()
+    seen = json.loads(found)
+    assert_late(seen["stall"], seen["slept"], late=1)
+    assert any("rank 1 keeps the others waiting: data" in line for line in told)

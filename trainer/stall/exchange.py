@@ -1,0 +1,37 @@
+"""What the ranks of a loop tell each other, from host to host."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tokenfeed.trainer.stall.ranks import RankStall, numbers_of, rank_stalls
+from tokenfeed.trainer.stall.reading import StallReading
+
+__all__ = ["Exchange", "Ranks"]
+
+Exchange = Callable[[list[float]], list[list[float]]]
+"""Gives what every rank gave, in their order."""
+
+
+class Ranks:
+    """What each rank knew of itself when all told it last."""
+
+    def __init__(self) -> None:
+        self.latest: list[RankStall] = []
+        self._group: Any = None
+
+    def tell(self, reading: StallReading, exchange: Exchange | None) -> None:
+        """Tell the others, and learn from them."""
+        told = (exchange or self._by_gloo)(numbers_of(reading))
+        self.latest = rank_stalls(told)
+
+    def _by_gloo(self, numbers: list[float]) -> list[list[float]]:
+        """By a group of its own, for the default one may wait for a GPU."""
+        import torch.distributed as dist
+
+        if not (dist.is_available() and dist.is_initialized()):
+            return [numbers]
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, numbers, group=self._group)
+        return told
