@@ -87,7 +87,7 @@ class Precision:
         norm = of_all(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
         divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
-        optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
         # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
         optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
         with with_shares(gradients):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from places import SUPPORT
 from training import RUNS, load_weights, read_metrics, write_every_task
 
@@ -19,6 +20,7 @@ from tokenfeed.trainer.page.run_data import RunData
 PROGRAM = SUPPORT / "ranked_training.py"
 PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 SETTINGS: dict[str, Any] = {
+    "model": "training:double_model",
     "sequence_length": 32,
     "micro_batch_tokens": 64,
     "step_tokens": 256,  # four micro-batches: three ranks need fillers
@@ -29,7 +31,9 @@ SETTINGS: dict[str, Any] = {
     "keep": 9,
 }
 ALIKE = ["lm packed", "classify padded", "masked packed"]
+IN_FP32 = {"classify padded": {"model": "training:small_model"}}
 LATE_S = 0.1
+KILLS = 100
 KEYS = ("loss", "gradient_norm", "validation_loss", "tokens", "learning_rate")
 
 Run = tuple[int, dict[str, Any]]
@@ -49,11 +53,15 @@ def train(runs: list[Run]) -> tuple[list[list[int]], str]:
 
 
 def assert_alike(one: Path, other: Path) -> None:
-    for key in KEYS:
-        assert read_metrics(one, key) == pytest.approx(read_metrics(other, key), rel=2e-6), key
+    """In double precision nothing is left but the rounding of losses, which are summed in fp32. In
+    fp32 AdamW makes of rounding what its first steps make of any gradient: some 1e-6."""
     weights, others = load_weights(one, 6), load_weights(other, 6)
+    is_double = next(iter(weights.values())).dtype == torch.float64
+    for key in KEYS:
+        near = pytest.approx(read_metrics(other, key), rel=1e-6 if is_double else 2e-6)
+        assert read_metrics(one, key) == near, key
     for name, weight in weights.items():
-        assert (weight - others[name]).abs().max() < 2e-6, name
+        assert (weight - others[name]).abs().max() < (1e-9 if is_double else 2e-6), name
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
     runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
     changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
-    changing["model"] = "training:dropping_model"
+    changing["model"] = "training:dropping_double_model"
     runs += [(1, changing | {"run_dir": folder / "dropping"})]
     runs += [(2, changing | {"ends": ("stop", 1, 1)})]
     runs += [(3, changing | {"resume": True, "ends": ("stop", 2, 2)})]
@@ -84,7 +92,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings_of(name: str, shards: Path, run_dir: Path) -> dict[str, Any]:
-    settings = SETTINGS | RUNS[name] | {"run_dir": run_dir}
+    settings = SETTINGS | RUNS[name] | IN_FP32.get(name, {}) | {"run_dir": run_dir}
     return settings | {"shards": shards / settings["shards"]}
 
 
@@ -210,17 +218,20 @@ def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_ranks_killed_at_random_lose_nothing(shards: Path, tmp_path: Path) -> None:
+def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path: Path) -> None:
+    program = [sys.executable, str(SUPPORT / "killed_ranks.py")]
     result = subprocess.run(
-        [sys.executable, str(SUPPORT / "killed_ranks.py"), str(shards / "lm"), str(tmp_path), "10"],
+        [*program, str(shards / "lm"), str(tmp_path), str(KILLS)],
         env=os.environ | {"PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout.splitlines()[-1])
+    assert seen["kills"] == KILLS
     assert seen["during_saves"] > 0
-    assert seen["runs"] > 0
+    assert seen["same"] > 0
+    assert seen["changing"] > 0
 
 
 @pytest.mark.long
@@ -233,8 +244,8 @@ def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
     folder = hub.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
     cases: dict[str, dict[str, Any]] = {
         "adapters": {"model": f"hf:{folder}", "lora": 4},
-        "compiled": {"compile": True, "micro_batch_tokens": 128},
-        "muon": {"optimizer": "muon"},
+        "compiled": {"compile": True, "micro_batch_tokens": 128, "model": "training:small_model"},
+        "muon": {"optimizer": "muon", "model": "training:small_model"},
     }
     runs: list[Run] = []
     for name, more in cases.items():
@@ -260,7 +271,7 @@ def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
     phases: list[dict[str, Any]] = [
         {"steps": 2, "trainable": "norm", "warmup_steps": 0},
         {"steps": 2, "trainable": "norm|embed", "shards": both},
-        {"steps": 2, "learning_rate": 1e-5},  # the first of a weight blow up what is rounded
+        {"steps": 2},
     ]
     settings = SETTINGS | {"shards": both, "phases": phases}
     runs: list[Run] = [(size, settings | {"run_dir": tmp_path / str(size)}) for size in (1, 2)]

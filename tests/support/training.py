@@ -34,6 +34,8 @@ __all__ = [
     "Ids",
     "assert_same_run",
     "counting_rows",
+    "double_model",
+    "dropping_double_model",
     "dropping_model",
     "follow_brackets",
     "frozen_model",
@@ -161,9 +163,19 @@ def small_model(head: Head) -> Transformer:
     return Transformer(ModelSize(layers=2, width=64, heads=2), head)
 
 
+def double_model(head: Head) -> Transformer:
+    """The same in double precision: what is left of a difference is no rounding."""
+    return small_model(head).double()
+
+
 def dropping_model(head: Head) -> Transformer:
     """The same with dropout, so that it draws random numbers in every step."""
     return Transformer(ModelSize(layers=2, width=64, heads=2), head, dropout=0.1)
+
+
+def dropping_double_model(head: Head) -> Transformer:
+    """The one with dropout in double precision."""
+    return dropping_model(head).double()
 
 
 def make_config(

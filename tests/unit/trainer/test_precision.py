@@ -75,6 +75,19 @@ def test_a_step_that_neither_scales_nor_clips_is_plain_adamw_bit_for_bit(
     assert_same(training.content(), plain.content())
 
 
+def test_weights_in_double_precision_are_stepped_as_plain_adamw_does() -> None:
+    training, plain = Training("fp32", "adamw"), Training("fp32", "adamw")
+    for one in (training, plain):
+        one.model.double()
+        for parameter in one.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+    training.step(1.0)
+    plain.optimizer.step()
+    weights, others = training.model.state_dict(), plain.model.state_dict()
+    assert all(weight.dtype == torch.float64 for weight in weights.values())
+    assert_same(weights, others)
+
+
 @given(
     scale=st.floats(1e-6, 1e3),
     clip_norm=st.floats(1e-3, 1e3),
