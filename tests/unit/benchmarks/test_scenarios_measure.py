@@ -46,6 +46,7 @@ def data(scenario: Scenario, folder: Path) -> Data:
     return scenarios_data.make(scenario.data, folder)
 
 
+@pytest.mark.slow
 def test_both_sides_train_as_many_rows_of_one_model(scenario: Scenario, data: Data) -> None:
     before, after = (side(scenario, data, 0) for side in SIDES.values())
     for outcome in (before, after):

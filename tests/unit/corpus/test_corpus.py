@@ -202,6 +202,7 @@ def test_bad_records_are_rejected_by_line_and_the_others_go_on(tmp_path: Path) -
         assert words in reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", PACK)
 def test_a_truncated_archive_gives_what_it_has_and_one_reject(tmp_path: Path, ending: str) -> None:
     texts = [os.urandom(300).hex() for _ in range(5000)]

@@ -153,6 +153,7 @@ VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_siz
 ROW = VALUE | st.sampled_from([b"1", b'1,"2\n3",4', b"1,a\xffb"])
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(rows=st.lists(ROW, max_size=40), eol=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
 @example(rows=["\r\n" * 14] * 20, eol=b"\r\n", last=True)

@@ -94,6 +94,7 @@ def test_lists_from_a_csv_are_refused_in_a_line_with_the_remedy(tmp_path: Path) 
 PIECES = st.sampled_from(['"', '"', '""', ",", "\n", "\r\n", "a", "b c", '","', '"\n"', "1,"])
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(text=st.lists(PIECES, max_size=30).map("".join), block_bytes=st.integers(1, 9))
 @example(text='"a\n"b\n"c', block_bytes=3)

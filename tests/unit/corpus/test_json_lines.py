@@ -108,6 +108,7 @@ def check_equals_careful(block: bytes, fields: Fields, first_record: int) -> Non
         assert num_lines == block.count(b"\n")
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(block=blocks(), fields=st.sampled_from(FIELDS), first_record=st.sampled_from([0, 0, 7]))
 def test_any_block_gives_what_the_careful_path_gives(
@@ -196,6 +197,7 @@ def test_the_fate_of_a_line_does_not_depend_on_its_neighbours(
     check_is_what_each_line_gives_alone(newline.join([*lines, bad, lines[0], ""]).encode(), fields)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(block=blocks(), fields=st.sampled_from(FIELDS))
 def test_any_block_gives_what_each_of_its_lines_gives_alone(block: bytes, fields: Fields) -> None:

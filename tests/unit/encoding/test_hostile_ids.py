@@ -133,6 +133,7 @@ def _sample() -> list[int]:
     return sorted(near | set(random.Random(0).sample(CHARACTERS, 1500)) | set(range(0x250)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["", "GPT-4o, gpt-oss", "DeepSeek V3"])
 def test_no_other_character_differs(name: str) -> None:
     check_characters(name, _sample())
@@ -178,6 +179,7 @@ def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
     assert Answers.from_engine(fast, texts).differing(reference) == []
 
 
+@pytest.mark.slow
 def test_nfc_does_nothing_to_characters_that_begin_otherwise() -> None:
     nfc = normalizers.NFC().normalize_str
     for character in CHARACTERS:

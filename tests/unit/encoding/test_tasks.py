@@ -128,6 +128,7 @@ def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*ENDS, "roberta"])
 @given(records=st.lists(st.tuples(TEXT, TEXT, TAG), max_size=5), special=st.booleans())
 @pytest.mark.parametrize("pair", [None, "other"])

@@ -63,6 +63,7 @@ def at_every_step(run: Callable[[], object], do: Callable[[], None], *, opcodes:
     return steps
 
 
+@pytest.mark.slow
 def test_a_state_taken_between_any_two_bytecodes_is_that_of_a_batch_given_out(
     folder: Path,
 ) -> None:
@@ -87,6 +88,7 @@ def test_a_state_taken_between_any_two_bytecodes_is_that_of_a_batch_given_out(
     assert found == given_out
 
 
+@pytest.mark.slow
 def test_whatever_line_an_interrupt_breaks_into_no_batch_is_lost_or_repeated(folder: Path) -> None:
     loader = open_loader(folder, **OPTIONS)
     positions, expected = [loader.position], []

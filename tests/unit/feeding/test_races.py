@@ -77,6 +77,7 @@ class UncheckedSource(FakeSource):
         self.released.append(number)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=12),

@@ -51,6 +51,7 @@ def elastic_legs(workers: st.SearchStrategy[int]) -> st.SearchStrategy[list[tupl
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=SAME_FOLDER)
 @given(
     lengths=st.builds(realistic_lengths, st.integers(1, 200), st.floats(0, 6), st.integers(0, 9)),
@@ -111,6 +112,7 @@ def test_a_state_of_every_round_continues_over_every_seam(
         assert batches == whole[len(whole) - len(batches) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", POLICIES, ids=str)
 def test_steps_are_the_same_rows_on_any_number_of_ranks(folder: Path, batching: Batching) -> None:
     def steps(world_size: int) -> list[list[Span]]:

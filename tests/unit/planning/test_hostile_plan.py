@@ -166,6 +166,7 @@ WIDE: list[Batching] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", HOSTILE)
 def test_len_holds_in_every_epoch_and_every_token_comes_once_in_each(
     shape: str, make_dataset: MakeDataset
@@ -255,6 +256,7 @@ def test_a_spread_that_is_no_share_is_refused_in_one_line(value: Any) -> None:
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_source_of_little_weight_comes_in_every_4_million_tokens() -> None:
     """Within half and double its share, of sources of record batches of 64 k tokens."""
     rng = np.random.default_rng(7)

@@ -87,6 +87,7 @@ def test_stop_delivers_nothing_twice_and_one_source_whole(mixed: Mixed, epoch: i
     assert any(source.min() == 1 for source in delivered)
 
 
+@pytest.mark.slow
 @given(mixtures("repeat"), st.integers(0, 3))
 def test_repeat_delivers_everything_and_one_source_once(mixed: Mixed, epoch: int) -> None:
     delivered = counts(mixed.order, epoch)
@@ -96,12 +97,14 @@ def test_repeat_delivers_everything_and_one_source_once(mixed: Mixed, epoch: int
         assert np.ptp(source) <= 1, "a record batch comes twice more than another of its source"
 
 
+@pytest.mark.slow
 @given(mixtures("repeat", "stop"))
 def test_an_epoch_keeps_the_proportions_within_one_record_batch(mixed: Mixed) -> None:
     for ideal, source in zip(mixed.ideal(), given_by(mixed.order).T, strict=True):
         assert ideal - 1 < int(source.sum()) <= ideal
 
 
+@pytest.mark.slow
 @given(mixtures("repeat", "stop"))
 def test_the_windows_so_far_keep_those_of_the_epoch_within_one_record_batch(mixed: Mixed) -> None:
     windows = given_by(mixed.order)
@@ -118,6 +121,7 @@ def test_while_all_sources_run_continue_keeps_their_proportions(mixed: Mixed) ->
         assert ideal - 1 < batches <= ideal
 
 
+@pytest.mark.slow
 @given(mixtures())
 def test_no_window_is_empty_and_windows_are_about_as_large_as_asked(mixed: Mixed) -> None:
     order = mixed.order

@@ -1,6 +1,7 @@
 """Order is a permutation, the same everywhere, whatever the size."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,6 +43,7 @@ def test_every_place_gets_every_value_about_equally_often() -> None:
     assert counts.max() < 255
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(
     num_batches=st.integers(1, 500),
@@ -74,6 +76,7 @@ def orders(draw: st.DrawFn) -> EpochOrder:
     return EpochOrder(sizes, tuple(phases), draw(st.integers(0, 9)), draw(st.booleans()))
 
 
+@pytest.mark.slow
 @given(orders(), st.integers(0, 3))
 def test_a_source_that_begins_again_gives_no_batch_twice_before_all_others_once_more(
     order: EpochOrder, epoch: int
@@ -127,6 +130,7 @@ def has_no_two_alike(values: np.ndarray) -> bool:
     return len(np.unique(values)) == len(values)
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(st.integers(1, 100), st.data(), st.integers(0, 2**32), st.integers(0, 9))
 def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
@@ -141,6 +145,7 @@ def test_a_window_has_one_record_batch_of_every_stratum_of_the_corpus(
     )
 
 
+@pytest.mark.slow
 def test_every_record_batch_comes_in_every_window_about_equally_often() -> None:
     counts = np.zeros((4, 14), np.int64)
     for seed in range(1500):

@@ -67,6 +67,7 @@ def columns() -> Columns:
     return Columns.from_schema(shard_schema(VOCABULARY_SIZE, ()))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.data())
 def test_whatever_happens_to_a_partition_it_is_named(partition: Path, data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def test_verify_finds_nothing_in_a_good_data_set(documents: Path) -> None:
     assert json.loads(shards("verify", documents, "--json")) == {"ok": True, "problems": []}
 
 
+@pytest.mark.slow
 def test_verify_finds_a_flipped_byte_anywhere_in_any_file(out: Path) -> None:
     files = [path for path in sorted(out.rglob("*")) if path.is_file()]
     assert {path.parent.name for path in files} == {"out", "train", "validation"}

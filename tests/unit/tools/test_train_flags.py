@@ -197,6 +197,7 @@ WITH: list[tuple[str, Any, Callable[[Seen], bool]]] = [
 WARMING = [0.0005, 0.001, 0.0015, 0.002]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "value", "holds"), WITH, ids=lambda value: str(value)[:20])
 def test_an_option_does_what_its_help_says(
     name: str, value: Any, holds: Callable[[Seen], bool], run_of: Callable[..., Seen]

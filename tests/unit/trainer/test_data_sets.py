@@ -198,6 +198,7 @@ def test_data_sets_that_do_not_fit_are_refused_in_one_line(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_defaults_and_plans_go_by_what_an_epoch_reads(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ def words(shards: Path, *more: str) -> tuple[str, ...]:
     return "--shards", str(shards), "--run-dir", run_dir, *SETTINGS, "--dry-run", *more
 
 
+@pytest.mark.slow
 def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
     asked = ("--gpu", "H100", "--steps", "50", "--save-every", "5", "--keep", "4", "--json")
     said = call(command.main, *words(shards, *asked))
@@ -37,6 +38,7 @@ def test_a_program_reads_what_a_run_will_take(shards: Path) -> None:
     assert not (shards.parent / "run").exists()
 
 
+@pytest.mark.slow
 def test_people_read_it_in_a_few_lines(shards: Path) -> None:
     lines = call(command.main, *words(shards, "--gpu", "24")).stdout.splitlines()
     named = [line.split()[0] for line in lines]
@@ -45,11 +47,13 @@ def test_people_read_it_in_a_few_lines(shards: Path) -> None:
     assert "a GPU of 24 GiB" in lines[3]
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_said_with_a_remedy(shards: Path) -> None:
     said = call(command.main, *words(shards, "--gpu", "0.001")).stdout
     assert "fits     no micro-batch: try --recompute full" in said
 
 
+@pytest.mark.slow
 def test_without_a_gpu_memory_is_that_of_the_host(shards: Path) -> None:
     found = json.loads(call(command.main, *words(shards, "--device", "cpu", "--json")).stdout)
     assert found["precision"] == "fp32"

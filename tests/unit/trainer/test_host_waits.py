@@ -93,6 +93,7 @@ def trained(
     return waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("run", RUNS)
 def test_steps_of_every_task_wait_for_nothing_and_log_lines_saves_and_evaluations_do(

@@ -220,6 +220,7 @@ def test_what_was_trained_by_name_is_exported_with_the_rest(
     assert changed == set(filter(re.compile(TOP["trainable"]).search, theirs))
 
 
+@pytest.mark.slow
 def test_adapters_come_first_and_then_everything(
     documents: Path, llama: str, tmp_path: Path
 ) -> None:

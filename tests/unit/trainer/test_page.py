@@ -167,6 +167,7 @@ def test_smaller_causes_are_summed_and_nothing_is_lost() -> None:
     assert sum(shares) == pytest.approx(100 * sum(causes.values()), abs=0.4)
 
 
+@pytest.mark.slow
 @example(ys=[[3.0], [1.0]], stacked=True, from_zero=False)
 @given(
     ys=st.lists(st.lists(Values, min_size=1, max_size=20), min_size=1, max_size=7),

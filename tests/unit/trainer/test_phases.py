@@ -124,6 +124,7 @@ def test_weights_that_stay_keep_their_moments_and_new_ones_begin(
     assert {n for n, steps in taken.items() if steps == 1} == {n for n in taken if "norm" not in n}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([".", "norm", "feed", "embed"]), min_size=2, max_size=5))
 def test_moments_are_kept_of_exactly_what_both_optimizers_have(patterns: list[str]) -> None:
@@ -269,6 +270,7 @@ def test_a_run_does_not_go_on_in_a_phase_of_other_weights(folder: Path, tmp_path
         run(config_of(folder / "code", tmp_path, others, resume=True))
 
 
+@pytest.mark.slow
 def test_a_plan_counts_what_each_phase_trains(folder: Path, tmp_path: Path) -> None:
     planned = dry_run(config_of(folder / "code", tmp_path, phases()), None)
     assert planned.trained_parameters[2] == planned.parameters

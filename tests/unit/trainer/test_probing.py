@@ -72,6 +72,7 @@ def bytes_of(config: TrainConfig, size: int) -> int:
     return peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "wanted"),
     [("lm packed", 0), ("lm padded", 0.5), ("masked packed", 1), ("classify padded", 0.5)],
@@ -92,6 +93,7 @@ def test_the_largest_that_fits_is_found_in_four_tries_and_nothing_stays(
     assert memory.now == 0
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None:
     config = auto(data, tmp_path / "run", "lm packed")
     memory = Simulated(bytes_of(config, sizes_of(config)[0]) // 2)
@@ -103,6 +105,7 @@ def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None
         decide_micro_batch(config, World(CPU), memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lm packed", "classify padded"])
 def test_a_run_with_auto_is_the_run_with_the_number(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
@@ -143,6 +146,7 @@ def test_a_cpu_takes_no_more_than_it_has_use_for(data: Path, tmp_path: Path) -> 
     assert found.micro_batch_tokens == max(size for size in sizes_of(config) if size <= 2048)
 
 
+@pytest.mark.slow
 def test_a_plan_predicts_the_number_for_a_gpu(data: Path, tmp_path: Path) -> None:
     config = auto(data, tmp_path / "run", "lm packed")
     assert dry_run(config, "H100").micro_batches_per_step == 1

@@ -39,6 +39,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

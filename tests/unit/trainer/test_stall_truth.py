@@ -37,6 +37,7 @@ def test_every_fault_is_found_and_its_cost_is_within_a_point_of_the_truth(name: 
     assert_parts_sum(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(FAULTS) - {"tiny kernels"}))
 def test_without_a_fault_the_run_gains_what_was_predicted(name: str) -> None:
     fault = FAULTS[name]

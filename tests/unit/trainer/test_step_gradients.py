@@ -53,6 +53,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Tensor]"]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [way for way in RUNS if "row" not in way])
 def test_the_run_learns_the_same_in_pieces_and_nothing_leaks(
     way: str, data: Path, tmp_path: Path, alive: list["weakref.ref[Tensor]"], caplog: Any

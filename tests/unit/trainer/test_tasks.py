@@ -91,6 +91,7 @@ def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "objective"), TASKS)
 def test_small_micro_batches_weigh_as_one_large_one(
     folders: dict[Task, Path], name: Task, objective: ObjectiveName
@@ -157,6 +158,7 @@ def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
             assert set(following[learnt].tolist()) == {25, 26, 27}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "objective"), TASKS)
 def test_a_resumed_run_is_the_uninterrupted_one(
     folders: dict[Task, Path], tmp_path: Path, name: Task, objective: ObjectiveName

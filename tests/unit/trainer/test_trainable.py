@@ -49,6 +49,7 @@ def test_what_matches_changes_and_nothing_else(way: str, shards: Path, tmp_path:
     assert changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_repeats_an_undisturbed_one(way: str, shards: Path, tmp_path: Path) -> None:
     for name, stop in (("whole", None), ("parts", 3)):
@@ -105,6 +106,7 @@ def test_the_line_says_how_much_is_trained(
     assert re.search(r"trains 4,096 of [\d,]+ parameters", caplog.text)
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from([".", "norm", "feed", "embed", "blocks.0"]), min_size=1))
 def test_choosing_again_forgets_what_was_chosen_before(patterns: list[str]) -> None:
     model = make_transformer()

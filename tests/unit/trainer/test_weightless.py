@@ -68,6 +68,7 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
     return learner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way])
@@ -76,6 +77,7 @@ def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, data: Path) -> 
     assert planned.peak(config) == pytest.approx(memory.peak, rel=0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["lm packed", "complete packed", "tag padded", "full", "bf16"])
 def test_the_peak_is_that_of_what_is_really_allocated(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way])
@@ -96,6 +98,7 @@ def allocated(profiler: Any) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_prediction_changes_nothing_that_is_drawn_later(data: Path) -> None:
     config, planned = plan_of(data, **WAYS["masked packed"])
     assert planned.peak(config) == planned.peak(config)
