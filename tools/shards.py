@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|shuffle`: look into a data set, prove it whole, read it back as text,
-shuffle it."""
+"""`shards inspect|verify|cat|shuffle|copy`: look into a data set, prove it whole, read it back as
+text, shuffle it, bring it elsewhere."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,15 @@ from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.tools.cat import Cat, DataSet
 from tokenfeed.tools.console import print_json, run_command
+from tokenfeed.tools.copying import Copy
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.verify import find_problems
 
-__all__ = ["Cat", "Inspect", "ShuffleRows", "Verify", "main"]
+__all__ = ["Cat", "Copy", "Inspect", "ShuffleRows", "Verify", "main"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,10 +85,11 @@ def main() -> None:
 
 
 def _command() -> int:
+    own_process()
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {"inspect": Inspect, "verify": Verify, "cat": Cat, "shuffle": ShuffleRows},
+        {"inspect": Inspect, "verify": Verify, "cat": Cat, "shuffle": ShuffleRows, "copy": Copy},
         prog="shards",
-        description="Look into a data set that `pretokenize` made, or shuffle it.",
+        description="Look into a data set that `pretokenize` made, shuffle it or copy it.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return int(command.run())

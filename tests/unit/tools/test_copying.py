@@ -1,0 +1,183 @@
+"""`shards copy`: every byte is there or the copy says so, and the same command continues it."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from command import call, files_of
+from fault_proxy import FAULTS, Fault
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from remote_stores import FAST, Remote, remote_store
+from stores import keep_in_memory
+
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.remote import object_store, process
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools.shards import main
+
+pytest.importorskip("obstore")
+
+UNLISTED = ".made_by.json"
+"""How `pretokenize` made a data set is no part of it."""
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Remote]:
+    with pytest.MonkeyPatch.context() as monkeypatch, remote_store(monkeypatch) as remote:
+        monkeypatch.setattr(process, "_ours", True)
+        from_url = ObjectStore.from_url
+        hasty = lambda url: replace(from_url(url), timing=FAST)  # noqa: E731
+        monkeypatch.setattr(object_store.ObjectStore, "from_url", hasty)
+        yield remote
+
+
+@pytest.fixture(autouse=True)
+def empty(remote: Remote) -> None:
+    remote.server.objects.clear()
+    remote.proxy.schedule.clear()
+    remote.proxy.seen.clear()
+    remote.proxy.always, remote.proxy.match = None, ""
+
+
+def data_of(folder: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(folder).items() if name != UNLISTED}
+
+
+def objects_of(remote: Remote) -> dict[str, bytes]:
+    prefix = f"{remote.prefix}/"
+    return {name.removeprefix(prefix): each.data for name, each in remote.server.objects.items()}
+
+
+def test_a_copy_goes_there_and_back(documents: Path, remote: Remote, tmp_path: Path) -> None:
+    there = copy_data_set(str(documents), remote.store.name)
+    assert objects_of(remote) == data_of(documents)
+    assert there.copied == there.files == len(data_of(documents)) - 1
+    back = copy_data_set(remote.store.name, str(tmp_path / "back"))
+    assert data_of(tmp_path / "back") == data_of(documents)
+    assert (back.copied_bytes, back.fingerprint) == (there.bytes, there.fingerprint)
+    elsewhere = copy_data_set(remote.store.name, f"{remote.store.name}2")
+    assert elsewhere.copied == there.files
+
+
+def test_a_copy_is_completed_with_what_it_lacks(
+    documents: Path, remote: Remote, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(documents, out)
+    (out / "manifest.json").unlink()
+    (out / "train/00000.arrow").write_bytes(b"x")
+    assert copy_data_set(str(documents), str(out)).copied == 1
+    assert data_of(out) == data_of(documents)
+    assert copy_data_set(str(documents), str(out)).copied == 0
+    copy_data_set(str(out), remote.store.name)
+    del remote.server.objects[f"{remote.prefix}/train/00000.arrow"]
+    remote.put("train/00001.arrow", remote.content("train/00001.arrow"))  # no checksum is told
+    remote.proxy.seen.clear()
+    assert copy_data_set(str(out), remote.store.name).copied == 2
+    assert sum(line.startswith("PUT") for line in remote.proxy.seen) == 3
+    assert objects_of(remote) == data_of(documents)
+
+
+def test_the_manifest_is_there_only_when_all_is(documents: Path, remote: Remote) -> None:
+    remote.proxy.match, remote.proxy.always = "/train/00001.arrow", Fault("403")
+    with pytest.raises(Exception, match=r"train/00001\.arrow: the store refuses access"):
+        copy_data_set(str(documents), remote.store.name)
+    remote.proxy.always = None
+    assert "manifest.json" not in objects_of(remote)
+    copy_data_set(str(documents), remote.store.name)
+    assert objects_of(remote) == data_of(documents)
+
+
+QUICK = [None, *(kind for kind in FAULTS if kind not in ("stall", "slow"))]
+
+
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=st.lists(st.sampled_from(QUICK), max_size=12))
+def test_no_fault_of_the_network_alters_a_copy(
+    documents: Path, remote: Remote, tmp_path: Path, schedule: list[str | None]
+) -> None:
+    remote.server.objects.clear()
+    out = tmp_path / "back"
+    shutil.rmtree(out, ignore_errors=True)
+    faults = [kind and Fault(kind, 999) for kind in schedule]  # type: ignore[arg-type]
+    for source, to in ((documents, remote.store.name), (remote.store.name, out)):
+        remote.proxy.schedule.extend(faults)
+        copy_data_set(str(source), str(to))
+        remote.proxy.schedule.clear()
+    assert data_of(out) == objects_of(remote) == data_of(documents)
+
+
+def test_a_bit_that_flips_on_the_way_is_fetched_again(
+    documents: Path, remote: Remote, tmp_path: Path
+) -> None:
+    copy_data_set(str(documents), remote.store.name)
+    remote.proxy.match = "train/00000.arrow"
+    remote.proxy.schedule.append(Fault("flip", 100))
+    copy_data_set(remote.store.name, str(tmp_path / "out"))
+    assert data_of(tmp_path / "out") == data_of(documents)
+
+
+def test_a_damaged_object_is_named_and_not_copied(
+    documents: Path, remote: Remote, tmp_path: Path
+) -> None:
+    copy_data_set(str(documents), remote.store.name)
+    good = remote.content("train/00000.arrow")
+    remote.put("train/00000.arrow", good[:-9] + bytes([good[-9] ^ 1]) + good[-8:])
+    with pytest.raises(ShardFormatError, match=r"^s3://.*/train/00000\.arrow: the file has checks"):
+        copy_data_set(remote.store.name, str(tmp_path / "out"))
+    assert not (tmp_path / "out/manifest.json").exists()
+    assert not list((tmp_path / "out").rglob("*.tmp"))
+    remote.put("train/00000.arrow", good[:100])
+    with pytest.raises(ShardFormatError, match=r"00000\.arrow: .*Copy it again"):
+        copy_data_set(remote.store.name, str(tmp_path / "out"))
+    del remote.server.objects[f"{remote.prefix}/train/00000.arrow"]
+    with pytest.raises(ShardFormatError, match=r"00000\.arrow: not found, but the manifest"):
+        copy_data_set(remote.store.name, str(tmp_path / "out"))
+
+
+def test_another_data_set_is_not_written_over(
+    documents: Path, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(documents, other)
+    manifest = Manifest.read(documents)
+    replace(manifest, label_names=("another",)).write(other)
+    with pytest.raises(ConfigError, match="holds another data set"):
+        copy_data_set(str(documents), str(other))
+    with pytest.raises(ConfigError, match="is the place to copy from"):
+        copy_data_set(str(documents), str(documents))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun/.journal.jsonl").touch()
+    with pytest.raises(ConfigError, match="holds an unfinished run"):
+        copy_data_set(str(documents), str(tmp_path / "begun"))
+    keep_in_memory(monkeypatch, documents)
+    with pytest.raises(ConfigError, match=r"^memory://x: can only be read"):
+        copy_data_set(str(documents), "memory://x")
+    copy_data_set("memory://x", str(tmp_path / "out"))
+    assert data_of(tmp_path / "out") == data_of(documents)
+
+
+def test_the_commands_read_a_bucket_as_a_folder(
+    documents: Path, remote: Remote, tmp_path: Path
+) -> None:
+    result = json.loads(call(main, "copy", documents, remote.store.name, "--json").stdout)
+    assert result["copied"] == result["files"]
+    for words in (["inspect"], ["inspect", "--json"], ["cat", "--rows", 3], ["verify", "--json"]):
+        command, *rest = words
+        local = call(main, command, documents, *rest).stdout
+        assert call(main, command, remote.store.name, *rest).stdout == local
+    said = call(main, "copy", documents, remote.store.name).stdout
+    assert said.startswith(f"{remote.store.name}: complete, files: ")
+    assert "copied: 0" in said
+    good = remote.content("train/00001.arrow")
+    remote.put("train/00001.arrow", good[:1000] + bytes([good[1000] ^ 1]) + good[1001:])
+    damage = call(main, "verify", remote.store.name, expect=1).stdout
+    assert f"{remote.store.path('train/00001.arrow')}: " in damage
+    error = call(main, "inspect", f"{remote.store.name}x", expect=1).stderr
+    assert error.startswith(f"error: {remote.store.name}x/manifest.json: not found")

@@ -1,0 +1,287 @@
+"""`shards copy FROM TO`: a data set brought to another place, each file proved on the way.
+
+Files go first, four at a time, the manifest last, as it is: a copy that has one is complete. Which
+files are there already is told by size and checksum, so the same command continues, and completes
+a copy that has lost some. A file of an object store is known by the checksum it was written with.
+"""
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple, Protocol
+
+import tyro
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
+from tokenfeed.pipeline.format.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+)
+from tokenfeed.pipeline.format.reading import damaged, refused
+from tokenfeed.pipeline.format.storage import atomic_file, atomic_write, file_xxh3
+from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.tools.console import print_json
+from tokenfeed.tools.run.crew import Progress
+from tokenfeed.tools.run.progress import Bar
+
+__all__ = ["Copied", "Copy", "copy_data_set"]
+
+XXH3_KEY = "tokenfeed-xxh3"
+"""In the metadata of an object: the checksum of what was written."""
+_AT_ONCE = 4
+_PIECE_BYTES = 1 << 20
+_TRIES = 2
+"""A bit may flip on the way; a second time it is the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy came to."""
+
+    to: str
+    fingerprint: str
+    files: int
+    bytes: int
+    """Of all files."""
+    copied: int
+    """Files that were not there yet."""
+    copied_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        there = self.files - self.copied
+        return (
+            f"{self.to}: complete, files: {self.files:,}, {self.bytes / 1e6:,.1f} MB; copied: "
+            f"{self.copied:,}, already there: {there:,}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Copy a finished data set, from and to folders and stores; the same command continues."""
+
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FROM")]]
+    """A finished data set: a folder or an address."""
+    to: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TO")]]
+    """A new folder or address, or that of a copy to be completed."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Copy it."""
+        copied = copy_data_set(self.source, self.to)
+        if self.json:
+            print_json(asdict(copied))
+        else:
+            print(copied)
+        return 0
+
+
+def copy_data_set(source_path: str, to: str) -> Copied:
+    """Copy a data set, as far as it is not there yet.
+
+    Raises:
+        TokenfeedError: A place holds something else, a file is damaged, or a store fails.
+    """
+    started = time.perf_counter()
+    source, target = open_store(source_path), _target(to)
+    manifest = Manifest.read(source)
+    _check_places(source, target, manifest)
+    files = list(_files(manifest))
+    with _threads() as threads:
+        there = list(threads.map(target.has, files))
+    missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
+    with Bar(missing) as bar, _threads() as threads:
+        jobs = [threads.submit(target.put, file, source, bar) for file in missing]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                bar.count_unit()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
+    target.finish(source.read(MANIFEST_FILE))
+    return Copied(
+        to=target.store.name,
+        fingerprint=manifest.fingerprint,
+        files=len(files),
+        bytes=sum(file.weight_bytes for file in files),
+        copied=len(missing),
+        copied_bytes=sum(file.weight_bytes for file in missing),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+class _File(NamedTuple):
+    """A file of the manifest."""
+
+    info: FileInfo
+    tokens: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """What it counts in the progress."""
+        return self.info.bytes
+
+
+def _files(manifest: Manifest) -> Iterator[_File]:
+    side = (manifest.tokenizer, manifest.sources, manifest.rejects)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    for info in dict.fromkeys((*side, *shards)):
+        yield _File(info, info.tokens if isinstance(info, ShardInfo) else 0)
+
+
+class _Target(Protocol):
+    """A place that files are brought to."""
+
+    @property
+    def store(self) -> Store:
+        """The place."""
+        ...
+
+    def has(self, file: _File) -> bool:
+        """Whether it is there, as the manifest says."""
+        ...
+
+    def put(self, file: _File, source: Store, bar: Bar) -> None:
+        """Bring it there."""
+        ...
+
+    def finish(self, manifest: bytes) -> None:
+        """Say that all is there."""
+        ...
+
+
+def _target(to: str) -> _Target:
+    store = open_store(to)
+    if isinstance(store, LocalStore):
+        return _Folder(store)
+    if isinstance(store, ObjectStore):
+        return _Bucket(store)
+    raise ConfigError(f"{to}: can only be read. Copy to a folder, or to an object store.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    store: LocalStore
+
+    def has(self, file: _File) -> bool:
+        path = self._path(file)
+        return (
+            path.is_file()
+            and path.stat().st_size == file.info.bytes
+            and file_xxh3(path) == file.info.xxh3
+        )
+
+    def put(self, file: _File, source: Store, bar: Bar) -> None:
+        _fetch(file, source, self._path(file), bar)
+
+    def finish(self, manifest: bytes) -> None:
+        atomic_write(Path(self.store.root, MANIFEST_FILE), manifest)
+
+    def _path(self, file: _File) -> Path:
+        return Path(self.store.root, file.info.file)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    store: ObjectStore
+
+    def has(self, file: _File) -> bool:
+        try:
+            info = self.store.head(file.info.file)
+        except FileNotFoundError:
+            return False
+        known = info.size, info.metadata.get(XXH3_KEY)
+        return known == (file.info.bytes, file.info.xxh3)
+
+    def put(self, file: _File, source: Store, bar: Bar) -> None:
+        """By way of a temporary file: what is sent has been proved."""
+        with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
+            path = Path(folder, "file")
+            _fetch(file, source, path, bar, synced=False)
+            self.store.write(file.info.file, path, {XXH3_KEY: file.info.xxh3})
+
+    def finish(self, manifest: bytes) -> None:
+        self.store.write(MANIFEST_FILE, manifest)
+
+
+def _fetch(file: _File, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+    """Copy a file into a folder; what is not as the manifest says is fetched a second time.
+
+    Raises:
+        ShardFormatError: It is missing, cannot be read, or is damaged at the source.
+    """
+    shown, actual = source.path(file.info.file), ""
+    for _ in range(_TRIES):
+        with contextlib.suppress(_AnotherError), atomic_file(path, synced=synced) as copy:
+            actual = _stream(file, source, copy, bar)
+            if actual != file.info.xxh3:
+                raise _AnotherError
+            return
+    raise damaged(shown, f"the file has checksum {actual}, expected {file.info.xxh3}")
+
+
+class _AnotherError(Exception):
+    """The bytes that came are not those of the manifest."""
+
+
+def _stream(file: _File, source: Store, copy: IO[bytes], bar: Bar) -> str:
+    """Write the content of a file; its checksum."""
+    digest, info = xxhash.xxh3_64(), file.info
+    for block in _blocks(source, info):
+        digest.update(block)
+        copy.write(block)
+        part = len(block) / max(info.bytes, 1)
+        bar.advance(Progress(len(block), round(part * file.tokens)))
+    return digest.hexdigest()
+
+
+def _blocks(source: Store, info: FileInfo) -> Iterator[bytes]:
+    try:
+        with source.open(info.file, info.bytes) as opened:
+            while block := opened.read(_PIECE_BYTES):
+                yield block
+    except FileNotFoundError:
+        raise damaged(source.path(info.file), "not found, but the manifest names it") from None
+    except OSError as error:
+        raise refused(source.path(info.file), "cannot be read", error) from error
+
+
+def _check_places(source: Store, target: _Target, manifest: Manifest) -> None:
+    """Refuse a target that is the source, or holds something else than a copy of it."""
+    to = target.store
+    if to.name == source.name:
+        raise ConfigError(f"{to.name}: is the place to copy from. Give another one.")
+    if isinstance(to, LocalStore) and os.path.exists(os.path.join(to.root, JOURNAL_FILE)):
+        raise ConfigError(f"{to.name}: holds an unfinished run. Give another folder.")
+    try:
+        there = Manifest.read(to)
+    except ManifestError as error:
+        if isinstance(error.__cause__, RemoteError):
+            raise
+        return
+    if there.fingerprint != manifest.fingerprint:
+        raise ConfigError(
+            f"{to.name}: holds another data set, with the fingerprint {there.fingerprint}; "
+            f"{source.name} has {manifest.fingerprint}. Give another place."
+        )
+
+
+@contextlib.contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """A few threads; an error or Ctrl-C lets them do no more than what they have begun."""
+    threads = ThreadPoolExecutor(_AT_ONCE)
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
