@@ -90,7 +90,8 @@ def _final(error: Exception) -> tuple[int, str] | None:
 def _cause(said: str) -> str:
     """`503 Service Unavailable`, `Connection refused`, or what else there is."""
     if status := _STATUS.search(said):
-        return ", ".join((status[1], *_SAID_BY_SERVER.findall(said.partition("\n\nDebug")[0])))
+        by_server = _SAID_BY_SERVER.findall(said.partition("\n\nDebug")[0])
+        return ", ".join((status[1].strip(), *(text.rstrip(".") for text in by_server)))
     if "TimedOut" in said or "Timeout" in said:
         return "no answer in time"
     if by_system := _SAID_BY_SYSTEM.findall(said):

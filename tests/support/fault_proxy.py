@@ -45,6 +45,8 @@ class FaultProxy:
     """What happens to all others."""
     match: str = ""
     """Only what has this in its method and path is met by faults."""
+    server: str = ""
+    """What stands behind, for tests that must know."""
     seen: list[str] = field(default_factory=list)
     """`GET /bucket/name` of each request."""
 

@@ -1,0 +1,122 @@
+"""Stores that others wrote hold what is asked of a store, also through a network that fails."""
+
+import itertools
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import servers
+from command import files_of
+from fault_proxy import FAULTS, Fault, FaultProxy, fault_proxy
+from remote_stores import FAST, set_endpoint
+
+from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
+from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote.conditions import keeps_conditions
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.tools.copying import copy_data_set
+
+pytest.importorskip("obstore")
+
+DATA = os.urandom(100_000)
+PATIENT = replace(FAST, read_s=2.0, request_s=20.0, give_up_s=30.0, warn_after_s=20.0)
+"""For servers that take their time."""
+STARTS = {"seaweed": servers.seaweed, "moto": servers.moto, "rclone": servers.rclone}
+_folders = itertools.count()
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def proxy(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultProxy]:
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        STARTS[request.param](tmp_path_factory.mktemp("server")) as port,
+        fault_proxy(port) as proxy,
+    ):
+        monkeypatch.setattr(process, "_ours", True)
+        set_endpoint(monkeypatch, proxy.port)
+        proxy.server = request.param
+        yield proxy
+
+
+@pytest.fixture
+def store(proxy: FaultProxy) -> ObjectStore:
+    """An empty folder of a bucket."""
+    url = f"s3://{servers.BUCKET}/{proxy.server}{next(_folders)}"
+    return replace(ObjectStore.from_url(url), timing=PATIENT)
+
+
+def test_what_is_put_can_be_had_whole_and_in_part(store: ObjectStore) -> None:
+    names = ["a", "b/c", "b/d e", "b/ü%2F#?+"]
+    for name in names:
+        store.write(name, DATA, {"tokenfeed-xxh3": "0123"})
+        assert store.read(name) == DATA
+        assert store.read_range(name, 5, 1000) == DATA[5:1005]
+        assert store.read_tail(name, 70) == DATA[-70:]
+        info = store.head(name)
+        assert (info.size, info.metadata["tokenfeed-xxh3"]) == (len(DATA), "0123")
+    assert sorted(info.name for info in store.list()) == sorted(names)
+    assert [info.size for info in store.list("b")] == [len(DATA)] * 3
+    for name in names:
+        store.delete(name)
+        with pytest.raises(RemoteMissingError):
+            store.read(name)
+    assert list(store.list()) == []
+
+
+def test_conditions_hold_or_the_store_is_found_out(store: ObjectStore, proxy: FaultProxy) -> None:
+    honest = keeps_conditions(store)
+    assert honest == (proxy.server != "rclone")
+    if not honest:
+        return
+    with ThreadPoolExecutor(8) as threads:
+        won = list(threads.map(store.create, ["claim"] * 8, [b"%d" % n for n in range(8)]))
+    assert sum(won) == 1
+    etag = store.head("claim").etag
+    proxy.schedule.append(Fault("lost"))
+    assert store.replace("claim", b"next", etag)
+    assert not store.replace("claim", b"late", etag)
+    proxy.schedule.append(Fault("lost"))
+    assert store.create("other", b"ours")
+
+
+def test_a_wrong_key_is_told_at_once(
+    store: ObjectStore, proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if proxy.server == "moto":
+        pytest.skip("moto takes any key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not this one")
+    other = replace(ObjectStore.from_url(f"{store.name}other"), timing=PATIENT)
+    with pytest.raises(RemoteError, match=r"^s3://\S+: the store refuses access \(403 [^\n]*$"):
+        other.read("x")
+
+
+def test_a_data_set_survives_a_bad_network(
+    store: ObjectStore, proxy: FaultProxy, documents: Path, tmp_path: Path
+) -> None:
+    faults = [Fault(kind, 999) for kind in FAULTS if kind not in ("stall", "slow")]
+    proxy.schedule.extend(itertools.chain.from_iterable((fault, None) for fault in faults))
+    copy_data_set(str(documents), store.name)
+    proxy.schedule.extend(itertools.chain.from_iterable((None, fault) for fault in faults))
+    copy_data_set(store.name, str(tmp_path / "back"))
+    assert not proxy.schedule
+    there = files_of(documents)
+    there.pop(".made_by.json")
+    assert files_of(tmp_path / "back") == there
+
+
+@pytest.mark.long
+def test_a_large_object_goes_in_parts(
+    store: ObjectStore, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    large.write_bytes(DATA * 700)
+    proxy.schedule.extend([None, Fault("503"), None, Fault("reset")])
+    store.write("large", large, {"tokenfeed-xxh3": "0123"})
+    assert sum("partNumber" in line for line in proxy.seen) >= 5
+    assert store.read("large") == large.read_bytes()
+    assert store.head("large").metadata["tokenfeed-xxh3"] == "0123"

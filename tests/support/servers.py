@@ -1,0 +1,125 @@
+"""Object stores that others wrote, started for a session of tests where they are installed."""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+__all__ = ["BUCKET", "azurite", "moto", "rclone", "seaweed"]
+
+BUCKET = "bucket"
+KEYS = ("someone", "a secret")
+_START_S = 30
+_SEPARATE = 10_000
+"""SeaweedFS has a second port for each, so much higher."""
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Iterator[int]:
+    """The port of SeaweedFS, which keeps every condition of a write and checks signatures."""
+    program = _program("weed")
+    keys = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
+    identity = {"name": "tests", "credentials": keys, "actions": ["Admin", "Read", "Write", "List"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = _ports(4)
+    names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
+    options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    options += [f"-dir={folder}", f"-s3.config={folder / 's3.json'}", "-master.volumeSizeLimitMB=64"]
+    with _running([program, "server", *options], folder, ports[-1]):
+        _until_answered(f"http://127.0.0.1:{ports[2]}/buckets/{BUCKET}/", "POST")
+        yield ports[-1]
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[int]:
+    """The port of moto's server, where any key may do anything."""
+    pytest.importorskip("moto")
+    (port,) = _ports(1)
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _running(command, folder, port):
+        _until_answered(f"http://127.0.0.1:{port}/{BUCKET}", "PUT")
+        yield port
+
+
+@contextlib.contextmanager
+def rclone(folder: Path) -> Iterator[int]:
+    """The port of `rclone serve s3`, which takes no notice of conditions."""
+    program, (port,) = _program("rclone"), _ports(1)
+    (folder / BUCKET).mkdir(parents=True)
+    options = [f"--addr=127.0.0.1:{port}", f"--auth-key={','.join(KEYS)}"]
+    with _running([program, "serve", "s3", *options, str(folder)], folder, port):
+        yield port
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[int]:
+    """The port of Azure's own emulator."""
+    program, (port,) = _program("azurite-blob"), _ports(1)
+    options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--skipApiVersionCheck"]
+    with _running([program, *options, "--silent", "--location", str(folder)], folder, port):
+        yield port
+
+
+def _program(name: str) -> str:
+    """A program of this environment or of the system; the test is skipped where there is none."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return path or pytest.skip(f"{name} is not installed")
+
+
+def _ports(count: int) -> list[int]:
+    """Ports that nobody has, nor those that a server makes of them."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                held.enter_context(socket.create_server(("127.0.0.1", port + _SEPARATE)))
+                found.append(port)
+    return found
+
+
+@contextlib.contextmanager
+def _running(command: list[str], folder: Path, port: int) -> Iterator[None]:
+    """A server that listens; it ends with the block."""
+    with (
+        open(folder / "server.log", "wb") as log,
+        subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as server,
+    ):
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _listens(port):
+                assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
+                assert time.monotonic() < deadline, (folder / "server.log").read_text()[-2000:]
+                time.sleep(0.05)
+            yield
+        finally:
+            server.kill()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _until_answered(url: str, method: str) -> None:
+    """A server listens before it can do anything."""
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
