@@ -2,9 +2,13 @@
 
 import os
 import sys
+from dataclasses import replace
+
+from remote_stores import FAST
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.process import own_process
 
 __all__ = ["main"]
@@ -34,6 +38,25 @@ def talk_and_fork(url: str) -> None:
     _in_fork(lambda: store.read("x"))
     _in_fork(lambda: open_store(url.replace("data", "other")).size("x"))
     print(len(store.read("x")))
+
+
+def hub(url: str) -> None:
+    """Every way to read a file of the Hub; what fails is told."""
+    store = open_store(url)
+    assert isinstance(store, HubStore)
+    store = replace(store, timing=FAST)
+    for ask in (
+        lambda: store.read("x"),
+        lambda: store.size("x"),
+        lambda: store.read_range("x", 1, 3),
+        lambda: store.read_tail("x", 2),
+        lambda: store.open("x", store.size("x")).read(),
+        lambda: store.read("y"),
+    ):
+        try:
+            print(ask())
+        except TokenfeedError as error:
+            print(f"{type(error).__name__}: {error}")
 
 
 def _in_fork(work: object) -> None:
