@@ -56,7 +56,7 @@ class StandIn(WindowReader):
     def __init__(self, sources: tuple[OpenedSplit, ...]) -> None:
         """The large data set's shards do not exist, so nothing of it is kept."""
 
-    def read(self, batches: np.ndarray) -> Window:
+    def read(self, batches: np.ndarray, ahead: object = None) -> Window:
         """Decode real record batches."""
         return self.real.read(batches % self.num_batches)
 

@@ -165,6 +165,11 @@ class TrainConfig:
     """Slow start, then faster; for cuda."""
     num_workers: NotNegative | None = None
     """Loader processes; by default cuda 2, cpu 0."""
+    cache_dir: Path | None = None
+    """Folder for what comes of --shards in a store; by default $TOKENFEED_CACHE or a temporary
+    one."""
+    cache_bytes: NotNegative | None = None
+    """Bound of that folder; by default 10 GB or 5 % of the free disk, 0 for memory alone."""
     eval_every: Positive = 100
     """Steps between validation losses."""
     eval_batches: Positive | None = None

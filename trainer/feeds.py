@@ -158,6 +158,8 @@ class Feeds:
             seed=self._config.seed if seed is None else seed,
             epochs=epochs,
             micro_batches_per_step=step_size,
+            cache_dir=self._config.cache_dir,
+            cache_bytes=self._config.cache_bytes,
         )
 
     def _num_workers(self) -> int:

@@ -39,5 +39,6 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         vocabulary_size=run.task.manifest.tokenizer.vocabulary_size,
         device=device_name(run.device),
         precision=run.learner.precision.name,
+        remote=run.course.loader.stats().as_dict()["remote"],
         versions=versions(),
     )

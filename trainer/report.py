@@ -48,6 +48,8 @@ class Report:
     efficiency: dict[str, Any] = field(default_factory=dict)
     """MFU, by which formula, and joules a token; what is not known is null, and earlier reports
     lack all of it."""
+    remote: dict[str, Any] | None = None
+    """What the training data took of a store; see `RemoteStats`. None where they are local."""
     loss_first: float | None
     """Of the first step; None where metrics.jsonl was lost."""
     loss_last: float | None
@@ -104,6 +106,7 @@ class Report:
                 f"stall    {headline(self.stall)}",
                 *(f"         {line}" for line in cause_table(self.stall)),
                 *rank_table(self.stall),
+                *self._store(),
                 *(f"advice   {line}" for line in advice_lines(self.stall)),
                 f"report   {Path(self.run_dir) / PAGE_FILE}, {REPORT_FILE}",
             ]
@@ -116,6 +119,18 @@ class Report:
             f"metrics  {split}{step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
             for split, metrics in self.metrics.items()
         ]
+
+    def _store(self) -> list[str]:
+        """A line for data in a store."""
+        if (found := self.remote) is None:
+            return []
+        parts = [
+            f"{found['requests']:,} requests, {found['bytes'] / 1e6:,.1f} MB",
+            f"{found['hits']:,} hits in the cache",
+            f"{found['retries']:,} retries, {found['outage_s']:.1f} s of outage",
+            f"windows at hand after {found['wait_s']['p99']:.3f} s (p99)",
+        ]
+        return [f"store    {', '.join(parts)}"]
 
     def _speed(self) -> str:
         if self.real_tokens_per_s is None:

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
+from tokenfeed.pipeline.feeding.remote import cache_for
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
@@ -107,7 +108,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
             seed=seed,
             shuffle=shuffle,
         )
-        self._maker = WindowMaker(plan, WindowReader(sources), ranks.rank, ranks.world_size)
+        reader = WindowReader(sources, cache=cache_for(sources, plan, None, None))
+        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size)
         self._pad_id = sources[0].manifest.tokenizer.pad_id
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -143,7 +143,7 @@ class _Measured:
         lease = self._source.take()
         if self.tune and self._taken_s is not None:
             self.tune(lease.seconds, asked_s - self._taken_s)
-        self._counters.add_window(lease.seconds, lease.ready)
+        self._counters.add_window(lease.seconds, lease.ready, lease.fetched)
         self._taken_s = time.perf_counter()
         return lease
 

@@ -15,6 +15,7 @@ was prefetched, so a state saved at any batch continues with exactly the next on
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -28,6 +29,7 @@ from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.devices import resolve_device
 from tokenfeed.pipeline.feeding.feed import Feed
 from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
+from tokenfeed.pipeline.feeding.remote import cache_for, has_remote
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.format.data_set import open_splits
@@ -81,18 +83,20 @@ class ShardLoader:
         timeout: float = 300.0,
         rank: int | None = None,
         world_size: int | None = None,
-        num_streams: int = 1,
+        num_streams: int | Literal["nodes"] = 1,
+        cache_dir: str | PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
         """Read the manifest and make the plan; workers start with the first iteration.
 
         Args:
-            path: Output folder of `pretokenize`, or a Mixture of several.
+            path: Output folder of `pretokenize`, its URL in a store, or a Mixture of several.
             batching: `Padded`, `Packed` or `Fixed`.
             split: Which split of the data set.
             device: Where batches are delivered.
-            num_workers: Reader processes; 0 reads in this process, "auto" starts one and measures
-                how many keep up, at most this rank's share of the cores. The order never depends
-                on it.
+            num_workers: Reader processes; 0 reads in this process (of a store: 1, for this one
+                stays free of its client), "auto" starts one and measures how many keep up, at most
+                this rank's share of the cores. The order never depends on it.
             seed: Decides every order.
             shuffle: False gives the order of the files, sorted by length within a window.
             epochs: Epochs of a pass; None for no end.
@@ -105,11 +109,16 @@ class ShardLoader:
                 several windows of which are in memory. More mix a corpus better that is in some
                 order; see `Stats.mixing`.
             timeout: Seconds after which a worker that does not answer counts as hung;
-                `float("inf")` for no limit.
+                `float("inf")` for no limit. One that waits for a store is not: that wait ends.
             rank: Which rank this is; by default torch.distributed's, or 0 where it is not running.
             world_size: Ranks that share each step; by default torch.distributed's, or 1.
             num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
-                ranks, and a rank reads only those of its group. See `merge_states`.
+                ranks, and a rank reads only those of its group; "nodes" makes the ranks of a node a
+                group. See `merge_states`.
+            cache_dir: Where the processes of this node keep what comes from stores; by default
+                $TOKENFEED_CACHE, or a folder of yours in the system's temporary one.
+            cache_bytes: How much of it; None for the lesser of 10 GB and 5 % of the free disk, 0
+                for memory alone.
 
         Raises:
             ManifestError: The folder holds no such data set or split.
@@ -126,6 +135,8 @@ class ShardLoader:
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_splits(paths_of(path), checks.text("split", split))
+        self._least_workers = int(has_remote(self._sources))
+        self._num_workers = max(self._num_workers, self._least_workers)
         self._step_size_is_given = micro_batches_per_step is not None
         self._plan_with = partial(
             Plan.from_splits,
@@ -142,6 +153,7 @@ class ShardLoader:
         if micro_batches_per_step is None:
             micro_batches_per_step = self._ranks.group_size
         plan = self._plan_with(micro_batches_per_step=micro_batches_per_step)
+        self._cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
         self._delivery = Delivery(Delivered(plan))
         self._length: int | None = None
         if warning := unmixed(plan, self._sources):
@@ -180,7 +192,7 @@ class ShardLoader:
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
-        number = resolve_workers(number)
+        number = resolve_workers(number, least=self._least_workers)
         self._delivery.resize(number)
         self._num_workers, self._tuner = number, None
 
@@ -271,7 +283,7 @@ class ShardLoader:
         return self._delivery.next(self._start_feed, self.epochs)
 
     def _maker(self, plan: Plan) -> WindowMaker:
-        reader = WindowReader(self._sources)
+        reader = WindowReader(self._sources, cache=self._cache)
         return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed
 
@@ -40,7 +41,9 @@ class Ranks:
         return self.rank % self.group_size
 
 
-def resolve_ranks(rank: int | None, world_size: int | None, num_streams: int = 1) -> Ranks:
+def resolve_ranks(
+    rank: int | None, world_size: int | None, num_streams: int | Literal["nodes"] = 1
+) -> Ranks:
     """Which rank of how many; what is not said, torch.distributed knows, and is 0 of 1 without it.
 
     Raises:
@@ -58,21 +61,31 @@ def resolve_ranks(rank: int | None, world_size: int | None, num_streams: int = 1
     if world_size is None:
         world_size = torch.distributed.get_world_size() if running else 1
     world_size = checks.whole("world_size", world_size, least=1, most=checks.MOST)
-    num_streams = checks.whole("num_streams", num_streams, least=1)
+    if num_streams == "nodes":
+        num_streams = _nodes_of(world_size)
+    num_streams = checks.whole("num_streams", num_streams, least=1, other=", or 'nodes'")
     if world_size % num_streams:
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
     rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
     return Ranks(rank, world_size, num_streams)
 
 
-def resolve_workers(num_workers: int) -> int:
-    """A number of workers that this machine can run.
+def _nodes_of(world_size: int) -> int:
+    """Nodes that ranks are on, if a launcher says how many each has; 1 where it says nothing."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    of_node = int(said) if said.isdecimal() else 0
+    return world_size // of_node if of_node and world_size % of_node == 0 else 1
+
+
+def resolve_workers(num_workers: int, *, least: int = 0) -> int:
+    """A number of workers that this machine can run; at least as many as the data need.
 
     Raises:
         ConfigError: It is no number or out of range, or workers cannot run here.
     """
     most = _WORKERS_PER_CORE * num_cores()
-    checked = checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
+    asked = checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")
+    checked = max(least, asked)
     if checked:
         check_workers_can_run()
     return checked

@@ -53,7 +53,8 @@ class WorkerPool:
             maker: What to make.
             start: The first window, and how much of it was delivered before.
             num_workers: How many processes.
-            timeout: Seconds to wait for a window before a worker counts as hung.
+            timeout: Seconds to wait for a window before a worker counts as hung; one that waits
+                for a store says so meanwhile, and the time begins anew.
             register: Called with the memory of each slot, to page-lock it for a device.
         """
         self._maker = maker
@@ -93,7 +94,7 @@ class WorkerPool:
             self._pending.popleft()
             memory = head.worker.slot_memory(head.slot, made.size, self._register)
             rank_slice = RankSlice.read(made.header, memoryview(memory))
-            return Lease(rank_slice, made.seconds, ready, lambda: self._release(head))
+            return Lease(rank_slice, made.seconds, ready, lambda: self._release(head), made.fetched)
 
     def is_ready(self) -> bool:
         """Whether the next window is made."""
@@ -162,10 +163,12 @@ class WorkerPool:
 
     def _answer_of(self, head: Pending) -> Reply:
         """Wait until a window is made."""
-        deadline = time.monotonic() + self._timeout
+        asked_s = time.monotonic()
         while head.answer is None:
-            self._drain(max(0.0, deadline - time.monotonic()))
-            if head.answer is None and time.monotonic() >= deadline:
+            heard_s = max(asked_s, head.worker.heard_s)
+            self._drain(max(0.0, heard_s + self._timeout - time.monotonic()))
+            heard_s = max(asked_s, head.worker.heard_s)
+            if head.answer is None and time.monotonic() >= heard_s + self._timeout:
                 raise LoaderError(
                     f"{head} did not answer within {self._timeout:g} s. The disk may hang; or "
                     "raise `timeout`."

@@ -26,6 +26,7 @@ from tokenfeed.pipeline.feeding.worker import (
     Orders,
     Reply,
     Request,
+    Waiting,
     command,
     environment,
     map_slot,
@@ -108,6 +109,8 @@ class WorkerProcess:
         """
         self.name = name
         self.leaving = False
+        self.heard_s = 0.0
+        """When it last said that it waits for a store, by the monotonic clock."""
         self.tasks: deque[Pending] = deque()
         self.free = list(range(SLOTS))
         self._memory: dict[int, mmap.mmap] = {}
@@ -147,7 +150,10 @@ class WorkerProcess:
         """Take in an answer, or that there will be none."""
         try:
             answer = receive(self.socket)
-            self.tasks.popleft().answer = answer
+            if isinstance(answer, Waiting):
+                self.heard_s = time.monotonic()
+            else:
+                self.tasks.popleft().answer = answer
         except (EOFError, ConnectionError):
             reason = self._why_it_died()
             for pending in self.tasks:

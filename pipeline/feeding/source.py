@@ -5,11 +5,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.caching.store import Fetched
 
 __all__ = ["InlineSource", "Lease", "WindowSource", "end_with_interpreter"]
 
@@ -24,6 +27,8 @@ class Lease:
     ready: int
     """Windows that were ready when it was taken, itself included."""
     release: Callable[[], None] = field(default=lambda: None)
+    fetched: "Fetched | None" = None
+    """What the workers took of stores since the lease before; None of local data."""
 
 
 class WindowSource(Protocol):

@@ -1,13 +1,16 @@
 """What a loader did: tokens, padding, waits, queue. Kept in a few fixed arrays, cheap per batch."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tokenfeed.pipeline.feeding.batch import Batch
 
-__all__ = ["Counters", "Quantiles", "Stats"]
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.caching.store import Fetched
+
+__all__ = ["Counters", "Quantiles", "RemoteStats", "Stats"]
 
 _KEPT = 4096  # most recent values that quantiles are taken of
 
@@ -20,6 +23,25 @@ class Quantiles:
     p95: float
     p99: float
     max: float
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStats:
+    """What the workers of this rank took of stores and of the node's cache."""
+
+    requests: int
+    """Repetitions among them."""
+    bytes: int
+    retries: int
+    outage_s: float
+    """Seconds in which requests were being repeated."""
+    hits: int
+    """Record batches and footers that were in the cache."""
+    damaged: int
+    """Those that were damaged in the cache or on their way, and were fetched again."""
+    wait_s: Quantiles
+    """Seconds of each window until its bytes were at hand, in a worker: the loop waits for them
+    only where no window is ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +80,8 @@ class Stats:
     for a core is not counted."""
     queue_depth: Quantiles
     """Windows that were ready when one was taken."""
+    remote: RemoteStats | None
+    """None where all data are local."""
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-serialisable."""
@@ -72,6 +96,8 @@ class Counters:
         self.pageable = False
         self.wait_total_s = 0.0
         self.wait_s, self.decode_s, self.queue_depth = _Recent(), _Recent(), _Recent()
+        self.fetched: Fetched | None = None
+        self.fetch_s = _Recent()
 
     def add_batch(self, batch: Batch, waited_s: float) -> None:
         """Count a batch that was given out."""
@@ -83,8 +109,11 @@ class Counters:
         self.wait_total_s += waited_s
         self.wait_s.add(waited_s)
 
-    def add_window(self, seconds: float, ready: int) -> None:
+    def add_window(self, seconds: float, ready: int, fetched: "Fetched | None") -> None:
         """Count a window that was taken from the queue."""
+        if fetched:
+            self.fetched = self.fetched + fetched if self.fetched else fetched
+            self.fetch_s.add(fetched.waited_s)
         self.windows += 1
         self.decode_s.add(seconds)
         self.queue_depth.add(ready)
@@ -114,6 +143,19 @@ class Counters:
             wait_s=self.wait_s.quantiles(),
             decode_s=self.decode_s.quantiles(),
             queue_depth=self.queue_depth.quantiles(),
+            remote=self._remote(self.fetched) if self.fetched else None,
+        )
+
+    def _remote(self, fetched: "Fetched") -> RemoteStats:
+        traffic = fetched.traffic
+        return RemoteStats(
+            requests=traffic.requests,
+            bytes=traffic.bytes,
+            retries=traffic.retries,
+            outage_s=traffic.outage_s,
+            hits=fetched.hits,
+            damaged=fetched.damaged,
+            wait_s=self.fetch_s.quantiles(),
         )
 
 

@@ -19,7 +19,8 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from threading import Thread
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import LoaderError, TokenfeedError
@@ -27,12 +28,17 @@ from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import Header
+from tokenfeed.pipeline.windows.reader import WindowReader
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.caching.store import Fetched
 
 __all__ = [
     "Failure",
     "Orders",
     "Reply",
     "Request",
+    "Waiting",
     "command",
     "environment",
     "map_slot",
@@ -55,6 +61,7 @@ _GROWTH = 1.25  # a slot that was too small gets this much more than it needs
 _PAGE = 1 << 21
 _LONGEST = 1 << 16  # bytes of a message; an answer is some 2,000, a slot holds the rest
 _LONGEST_TRACEBACK = 1 << 14
+_TELL_EVERY_S = 1.0
 _PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
 _SCHEDULING = Path("/proc/self/schedstat")
 
@@ -86,6 +93,12 @@ class Reply(NamedTuple):
     """Bytes of the slot."""
     seconds: float
     """Time it took, waiting for a core not counted."""
+    fetched: "Fetched | None"
+    """What it took of stores since the reply before; None of local data."""
+
+
+class Waiting(NamedTuple):
+    """A store is waited for: it will answer, or its client will give up and say why."""
 
 
 class Failure(NamedTuple):
@@ -113,7 +126,7 @@ def environment() -> dict[str, str]:
     return _DEFAULTS | os.environ | _ENVIRONMENT
 
 
-def send(connection: socket.socket, message: Request | Reply | Failure) -> None:
+def send(connection: socket.socket, message: "Request | Reply | Failure") -> None:
     """Send a message as one packet: it arrives whole or not at all."""
     connection.send(pickle.dumps(message))
 
@@ -167,9 +180,11 @@ def main(socket_fd: int, file: BinaryIO) -> None:
     try:
         orders = _read_orders(file, connection)
         slots = [_Slot(fd) for fd in orders.slots]
+        counter = _Counter(orders.maker.reader)
+        _tell_of_waits(connection, orders.maker.reader)
         while True:
             task = _next_task(connection, orders.parent)
-            send(connection, _serve(orders.maker, task, slots[task.slot]))
+            send(connection, _serve(orders.maker, task, slots[task.slot], counter))
     except (EOFError, ConnectionError):
         os._exit(os.EX_OK)  # the parent is gone, or wants no more
 
@@ -196,13 +211,32 @@ def _next_task(connection: socket.socket, parent: int) -> Request:
     return task
 
 
-def _serve(maker: WindowMaker, task: Request, slot: "_Slot") -> Reply | Failure:
+def _tell_of_waits(connection: socket.socket, reader: WindowReader) -> None:
+    """Say every second that a store is waited for, as long as that is so, in a thread."""
+    if reader.fetched is None:
+        return
+    message = pickle.dumps(Waiting())
+
+    def tell() -> None:
+        while True:
+            time.sleep(_TELL_EVERY_S)
+            if reader.is_waiting:
+                with contextlib.suppress(OSError):  # the parent has heard enough, or is gone
+                    connection.send(message, socket.MSG_DONTWAIT)
+
+    Thread(target=tell, name="tokenfeed tells of waits", daemon=True).start()
+
+
+def _serve(
+    maker: WindowMaker, task: Request, slot: "_Slot", counter: "_Counter"
+) -> Reply | Failure:
     started, waited_s = time.perf_counter(), _waited_for_core_s()
     try:
         rank_slice = maker.make(task.position)
         header = rank_slice.write(slot.at_least(rank_slice.num_bytes))
         waited_s = _waited_for_core_s() - waited_s
-        return Reply(header, slot.size, max(0.0, time.perf_counter() - started - waited_s))
+        seconds = max(0.0, time.perf_counter() - started - waited_s)
+        return Reply(header, slot.size, seconds, counter.new())
     except TokenfeedError as error:
         return Failure(error, "")
     except MemoryError:
@@ -220,6 +254,19 @@ def _waited_for_core_s() -> float:
         return int(_SCHEDULING.read_bytes().split()[1]) / 1e9
     except OSError:
         return 0.0
+
+
+class _Counter:
+    """What a reader takes of stores, from one reply to the next."""
+
+    def __init__(self, reader: WindowReader) -> None:
+        self._reader = reader
+        self._told = reader.fetched
+
+    def new(self) -> "Fetched | None":
+        """What was not told yet."""
+        told, self._told = self._told, self._reader.fetched
+        return self._told.since(told) if self._told and told else None
 
 
 class _Slot:

@@ -7,6 +7,7 @@ would make three, one after the other. Torch-free.
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Self
 
 import numpy as np
@@ -92,7 +93,7 @@ class RangedShard:
     def cut(self, first: int, count: int, data: bytes) -> list[bytes]:
         """The record batches in the bytes of neighbouring ones."""
         edges = (self.edges[first : first + count + 1] - self.edges[first]).tolist()
-        return [data[start:stop] for start, stop in zip(edges, edges[1:], strict=False)]
+        return [data[start:stop] for start, stop in pairwise(edges)]
 
     def rows(self, batch_index: int, data: bytes) -> tuple[Rows, int]:
         """Decode and check one record batch; see `ShardReader.read`.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.digest import Spans, digests, tokens_by_source
 from tokenfeed.pipeline.planning.plan import Plan, Position
@@ -42,7 +43,7 @@ class WindowMaker:
         """
         plan, (epoch, nth, first) = self.plan, position
         number = plan.window_number(nth)
-        window = self.reader.read(plan.order.window(epoch, number))
+        window = self.reader.read(plan.order.window(epoch, number), Ahead(plan, position))
         planned = plan_window(
             window.rows.lengths,
             plan.batching,

@@ -1,23 +1,26 @@
 """Reading a window: several record batches, from any shards of any sources, decoded together."""
 
-from bisect import bisect_right
-from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import ranges
+from tokenfeed.pipeline.arithmetic import offsets_of, ranges
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS
-from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import RangedStore
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.windows.batches import LocalBatches, OpenShards, SplitBatches
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.caching.settings import CacheSettings
+    from tokenfeed.pipeline.caching.store import Fetched
+    from tokenfeed.pipeline.windows.remote import Remote
 
 __all__ = ["Window", "WindowReader"]
 
-_OPEN_SHARDS = 256
-"""Windows come back to the same shards; to open one costs a third of reading a record batch."""
 _KEPT_TOKENS = 1 << 20
 """Sources of no more, all together, are decoded once: a few MB, and epochs of milliseconds."""
 
@@ -32,53 +35,104 @@ class Window:
 
 
 class WindowReader:
-    """Decodes any record batches of some sources; keeps the most recent shards open, and of small
-    sources all that it has decoded."""
+    """Decodes any record batches of some sources; of small sources it keeps all that it has
+    decoded."""
 
-    def __init__(self, sources: tuple[OpenedSplit, ...], *, whole_rows: bool = False) -> None:
-        """Open nothing yet. Of each row the ids and the task's columns are read, or all columns."""
-        self._shards = [(source, info) for source in sources for info in source.split.shards]
-        self._batch_ends = list(accumulate(info.batches for _, info in self._shards))
-        self._row_ends = list(accumulate(info.rows for _, info in self._shards))
+    def __init__(
+        self,
+        sources: tuple[OpenedSplit, ...],
+        *,
+        whole_rows: bool = False,
+        cache: "CacheSettings | None" = None,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            sources: What is read, one after the other.
+            whole_rows: Whether all columns are read; else the ids and the task's own.
+            cache: Keeps what comes from stores; None for memory alone.
+        """
         wanted = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
-        self._only = None if whole_rows else wanted
-        self._open: OrderedDict[int, ShardReader] = OrderedDict()
+        only = None if whole_rows else wanted
+        self._batch_starts = offsets_of(np.array([source.batches for source in sources]))
+        self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()
+        self._remote: Remote | None = None
+        if any(isinstance(source.store, RangedStore) for source in sources):
+            from tokenfeed.pipeline.windows import remote
+
+            self._remote = remote.Remote(cache)
+        self._sources = self._opened(sources, only)
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as a worker gets it, opens and decodes for itself."""
-        return self.__dict__ | {"_open": OrderedDict(), "_kept": {}}
+        """A copy, as a worker gets it, decodes for itself."""
+        return self.__dict__ | {"_kept": {}}
 
-    def read(self, batches: np.ndarray) -> Window:
+    @property
+    def fetched(self) -> "Fetched | None":
+        """What this process has asked of stores; None where all sources are local."""
+        return self._remote.fetched if self._remote else None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a store is waited for, which will answer or fail in the end."""
+        return self._remote is not None and self._remote.is_waiting
+
+    def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         """Decode record batches, counted over all sources.
+
+        Args:
+            batches: Which ones.
+            ahead: Tells what will be read after them, to be fetched from stores meanwhile.
 
         Raises:
             ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
+            RemoteError: A store cannot be reached, or refuses.
         """
-        parts, firsts = zip(*map(self._decoded, batches.tolist()), strict=True)
+        if self._remote:
+            self._remote.begin(ahead)
+        parts, firsts = zip(*self._all(batches), strict=True)
+        if self._remote:
+            self._remote.go_on(self._prefetch)
         numbers = ranges(np.array(firsts), np.array([len(part) for part in parts]))
         return Window(Rows.concatenate(list(parts)), numbers)
 
-    def _decoded(self, batch: int) -> tuple[Rows, int]:
-        """A record batch, and the number of its first row within all sources."""
-        if batch in self._kept:
-            return self._kept[batch]
-        shard = bisect_right(self._batch_ends, batch)
-        _, info = self._shards[shard]
-        rows, first_row = self._reader(shard).read(batch - self._batch_ends[shard] + info.batches)
-        decoded = rows, first_row + self._row_ends[shard] - info.rows
-        if self._is_small:
-            self._kept[batch] = decoded
-        return decoded
+    def _opened(
+        self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
+    ) -> list[SplitBatches]:
+        opened = OpenShards()
+        return [
+            self._remote.open(source, number, only)
+            if self._remote and isinstance(source.store, RangedStore)
+            else LocalBatches(source, only, opened)
+            for number, source in enumerate(sources)
+        ]
 
-    def _reader(self, shard: int) -> ShardReader:
-        if shard not in self._open:
-            if len(self._open) >= _OPEN_SHARDS:
-                self._open.popitem(last=False)
-            source, info = self._shards[shard]
-            self._open[shard] = ShardReader.open(
-                source.store, source.manifest, info, only=self._only
-            )
-        self._open.move_to_end(shard)
-        return self._open[shard]
+    def _all(self, batches: np.ndarray) -> list[tuple[Rows, int]]:
+        """Each record batch, and the number of its first row within all sources."""
+        if not self._is_small:
+            return list(self._decoded(batches))
+        numbers = batches.tolist()
+        missing = [number for number in numbers if number not in self._kept]
+        if missing:
+            decoded = self._decoded(np.array(missing))
+            self._kept.update(zip(missing, decoded, strict=True))
+        return [self._kept[number] for number in numbers]
+
+    def _decoded(self, batches: np.ndarray) -> Iterator[tuple[Rows, int]]:
+        for source, numbers in self._by_source(batches):
+            for rows, first_row in self._sources[source].read(numbers):
+                yield rows, first_row + self._row_starts[source]
+
+    def _by_source(self, batches: np.ndarray) -> Iterator[tuple[int, list[int]]]:
+        """Runs of record batches of one source, by their numbers in it."""
+        sources = np.searchsorted(self._batch_starts, batches, side="right") - 1
+        edges = np.flatnonzero(np.diff(sources)) + 1
+        for part in np.split(np.arange(len(batches)), edges):
+            source = int(sources[part[0]])
+            yield source, (batches[part] - self._batch_starts[source]).tolist()
+
+    def _prefetch(self, batches: np.ndarray) -> None:
+        for source, numbers in self._by_source(batches):
+            self._sources[source].prefetch(numbers)

@@ -20,6 +20,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Column, Task, task_columns, token_dtype
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import WindowPlan
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan
@@ -172,7 +173,7 @@ class MemoryReader(WindowReader):
         self._batches = batches
         self._ends = np.cumsum([len(rows) for rows in batches])
 
-    def read(self, batches: np.ndarray) -> Window:
+    def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         """The rows of some record batches, counted over all sources."""
         chosen = batches.tolist()
         numbers = [

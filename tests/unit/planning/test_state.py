@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder, Phase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
@@ -101,7 +102,7 @@ class Renumbered(MemoryReader):
 class Swapped(MemoryReader):
     """The same record batches in the opposite order."""
 
-    def read(self, batches: np.ndarray) -> Window:
+    def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         return super().read(batches[::-1])
 
 

@@ -1,0 +1,99 @@
+"""What a process has to read from stores: threads, counts, and the cache it shares with others."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
+from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.store import Fetched
+from tokenfeed.pipeline.caching.sweep import Until
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.plan import Position
+
+__all__ = ["Node"]
+
+_THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 32, 16, 4
+"""Requests at once: of a window that is waited for, and of those that come later. Large ones are
+few, or none of them would end soon where the network is slow."""
+_BEHIND = 4
+"""Windows that another process may still read after this one has."""
+
+
+class Node:
+    """Made once a process; a copy, as a worker gets it, has threads and counts of its own."""
+
+    def __init__(self, settings: CacheSettings | None) -> None:
+        """Without settings nothing is kept."""
+        self.settings = settings
+        self._until: dict[str, Until] = {}
+        self._lock = threading.Lock()
+        self.counted = Fetched()
+        """What no store counts."""
+        self._waiting = 0
+        self.ahead: Ahead | None = None
+        """The plan, and where it is read at present; None before the first window."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self.settings}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    @cached_property
+    def threads(self) -> ThreadPoolExecutor:
+        """For what is waited for."""
+        return ThreadPoolExecutor(_THREADS, "tokenfeed reads")
+
+    @cached_property
+    def threads_ahead(self) -> ThreadPoolExecutor:
+        """For what comes later: few, where each request is large."""
+        count = _LARGE_AHEAD if self.settings and self.settings.is_whole else _SMALL_AHEAD
+        return ThreadPoolExecutor(count, "tokenfeed reads ahead")
+
+    @cached_property
+    def _cache(self) -> NodeCache | None:
+        return NodeCache(self.settings, self._until) if self.settings else None
+
+    def open_set(self, name: str, source: int) -> CacheSet | None:
+        """The files of one split of one data set; None where nothing is kept."""
+        if self._cache is None:
+            return None
+        self._until[name] = lambda batches: self._windows_until(source, batches)
+        return CacheSet(self._cache, name)
+
+    def _windows_until(self, source: int, batches: np.ndarray) -> np.ndarray:
+        if self.ahead is None:
+            return np.zeros(len(batches), np.int64)
+        epoch, window, _ = self.ahead.position
+        slowest = Position(epoch, max(0, window - _BEHIND), 0)
+        return Ahead(self.ahead.plan, slowest).until(source, batches)
+
+    def count(self, counted: Fetched) -> None:
+        """Count what no store knows of."""
+        with self._lock:
+            self.counted += counted
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether something waited for is on its way: the store ends it, sooner or later."""
+        return self._waiting > 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While something is fetched that is waited for."""
+        started = time.perf_counter()
+        with self._lock:
+            self._waiting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting -= 1
+            self.count(Fetched(waited_s=time.perf_counter() - started))

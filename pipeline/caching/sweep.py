@@ -1,0 +1,106 @@
+"""Sweeping: a cache above its bound loses what is read last. Torch-free."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from tokenfeed.pipeline.planning.ahead import NEVER
+
+__all__ = ["Until", "sweep"]
+
+Until = Callable[[np.ndarray], np.ndarray]
+"""How many windows it is until record batches are read, by their numbers; shape (K,) each."""
+
+_KEPT_SHARE = 0.9
+"""Of the bound, so that not every file has to make room for itself."""
+_STALE_S = 600.0
+"""A temporary file of that age is nobody's."""
+_UNUSED_S = 3600.0
+"""A set that nobody has read for so long goes first."""
+_GONE = 1 << 50
+"""Until of a set that nobody reads."""
+
+
+def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
+    """Remove files until 90 % of the bound are left; gives the bytes that are.
+
+    Args:
+        folder: Of the cache.
+        bound: In bytes.
+        until: Of each own set by its name.
+    """
+    total, paths, sizes = 0, [], []
+    sets: dict[str, np.ndarray] = {}
+    for name in _folders(folder):
+        inside, numbers, found = _files(f"{folder}/{name}")
+        total += inside + sum(found)
+        paths += [f"{folder}/{name}/{number & 255:02x}/{number:x}" for number in numbers]
+        sizes += found
+        sets[name] = np.array(numbers, np.int64)
+    for nth in np.argsort(-_until_of_all(folder, sets, until), kind="stable").tolist():
+        if total <= bound * _KEPT_SHARE:
+            break
+        with contextlib.suppress(OSError):
+            os.unlink(paths[nth])
+            total -= sizes[nth]
+    return total
+
+
+def _until_of_all(folder: str, sets: dict[str, np.ndarray], until: dict[str, Until]) -> np.ndarray:
+    """Until of every record batch, set by set, shape (K,).
+
+    Nobody here knows the plan of another run: what it reads is spread over the time of this one, so
+    that both lose their share.
+    """
+    known = {name: until[name](numbers) for name, numbers in sets.items() if name in until}
+    own = np.concatenate([*known.values(), np.zeros(1, np.int64)])
+    most = int(own[own < NEVER].max())
+    found = [np.zeros(0)]
+    for name, numbers in sets.items():
+        if name in known:
+            found.append(known[name])
+        elif _is_used(f"{folder}/{name}"):
+            found.append(np.linspace(most, 0, len(numbers)))
+        else:
+            found.append(np.full(len(numbers), _GONE))
+    return np.concatenate(found)
+
+
+def _is_used(folder: str) -> bool:
+    try:
+        return time.time() - os.stat(f"{folder}/.used").st_mtime < _UNUSED_S
+    except OSError:
+        return False
+
+
+def _folders(folder: str) -> Iterator[str]:
+    with os.scandir(folder) as entries:
+        yield from (entry.name for entry in entries if entry.is_dir())
+
+
+def _files(folder: str) -> tuple[int, list[int], list[int]]:
+    """Bytes of what stays in a set's folder, and number and size of every record batch."""
+    stays, numbers, sizes = 0, [], []
+    for name in _folders(folder):
+        with os.scandir(f"{folder}/{name}") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    size = _size(entry)
+                    if name == "ends" or "." in entry.name:
+                        stays += size
+                    else:
+                        numbers.append(int(entry.name, 16))
+                        sizes.append(size)
+    return stays, numbers, sizes
+
+
+def _size(entry: "os.DirEntry[str]") -> int:
+    """Bytes of a file; 0 for one that a process began and never finished, which goes."""
+    found = entry.stat()
+    if "." in entry.name and time.time() - found.st_mtime > _STALE_S:
+        os.unlink(entry.path)
+        return 0
+    return found.st_size

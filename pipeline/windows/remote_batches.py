@@ -1,0 +1,206 @@
+"""The record batches of a split in a store: each in one request, by way of the node's cache."""
+
+import logging
+import os
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import xxhash
+
+from tokenfeed.pipeline.caching.node import Node
+from tokenfeed.pipeline.caching.shared import SharedPieces
+from tokenfeed.pipeline.caching.store import CountingStore, Fetched
+from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.expected import ExpectedShard
+from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.store import RangedStore
+
+__all__ = ["RemoteBatches"]
+
+_OPEN_SHARDS = 2048
+"""Footers in memory, of some 16 KB each; the others are in the cache."""
+_RUN_BYTES = 8 << 20
+"""Neighbouring record batches come in one request of so many bytes, where all will be wanted."""
+_FIRST_END = 1 << 48
+"""The lock of the first footer; those before are of record batches."""
+_DAMAGED = "%s: %s was damaged in the cache or on its way: it was fetched again, and is whole."
+_log = logging.getLogger(__name__)
+
+Shards = dict[int, RangedShard]
+
+
+class RemoteBatches:
+    """Safe to use in one thread, and to prefetch in another."""
+
+    def __init__(
+        self, source: OpenedSplit, number: int, only: Collection[str] | None, node: Node
+    ) -> None:
+        """Ask for nothing yet.
+
+        Args:
+            source: The split; its store reads ranges.
+            number: Which of the plan's sources it is.
+            only: Columns to read; None for all. All of them are fetched.
+            node: Threads, counts and cache of this process.
+        """
+        assert isinstance(source.store, RangedStore)
+        self._source, self._store, self._number = source, source.store, number
+        self._only = only
+        self._node = node
+        self._infos = source.split.shards
+        self._batch_ends = list(accumulate(info.batches for info in self._infos))
+        self._row_ends = list(accumulate(info.rows for info in self._infos))
+        self._start()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as a worker gets it, knows no footer and has no lock."""
+        return {"args": (self._source, self._number, self._only, self._node)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(*state["args"])  # type: ignore[misc]
+
+    def _start(self) -> None:
+        name = f"{self._source.manifest.fingerprint} {self._infos[0].file}"
+        files = self._node.open_set(xxhash.xxh3_64_hexdigest(name.encode()), self._number)
+        self._files = files
+        self._batches = SharedPieces(self._node, files, files.batch if files else str)
+        self._ends = SharedPieces(self._node, files, files.end if files else str, _FIRST_END)
+        self._opened: OrderedDict[int, RangedShard] = OrderedDict()
+        self._opening = threading.Lock()
+
+    @property
+    def fetched(self) -> Fetched:
+        """What this process has asked of the store."""
+        store = self._store
+        return Fetched(store.traffic) if isinstance(store, CountingStore) else Fetched()
+
+    def read(self, numbers: Sequence[int]) -> list[tuple[Rows, int]]:
+        """Decode some; what is not in the cache is asked for all at once."""
+        with self._node.waiting():
+            shards = self._shards(numbers)
+            messages = self._batches.get(list(numbers), partial(self._fetch, shards))
+        return [self._decoded(shards, number, messages[number]) for number in numbers]
+
+    def prefetch(self, numbers: Sequence[int]) -> None:
+        """Put some into the cache, with their neighbours where it holds the whole split."""
+        files = self._files
+        if files is None or files.is_paused:
+            return
+        missing = [number for number in numbers if not os.path.exists(files.batch(number))]
+        if missing:
+            shards = self._shards(missing)
+            runs = dict.fromkeys(map(self._run, missing))
+            for _ in self._node.threads_ahead.map(partial(self._fetch_run, shards), runs):
+                pass
+
+    def _decoded(self, shards: Shards, number: int, message: bytes) -> tuple[Rows, int]:
+        shard = self._shard_of(number)
+        info, reader = self._infos[shard], shards[shard]
+        index = self._index(number)
+        try:
+            rows, first_row = reader.rows(index, message)
+        except ShardFormatError:
+            message = self._batches.again(number, partial(self._fetch, shards))
+            rows, first_row = reader.rows(index, message)  # raises where the store has it so
+            _log.warning(_DAMAGED, reader.expected.path, f"record batch {index}")
+        return rows, first_row + self._row_ends[shard] - info.rows
+
+    def _shards(self, numbers: Iterable[int]) -> Shards:
+        """The shards of some record batches, with their footers."""
+        wanted = dict.fromkeys(map(self._shard_of, numbers))
+        with self._opening:
+            found = {shard: self._opened[shard] for shard in wanted if shard in self._opened}
+        missing = [shard for shard in wanted if shard not in found]
+        for shard, end in self._ends.get(missing, self._fetch_end).items():
+            found[shard] = self._with_end(shard, end)
+        with self._opening:
+            self._opened.update(found)
+            while len(self._opened) > _OPEN_SHARDS:
+                self._opened.popitem(last=False)
+        return found
+
+    def _with_end(self, shard: int, end: bytes) -> RangedShard:
+        source, info = self._source, self._infos[shard]
+        expected = ExpectedShard.of(
+            self._store.path(info.file),
+            info,
+            source.manifest.tokenizer.vocabulary_size,
+            source.manifest.columns,
+            self._only,
+        )
+        try:
+            return RangedShard.from_end(expected, end)
+        except ShardFormatError:
+            end = self._ends.again(shard, self._fetch_end)
+            opened = RangedShard.from_end(expected, end)  # raises where the store has it so
+            _log.warning(_DAMAGED, expected.path, "the footer")
+            return opened
+
+    def _fetch_end(self, shard: int) -> bytes:
+        """The end of a shard, with all of its footer."""
+        info = self._infos[shard]
+        try:
+            end = self._store.read_tail(info.file, end_bytes(info))
+            if more := missing_bytes(end):
+                end = self._store.read_tail(info.file, min(more, info.bytes))
+        except FileNotFoundError as error:
+            raise self._not_found(shard) from error
+        return end
+
+    def _fetch(self, shards: Shards, number: int) -> bytes:
+        shard = self._shard_of(number)
+        return self._read_range(shard, *shards[shard].span(self._index(number), 1))
+
+    def _fetch_run(self, shards: Shards, run: tuple[int, int]) -> None:
+        """Put neighbouring record batches into the cache, unless another process does just that."""
+        files, (first, count) = self._files, run
+        assert files
+        with files.lock(first, count) as is_mine:
+            numbers = range(first, first + count)
+            wanted = [n for n in numbers if is_mine and not os.path.exists(files.batch(n))]
+            if not wanted:
+                return
+            shard = self._shard_of(first)
+            part = self._index(wanted[0]), wanted[-1] + 1 - wanted[0]
+            data = self._read_range(shard, *shards[shard].span(*part))
+            messages = shards[shard].cut(*part, data)
+            for number in wanted:
+                files.write(files.batch(number), messages[number - wanted[0]])
+
+    def _read_range(self, shard: int, start: int, length: int) -> bytes:
+        try:
+            return self._store.read_range(self._infos[shard].file, start, length)
+        except FileNotFoundError as error:
+            raise self._not_found(shard) from error
+
+    def _run(self, number: int) -> tuple[int, int]:
+        """The first of the record batches that come with one, and how many they are."""
+        settings = self._node.settings
+        if settings is None or not settings.is_whole:
+            return number, 1
+        shard, index = self._shard_of(number), self._index(number)
+        info = self._infos[shard]
+        length = max(1, _RUN_BYTES * info.batches // info.bytes)
+        first = index // length * length
+        return number - index + first, min(length, info.batches - first)
+
+    def _shard_of(self, number: int) -> int:
+        return bisect_right(self._batch_ends, number)
+
+    def _index(self, number: int) -> int:
+        """The place of a record batch within its shard."""
+        shard = self._shard_of(number)
+        return number - self._batch_ends[shard] + self._infos[shard].batches
+
+    def _not_found(self, shard: int) -> ShardFormatError:
+        return ShardFormatError(
+            f"{self._store.path(self._infos[shard].file)}: not found, but the manifest names it. "
+            "Copy it again."
+        )

@@ -1,0 +1,226 @@
+"""Processes of a node fetch each record batch once, whichever of them is killed, and a loader of a
+store delivers what one of a folder does."""
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cache_reader import digest_of, maker_of
+from data_sets import MakeDataset
+from delivery import eventually, open_loader, realistic_lengths, small_batches, spans
+from places import SUPPORT
+from ranged_folder import RangedFolder, cached_files
+
+from tokenfeed import Fixed, Mixture
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.format.data_set import open_splits
+
+PLENTY = 1 << 30
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(2000), num_shards=3)
+
+
+@pytest.fixture
+def store(folder: Path, tmp_path: Path) -> RangedFolder:
+    return RangedFolder(folder, tmp_path / "requests")
+
+
+def num_pieces(folder: Path) -> int:
+    """Record batches and footers."""
+    (split,) = open_splits([folder], "train")
+    return split.batches + len(split.split.shards)
+
+
+class Readers:
+    """Processes that read the same data through one cache, from the same moment on."""
+
+    def __init__(
+        self,
+        store: RangedFolder,
+        seeds: list[int],
+        *,
+        bound: int = PLENTY,
+        delay_s: float = 0.03,
+        epochs: int = 1,
+    ) -> None:
+        cache = store.log.with_name("cache") / "v1"
+        cache.mkdir(parents=True, exist_ok=True)
+        said = [store.folder, store.log, cache, bound, delay_s]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, SUPPORT / "cache_reader.py", *map(str, [*said, seed, epochs])],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for seed in seeds
+        ]
+        for process in self.processes:
+            assert process.stdout
+            assert process.stdout.readline() == "ready\n"
+        for process in self.processes:
+            assert process.stdin
+            process.stdin.write("\n")
+            process.stdin.flush()
+
+    def __enter__(self) -> "Readers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def digests(self) -> list[int | None]:
+        """What each read; None of those that were killed."""
+        ends = [process.communicate(timeout=120)[0] for process in self.processes]
+        return [json.loads(end) if end else None for end in ends]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [0, 3])
+def test_eight_processes_ask_once_for_each_record_batch(store: RangedFolder, kills: int) -> None:
+    pieces = num_pieces(store.folder)
+    with Readers(store, [0] * 8) as readers:
+        if kills:
+            assert eventually(lambda: len(store.requests()) > pieces // 3)
+        for process in readers.processes[:kills]:
+            process.kill()
+        digests = readers.digests()
+    alone = digest_of(maker_of(store.folder, None), 1)
+    assert digests[kills:] == [alone] * (8 - kills)
+    asked = Counter(store.requests())
+    assert len(asked) == pieces
+    on_their_way = 3 * 48 if kills else 0
+    assert sum(asked.values()) - pieces <= on_their_way
+    if not kills:
+        assert set(asked.values()) == {1}
+
+
+@pytest.mark.slow
+def test_two_runs_share_a_cache_that_holds_half(store: RangedFolder) -> None:
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    with Readers(store, [0, 1], bound=total // 2, epochs=2, delay_s=0.001) as readers:
+        digests = readers.digests()
+    assert digests == [digest_of(maker_of(store.folder, None, seed), 2) for seed in (0, 1)]
+    files = cached_files(store.log.with_name("cache"))
+    assert sum(path.stat().st_size for path in files) <= total // 2
+
+
+@pytest.mark.long
+def test_fifty_kills_at_random_moments_leave_a_cache_that_is_right(store: RangedFolder) -> None:
+    alone = digest_of(maker_of(store.folder, None), 1)
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    chance = random.Random(0)
+    for nth in range(50):
+        bound = chance.choice([PLENTY, total // 2])
+        with Readers(store, [0] * 3, bound=bound, delay_s=0.005) as readers:
+            time.sleep(chance.uniform(0, 0.4))
+            readers.processes[nth % 3].kill()
+            digests = readers.digests()
+        assert {digest for digest in digests if digest is not None} == {alone}
+        assert sum(digest is not None for digest in digests) >= 2
+        if nth % 5 == 4:  # begin anew: else nothing would be fetched any more
+            for path in cached_files(store.log.with_name("cache")):
+                path.unlink()
+
+
+def delivered(loader: Iterator[object]) -> list[object]:
+    return [spans(batch) for batch in loader]  # type: ignore[arg-type]
+
+
+def test_a_run_moves_between_a_folder_and_a_store(store: RangedFolder, tmp_path: Path) -> None:
+    options = {"cache_dir": tmp_path / "cache", "cache_bytes": PLENTY}
+    whole = open_loader(store.folder)
+    expected = delivered(iter(whole))
+    places: list[Path | RangedFolder] = [store, store.folder, store]
+    found, state = [], None
+    for place in places:
+        with open_loader(place, **options) as loader:  # type: ignore[arg-type]
+            if state:
+                loader.load_state_dict(state)
+            found += delivered(islice(loader, 30 if len(found) < 60 else None))
+            state = json.loads(json.dumps(loader.state_dict()))
+            stats = loader.stats().remote
+            assert (stats is not None) == (place is store)
+    assert found == expected
+    assert state == whole.state_dict()
+
+
+def test_statistics_tell_what_came_from_where(store: RangedFolder, tmp_path: Path) -> None:
+    pieces = num_pieces(store.folder)
+    for first in (True, False):
+        with open_loader(store, num_workers=2, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
+            assert sum(1 for _ in loader)
+            assert loader.num_workers == 2
+            found = loader.stats().remote
+        assert found
+        assert found.retries == found.damaged == 0
+        if first:
+            assert found.bytes > 0
+            assert 0 < found.requests <= pieces
+        else:
+            assert (found.requests, found.hits >= pieces) == (0, True)
+        assert found.wait_s.max > 0
+
+
+def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_path: Path) -> None:
+    with open_loader(store, num_workers=0, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
+        assert loader.num_workers == 1
+        next(iter(loader))
+        loader.num_workers = 0
+        assert loader.num_workers == 1
+    assert not store.mine
+
+
+def test_a_worker_that_waits_for_a_store_is_not_hung(folder: Path, tmp_path: Path) -> None:
+    slow = RangedFolder(folder, tmp_path / "requests", delay_s=2.0)
+    with open_loader(slow, timeout=1.8, cache_bytes=0) as loader:  # type: ignore[arg-type]
+        assert next(iter(loader))
+
+
+def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_mended(
+    store: RangedFolder,
+) -> None:
+    expected = delivered(iter(open_loader(store.folder)))
+    with open_loader(store, cache_bytes=0) as loader:  # type: ignore[arg-type]
+        found = delivered(islice(loader, 1))
+        (store.folder / "broken").touch()
+        with pytest.raises(RemoteError, match=r"ranged://set1/train/0.*arrow: broken for a test"):
+            found.extend(spans(batch) for batch in loader)
+        (store.folder / "broken").unlink()
+        found += delivered(iter(loader))
+    assert found == expected
+
+
+def test_a_bound_that_is_too_small_is_refused_before_anything_starts(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"`cache_bytes`=10000: 3 windows of this data set take"):
+        open_loader(store, cache_dir=tmp_path, cache_bytes=10_000)  # type: ignore[arg-type]
+    open_loader(store.folder, cache_dir=tmp_path, cache_bytes=10_000)
+
+
+def test_a_mixture_of_a_folder_and_a_store_is_that_of_two_folders(
+    folder: Path, make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    other = make_dataset(realistic_lengths(500))
+    store = RangedFolder(other, tmp_path / "requests")
+    mixed = Mixture({folder: 2.0, store: 1.0})  # type: ignore[dict-item]
+    with open_loader(mixed, Fixed(8), cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
+        found = delivered(islice(loader, 40))
+    local = open_loader(Mixture({folder: 2.0, other: 1.0}), Fixed(8))  # type: ignore[arg-type]
+    assert found == delivered(islice(local, 40))
+    assert np.isfinite(loader.stats().wait_total_s)

@@ -1,0 +1,255 @@
+"""The cache holds no more than its bound, gives up what is read last, and never costs a run."""
+
+import errno
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from data_sets import MakeDataset
+from delivery import realistic_lengths, small_batches
+from ranged_folder import RangedFolder, cached_files
+
+from tokenfeed import Fixed
+from tokenfeed.pipeline.caching import node_cache, place
+from tokenfeed.pipeline.caching.budget import Budget
+from tokenfeed.pipeline.caching.locks import alone, try_lock
+from tokenfeed.pipeline.caching.place import Need, resolve_cache
+from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.sweep import sweep
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.reader import WindowReader
+
+NEED = Need(total_bytes=100_000_000, window_bytes=1_000_000)
+
+
+@pytest.fixture
+def store(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RangedFolder:
+    small_batches(monkeypatch)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    return RangedFolder(make_dataset(realistic_lengths(2000)), tmp_path / "requests")
+
+
+def maker_of(store: RangedFolder, cache: CacheSettings | None) -> WindowMaker:
+    sources = open_splits([store], "train")
+    settings: dict[str, Any] = {"split": "train", "seed": 0, "shuffle": True}
+    plan = Plan.from_splits(
+        sources, None, Fixed(4), micro_batches_per_step=1, window_tokens=15_000, **settings
+    )
+    return WindowMaker(plan, WindowReader(sources, cache=cache), 0, 1)
+
+
+def settings_of(folder: Path, bound: int, *, is_whole: bool = False) -> CacheSettings:
+    (folder / "v1").mkdir(parents=True, exist_ok=True)
+    return CacheSettings(str(folder / "v1"), bound, is_whole, windows_ahead=1)
+
+
+def epochs(maker: WindowMaker, count: int = 2) -> None:
+    for epoch in range(count):
+        for window in range(maker.plan.num_windows):
+            maker.make(Position(epoch, window, 0))
+
+
+def settle(store: RangedFolder) -> None:
+    """Wait until nothing is fetched ahead any more."""
+    asked = -1
+    while asked != (asked := len(store.requests())):
+        time.sleep(0.1)
+
+
+def test_a_cache_never_holds_more_than_its_bound(
+    store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    bound, most = total // 2, 0
+    replace = os.replace
+
+    def watched(source: str, target: str) -> None:
+        nonlocal most
+        replace(source, target)
+        found = cached_files(tmp_path) + cached_files(tmp_path, footers=True)
+        most = max(most, sum(p.stat().st_size for p in found if p.exists()))
+
+    monkeypatch.setattr("tokenfeed.pipeline.caching.node_cache.os.replace", watched)
+    epochs(maker_of(store, settings_of(tmp_path, bound)))
+    assert 0.7 * bound < most <= bound
+
+
+def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    (split,) = open_splits([store], "train")
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    epochs(maker_of(store, settings_of(tmp_path / "large", total * 2)), 3)
+    settle(store)
+    once = len(store.requests())
+    assert once == len(set(store.requests())) == split.batches + 2
+    epochs(maker_of(store, settings_of(tmp_path / "half", total // 2)), 3)
+    settle(store)
+    asked = len(store.requests()) - once
+    assert asked < 2.5 * once, "of three epochs a half comes from the cache, but for the first"
+
+
+def test_a_sweep_removes_what_is_read_last_and_what_nobody_reads_first(tmp_path: Path) -> None:
+    old = time.time() - 10_000
+    for name in ("own", "left", "other"):
+        (tmp_path / name / "ends").mkdir(parents=True)
+        (tmp_path / name / ".used").touch()
+        for number in range(20):
+            path = tmp_path / name / f"{number:02x}" / f"{number:x}"
+            path.parent.mkdir()
+            path.write_bytes(bytes(100))
+    os.utime(tmp_path / "left/.used", (old, old))
+    temporary = tmp_path / "own/00/7.123.456"
+    temporary.write_bytes(bytes(50))
+    os.utime(temporary, (old, old))
+    (tmp_path / "own/ends/0").write_bytes(bytes(70))
+    left = sweep(str(tmp_path), 2_000, {"own": lambda numbers: numbers})
+    sizes = [p.stat().st_size for p in tmp_path.glob("*/*/*")]
+    assert left == sum(sizes) <= 1_800
+    assert not list(tmp_path.glob("left/??/*"))
+    assert not temporary.exists()
+    assert (tmp_path / "own/ends/0").exists()
+    own = sorted(int(p.name, 16) for p in tmp_path.glob("own/??/*"))
+    assert own == list(range(len(own))), "what is read soonest stays"
+    assert 5 < len(own) < 15, "another run loses its share, and no more"
+
+
+def test_the_split_that_fits_comes_in_few_large_requests(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30, is_whole=True))
+    epochs(maker, 1)
+    settle(store)
+    (split,) = open_splits([store], "train")
+    assert len(cached_files(tmp_path)) == split.batches
+    first_window = len(maker.plan.order.window(0, 0))
+    assert len(store.requests()) <= first_window + 2 + 2 + 10
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
+    store: RangedFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def refuse(path: str, data: bytes) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data[: len(data) // 2])
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(node_cache, "_write", refuse)
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30))
+    local = maker_of(store, None)
+    with caplog.at_level(logging.WARNING):
+        for window in range(3):
+            position = Position(0, window, 0)
+            made, expected = maker.make(position), local.make(position)
+            assert (made.per_token["input_ids"] == expected.per_token["input_ids"]).all()
+    assert caplog.text.count("the cache cannot be written") == 1
+    assert not cached_files(tmp_path)
+    assert not [path for path in tmp_path.glob("v1/*/*/*") if path.is_file()]
+
+
+def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`cache_bytes`=2999999: 3 windows .* 3,000,000 bytes"):
+        resolve_cache(tmp_path, 2_999_999, NEED)
+    assert resolve_cache(tmp_path, 3_000_000, NEED)
+    small = Need(total_bytes=10, window_bytes=10)
+    assert resolve_cache(tmp_path, 10, small)
+    with pytest.raises(ConfigError, match=r"`cache_bytes`=-1: expected a whole number"):
+        resolve_cache(tmp_path, -1, NEED)
+
+
+def test_a_bound_above_what_the_disk_has_is_refused_with_numbers(tmp_path: Path) -> None:
+    huge = Need(total_bytes=10**18, window_bytes=10)
+    with pytest.raises(ConfigError, match=r"has [\d,]+ bytes free, and 1,[0,]+ would be"):
+        resolve_cache(tmp_path, 10**18, huge)
+
+
+def test_memory_alone_is_what_zero_asks_for(tmp_path: Path) -> None:
+    assert resolve_cache(tmp_path / "cache", 0, NEED) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_is_no_reason_to_stop_a_run_that_asked_for_no_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = Need(total_bytes=10**18, window_bytes=10**17)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_cache(tmp_path, None, huge) is None
+    assert "too few for a cache of" in caplog.text
+
+
+def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENFEED_CACHE", str(tmp_path / "there"))
+    found = resolve_cache(None, None, NEED)
+    assert found
+    assert found.folder == str(tmp_path / "there/v1")
+    monkeypatch.delenv("TOKENFEED_CACHE")
+    monkeypatch.setattr(place.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = resolve_cache(None, None, NEED)
+    assert found
+    assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
+
+
+def test_a_folder_over_the_network_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "22 1 0:1 / / rw - ext4 /dev/sda rw\n"
+        f"23 22 0:2 / {tmp_path}/far rw,noatime shared:1 - nfs4 server:/x rw\n"
+    )
+    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
+        resolve_cache(tmp_path / "far/x", None, NEED)
+    assert resolve_cache(tmp_path / "near", None, NEED)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):
+        resolve_cache(tmp_path / "file/x", None, NEED)
+
+
+def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
+    path = str(tmp_path / "locks")
+    with (
+        try_lock(path, 5, 3) as first,
+        try_lock(path, 7, 1) as inside,
+        try_lock(path, 8, 1) as beside,
+    ):
+        assert (first, inside, beside) == (True, False, True)
+    with try_lock(path, 7, 1) as again:
+        assert again
+
+
+def test_the_sum_of_a_cache_counts_from_nothing(tmp_path: Path) -> None:
+    budget = Budget(str(tmp_path))
+    assert [budget.read(), budget.add(5), budget.add(-2), budget.read()] == [0, 5, 3, 3]
+    budget.correct(before=3, counted=10)
+    assert budget.read() == 10
+    with alone(str(tmp_path / ".bytes")) as descriptor:
+        os.ftruncate(descriptor, 3)
+    assert budget.read() == 0, "half a sum is none"
+
+
+def test_windows_are_those_of_a_folder(store: RangedFolder, tmp_path: Path) -> None:
+    cached = maker_of(store, settings_of(tmp_path, 1 << 30))
+    local = WindowMaker(cached.plan, WindowReader(open_splits([store.folder], "train")), 0, 1)
+    for epoch in range(2):
+        for window in range(cached.plan.num_windows):
+            one, other = (maker.make(Position(epoch, window, 0)) for maker in (cached, local))
+            assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
+            assert np.array_equal(one.index.rounds.digests, other.index.rounds.digests)
