@@ -29,15 +29,13 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.reading import damaged, refused
 from tokenfeed.pipeline.format.storage import atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
-from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.run.crew import Progress
 from tokenfeed.tools.run.progress import Bar
 
 __all__ = ["Copied", "Copy", "copy_data_set"]
 
-XXH3_KEY = "tokenfeed-xxh3"
-"""In the metadata of an object: the checksum of what was written."""
 _AT_ONCE = 4
 _PIECE_BYTES = 1 << 20
 _TRIES = 2

@@ -42,6 +42,7 @@ _METADATA_SERVICE = "169.254.169.254"
 _SAYING: dict[str, tuple[int, str]] = {
     _METADATA_SERVICE: (errno.EACCES, _NO_CREDENTIALS),
     "MissingAccessKeyId": (errno.EACCES, _NO_CREDENTIALS),
+    "NotPartial": (errno.EOPNOTSUPP, "the server gives no part of an object alone"),
     "redirect without LOCATION": (
         errno.EREMOTE,
         "the bucket is in another region. Set AWS_REGION to that of the bucket",
@@ -91,7 +92,8 @@ def _cause(said: str) -> str:
     """`503 Service Unavailable`, `Connection refused`, or what else there is."""
     if status := _STATUS.search(said):
         by_server = _SAID_BY_SERVER.findall(said.partition("\n\nDebug")[0])
-        return ", ".join((status[1].strip(), *(text.rstrip(".") for text in by_server)))
+        short = [text.partition("\n")[0].strip().rstrip(".") for text in by_server]
+        return ", ".join((status[1].strip(), *short))
     if "TimedOut" in said or "Timeout" in said:
         return "no answer in time"
     if by_system := _SAID_BY_SYSTEM.findall(said):

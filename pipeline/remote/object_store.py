@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from obstore import GetOptions
 
-__all__ = ["ObjectInfo", "ObjectStore"]
+__all__ = ["XXH3_KEY", "ObjectInfo", "ObjectStore"]
 
 T = TypeVar("T")
+XXH3_KEY = "tokenfeedxxh3"
+"""In the metadata of an object: the checksum of its content. Azure takes no other signs."""
 PIECE_BYTES = 8 << 20
 """Of an object that is larger, this much is read by one request."""
 _ONE_REQUEST_BYTES = 64 << 20

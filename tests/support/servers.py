@@ -1,6 +1,8 @@
 """Object stores that others wrote, started for a session of tests where they are installed."""
 
+import base64
 import contextlib
+import hmac
 import json
 import os
 import shutil
@@ -10,13 +12,20 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 
 import pytest
 
-__all__ = ["BUCKET", "azurite", "moto", "rclone", "seaweed"]
+__all__ = ["AZURE", "BUCKET", "azurite", "moto", "rclone", "seaweed"]
 
 BUCKET = "bucket"
+AZURE = {
+    "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
+    "AZURE_STORAGE_ACCOUNT_KEY": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1"
+    "SZFPTOtr/KBHBeksoGMGw==",
+}
+"""The account that the emulator knows; its key is no secret."""
 KEYS = ("someone", "a secret")
 _START_S = 30
 _SEPARATE = 10_000
@@ -34,7 +43,11 @@ def seaweed(folder: Path) -> Iterator[int]:
     names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
     options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
     options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
-    options += [f"-dir={folder}", f"-s3.config={folder / 's3.json'}", "-master.volumeSizeLimitMB=64"]
+    options += [
+        f"-dir={folder}",
+        f"-s3.config={folder / 's3.json'}",
+        "-master.volumeSizeLimitMB=64",
+    ]
     with _running([program, "server", *options], folder, ports[-1]):
         _until_answered(f"http://127.0.0.1:{ports[2]}/buckets/{BUCKET}/", "POST")
         yield ports[-1]
@@ -43,10 +56,8 @@ def seaweed(folder: Path) -> Iterator[int]:
 @contextlib.contextmanager
 def moto(folder: Path) -> Iterator[int]:
     """The port of moto's server, where any key may do anything."""
-    pytest.importorskip("moto")
-    (port,) = _ports(1)
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, folder, port):
+    program, (port,) = _program("moto_server"), _ports(1)
+    with _running([program, "-H", "127.0.0.1", "-p", str(port)], folder, port):
         _until_answered(f"http://127.0.0.1:{port}/{BUCKET}", "PUT")
         yield port
 
@@ -63,11 +74,25 @@ def rclone(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def azurite(folder: Path) -> Iterator[int]:
-    """The port of Azure's own emulator."""
+    """The port of Azure's own emulator, with a container."""
     program, (port,) = _program("azurite-blob"), _ports(1)
     options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--skipApiVersionCheck"]
     with _running([program, *options, "--silent", "--location", str(folder)], folder, port):
+        _make_container(port)
         yield port
+
+
+def _make_container(port: int) -> None:
+    """Ask for it with a signature: the client has no such request."""
+    account, place = AZURE["AZURE_STORAGE_ACCOUNT_NAME"], f"devstoreaccount1/{BUCKET}"
+    signed = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = "".join(f"{name}:{value}\n" for name, value in signed.items())
+    text = f"PUT{chr(10) * 12}{lines}/{account}/{place}\nrestype:container"
+    key = base64.b64decode(AZURE["AZURE_STORAGE_ACCOUNT_KEY"])
+    signature = base64.b64encode(hmac.digest(key, text.encode(), "sha256")).decode()
+    url = f"http://127.0.0.1:{port}/{place}?restype=container"
+    headers = signed | {"Authorization": f"SharedKey {account}:{signature}"}
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
 
 
 def _program(name: str) -> str:

@@ -22,7 +22,7 @@ from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingErr
 from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote import address, object_store, process
 from tokenfeed.pipeline.remote.conditions import keeps_conditions
-from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
 
@@ -271,10 +271,10 @@ def test_a_store_that_lies_about_conditions_is_noticed(remote: Remote) -> None:
 
 def test_metadata_comes_back_with_head(remote: Remote, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(DATA)
-    etag = remote.store.write("x", tmp_path / "file", {"tokenfeed-xxh3": "0123"})
+    etag = remote.store.write("x", tmp_path / "file", {XXH3_KEY: "0123"})
     info = remote.store.head("x")
     assert (info.size, info.etag) == (len(DATA), etag)
-    assert info.metadata["tokenfeed-xxh3"] == "0123"
+    assert info.metadata[XXH3_KEY] == "0123"
 
 
 def test_a_list_goes_on_where_it_was_cut(remote: Remote) -> None:
