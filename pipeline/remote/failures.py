@@ -14,6 +14,8 @@ __all__ = ["cause_of_failure", "first_line"]
 
 _STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")
 _SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")
+_PASSING = re.compile(r"RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
+"""S3 calls these mistakes too: what was sent came late, cut short or damaged."""
 _SAID_BY_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
 _RIGHTS = "the store refuses access ({cause}). Check the credentials and what they may do"
 _CHANGED = "was changed while it was read ({cause}). Start again"
@@ -84,7 +86,7 @@ def _final(error: Exception) -> tuple[int, str] | None:
     for words, final in _SAYING.items():
         if words in said:
             return final
-    status = _STATUS.search(said)
+    status = None if _PASSING.search(said) else _STATUS.search(said)
     return _FINAL.get(type(error).__name__) or (_FINAL.get(status[2]) if status else None)
 
 

@@ -48,6 +48,7 @@ NOT_RUN = {
     ("docs/how/machines.md", "parts=$(sbatch", "needs a cluster"),
     ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
     ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
+    ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/mixing.md", "python benchmarks/shuffle.py", "needs the peers and hours"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),

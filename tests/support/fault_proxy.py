@@ -19,7 +19,18 @@ from object_server import Handler, serving
 __all__ = ["FAULTS", "Fault", "FaultProxy", "fault_proxy"]
 
 Kind = Literal[
-    "500", "503", "429", "403", "reset", "reset body", "short", "flip", "stall", "slow", "lost"
+    "500",
+    "503",
+    "429",
+    "403",
+    "400",
+    "reset",
+    "reset body",
+    "short",
+    "flip",
+    "stall",
+    "slow",
+    "lost",
 ]
 FAULTS: tuple[Kind, ...] = (
     *("500", "503", "429", "reset", "reset body", "short", "stall", "slow", "lost"),
@@ -33,6 +44,8 @@ class Fault(NamedTuple):
     """Bytes of the body that arrive, or the one that is flipped."""
     seconds: float = 0.5
     """How long it stalls, or is slow."""
+    says: str = ""
+    """The body of an error."""
 
 
 @dataclass
@@ -71,7 +84,7 @@ class _Proxy(Handler):
         if kind == "reset":
             return self._reset()
         if fault and kind.isdigit():
-            return self.answer(int(kind), {"Content-Type": "text/plain"})
+            return self.answer(int(kind), {"Content-Type": "text/plain"}, fault.says.encode())
         if fault and kind == "slow":
             time.sleep(fault.seconds)
         status, headers, content = self._ask(body)

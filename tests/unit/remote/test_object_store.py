@@ -155,6 +155,17 @@ def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
     assert 0 < after.outage_s - before.outage_s < 5
 
 
+def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
+    error = "<Error><Code>{}</Code><Message>Said at\nlength.</Message></Error>"
+    for code in ("RequestTimeout", "XAmzContentSHA256Mismatch"):
+        remote.proxy.schedule.append(Fault("400", says=error.format(code)))
+        remote.store.write("x", DATA)
+        assert remote.content("x") == DATA
+    remote.proxy.schedule.append(Fault("400", says=error.format("InvalidName")))
+    with pytest.raises(RemoteError, match=r"mistake \(400 Bad Request, InvalidName, Said at\)\.$"):
+        remote.store.write("x", DATA)
+
+
 def test_a_bit_that_flips_on_the_way_is_for_checksums_to_find(remote: Remote) -> None:
     remote.put("x", DATA)
     remote.proxy.schedule.append(Fault("flip"))
