@@ -27,10 +27,12 @@ class Server(asyncio.Protocol):
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
+        """Have each whole request answered later."""
         self.buffer += data
         while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
             head, self.buffer = self.buffer[:end], self.buffer[end + 4 :]
@@ -44,6 +46,7 @@ class Server(asyncio.Protocol):
                 loop.call_later(self.delay_s, self.give, method, path, head)
 
     def give(self, method: bytes, path: bytes, head: bytes) -> None:
+        """Answer a request."""
         file = self.folder / unquote(path.decode()).lstrip("/").partition("?")[0]
         if not file.is_file():
             self.answer(404, [], b"")
@@ -64,6 +67,7 @@ class Server(asyncio.Protocol):
         self.answer(status, tags, body, stop - start)
 
     def answer(self, status: int, tags: list[str], body: bytes, length: int | None = None) -> None:
+        """Send it."""
         length = len(body) if length is None else length
         lines = [f"HTTP/1.1 {status} -", f"Content-Length: {length}", "Accept-Ranges: bytes", *tags]
         self.transport.write("\r\n".join([*lines, "", ""]).encode() + body)
