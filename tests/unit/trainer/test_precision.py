@@ -14,7 +14,8 @@ from torch import nn
 
 from tokenfeed.trainer.config import OptimizerName, PrecisionName
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.precision import Precision, tune_convolutions
+from tokenfeed.trainer.precision import Precision, all_finite, tune_convolutions
+from tokenfeed.trainer.ranks.world import World
 
 CPU = torch.device("cpu")
 NO_LIMIT = 1e9
@@ -278,3 +279,17 @@ def test_kernels_are_tried_for_models_that_convolve_and_for_no_others() -> None:
         assert torch.backends.cudnn.benchmark
         tune_convolutions(nn.Linear(1, 1))
         assert not torch.backends.cudnn.benchmark
+
+
+LARGE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NOT_FINITE = st.sampled_from([math.inf, -math.inf, math.nan])
+
+
+@given(st.lists(st.one_of(LARGE, LARGE, LARGE, NOT_FINITE), min_size=1, max_size=8))
+def test_weights_are_called_finite_if_each_of_them_is_also_where_their_sum_is_not(
+    values: list[float],
+) -> None:
+    model = nn.Linear(len(values), 1)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([values]))
+    assert all_finite(model, World(CPU)) == all(map(math.isfinite, values))
