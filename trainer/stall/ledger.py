@@ -52,8 +52,7 @@ class Ledger:
         self._is_beside_host = is_beside_host
         self._skipped_steps = skipped_steps
         self._map, self._debt = ClockMap(), Debt()
-        self._opener = "step"
-        self._marks = 0
+        self._opener, self._marks, self._is_in_step = "step", 0, False
         self._spin = 0.0
         self._stretch: Stretch | None = None
         self._closed: list[Stretch] = []
@@ -105,7 +104,7 @@ class Ledger:
     def end_step(self, step: StepEnd) -> None:
         """The segment before ended a step."""
         self._close_stretch("step")
-        self._opener, self._marks = "step", 0
+        self._opener, self._marks, self._is_in_step = "step", 0, False
         self._share(step.slots)
         if step.blamed is not None:
             self._blame(step.blamed)
@@ -139,7 +138,9 @@ class Ledger:
     def _gap(self, cause: Cause, start: Moment, end: Moment) -> None:
         if cause not in _INTERRUPTING:
             self._close_stretch(cause)
-            self._opener = cause
+            self._is_in_step |= cause == "data"
+            is_talk = cause == "communication" and not self._is_in_step
+            self._opener = "step" if is_talk else cause
         idle = end.device - start.device
         copied = 0.0
         if cause == "data":

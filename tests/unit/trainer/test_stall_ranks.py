@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
+from stall_scenarios import REGIMES, Run
 
 from tokenfeed.trainer.page.ranks import rank_table as rank_table_of_page
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
@@ -170,6 +171,35 @@ def test_of_simulated_devices_that_are_alike_none_is_called_late() -> None:
     for report in ranks.reports():
         assert slowest_line(report.to_dict()) == "none keeps the others waiting"
         assert report.causes["communication"].seconds / report.steps > 0.9 * EXCHANGE
+
+
+class Meeting(Run):
+    """A loop on shares of weights: ranks meet before each micro-batch, and tell each other what
+    they have measured at progress lines."""
+
+    def micro_batch(self, step: int, part: int) -> None:
+        with self.cause("communication"):
+            self.device.launch(EXCHANGE)
+        super().micro_batch(step, part)
+
+    def step(self, step: int) -> None:
+        super().step(step)
+        if self.meter and step % 2 == 0:
+            self.meter.gather()
+
+
+def test_what_follows_a_meeting_of_the_ranks_is_work_and_what_follows_their_talk_is_not() -> None:
+    loop = dataclasses.replace(REGIMES["launch-bound"], steps=150)
+    metered, bare = Meeting(loop, None, 0, metered=True), Meeting(loop, None, 0, metered=False)
+    for run in (metered, bare):
+        run.all_steps()
+    assert metered.meter is not None
+    report, seconds = metered.meter.report(), bare.ended[0] - bare.begun[0]
+    idle = (bare.ended[1] - bare.begun[1]) / seconds
+    met = 2 * EXCHANGE * loop.steps / seconds
+    assert report.causes["communication"].fraction == pytest.approx(met, rel=0.1)
+    assert report.stall == pytest.approx(idle + met, abs=0.01)
+    assert report.causes["launch"].fraction > 0.05
 
 
 def waiting_report(ranks: Sequence[Any], communication: float) -> StallReport:
