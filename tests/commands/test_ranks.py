@@ -78,6 +78,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in ALIKE
         for size in (1, 2, 3)
     ]
+    next(of for size, of in runs if size == 2)["late"] = (1, LATE_S)
     shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
     runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
     changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
@@ -110,10 +111,11 @@ def test_two_ranks_with_shares_of_the_weights_train_as_one(trained: Path) -> Non
     assert_alike(trained / "lm packed" / "shares", trained / "lm packed" / "1")
 
 
-def test_with_shares_of_the_weights_too_the_report_names_the_rank_that_is_late(
-    trained: Path,
+@pytest.mark.parametrize("weights", ["2", "shares"])
+def test_the_report_names_the_rank_that_is_late_on_whole_weights_and_on_shares(
+    weights: str, trained: Path
 ) -> None:
-    run_dir = trained / "lm packed" / "shares"
+    run_dir = trained / "lm packed" / weights
     stall = json.loads((run_dir / "report.json").read_text())["stall"]
     assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")
     slept = 2 * LATE_S * stall["window_steps"]  # before each of two micro-batches

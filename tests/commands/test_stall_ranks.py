@@ -13,7 +13,7 @@ from places import SUPPORT
 from training import write_labelled
 
 PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-SECONDS, STEPS = 0.1, 25
+SECONDS, STEPS = 0.2, 20
 
 
 def python(*words: object) -> str:
@@ -30,19 +30,21 @@ def python(*words: object) -> str:
 
 
 def assert_late(stall: dict[str, Any], slept: float, late: int) -> None:
-    """Within 10 % of what it slept, beside what a busy machine does to the work of a step."""
+    """Within 10 % of what it slept, once the exchange itself is taken off, which a busy machine
+    makes long."""
     ranks = stall["ranks"]
     assert [each["rank"] for each in ranks] == [0, 1]
     data = [each["causes"].get("data", 0.0) / each["steps"] for each in ranks]
     assert data[late] - data[1 - late] == pytest.approx(slept, rel=0.1)
     waiting = ranks[1 - late]
-    assert waiting["causes"]["communication"] / waiting["steps"] == pytest.approx(slept, rel=0.1)
+    assert waiting["causes"]["communication"] >= waiting["waited_seconds"]
     assert waiting["waited_seconds"] / waiting["steps"] == pytest.approx(slept, rel=0.1)
     slowest = stall["slowest_rank"]
     assert (slowest["rank"], slowest["cause"]) == (late, "data")
     assert slowest["step_seconds"] == pytest.approx(slept, rel=0.1)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "lm", "lm", count=150)
@@ -57,8 +59,9 @@ def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_pa
     assert "<th>1 (late)</th>" in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
-    *told, found = python(SUPPORT / "foreign_ranks.py", 0.05, 20, tmp_path).splitlines()
+    *told, found = python(SUPPORT / "foreign_ranks.py", 0.1, 15, tmp_path).splitlines()
     seen = json.loads(found)
     assert_late(seen["stall"], seen["slept"], late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
