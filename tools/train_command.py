@@ -12,15 +12,14 @@ from typing import Any, get_type_hints
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.flags import flag_of, read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
-from tokenfeed.trainer.data_sets import read_manifest
-from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
+from tokenfeed.trainer.defaults import Asked, Choice
 from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
 from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.settings import read_settings
+from tokenfeed.trainer.shared_defaults import Learnable
 
 __all__ = ["Command", "parse_config", "read_command"]
 
@@ -174,7 +173,7 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return kept | above
 
 
-def _manifest_of(said: dict[str, Any]) -> Manifest | None:
+def _learnable(said: dict[str, Any]) -> Learnable | None:
     """None where it cannot be read or has nothing to train on: the run says why."""
     if "shards" not in said:
         if _resumes(said):
@@ -182,15 +181,15 @@ def _manifest_of(said: dict[str, Any]) -> Manifest | None:
             raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
         raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
     with contextlib.suppress(TokenfeedError):
-        manifest = read_manifest(said["shards"])
-        return manifest if "train" in manifest.splits else None
+        learnable = Learnable.of_shards(said["shards"])
+        return learnable if learnable.is_trainable else None
     return None
 
 
 def _suited(said: dict[str, Any]) -> list[Choice]:
-    """What suits the data set, and what was said."""
-    manifest = _manifest_of(said)
-    if manifest is None:
+    """What suits the data sets, and what was said."""
+    learnable = _learnable(said)
+    if learnable is None:
         return []
     asked = Asked(
         objective=said.get("objective", "auto"),
@@ -198,11 +197,11 @@ def _suited(said: dict[str, Any]) -> list[Choice]:
         from_scratch=said.get("from_scratch", False),
         step_tokens=said.get("step_tokens") is not None and said.get("step_rows") is None,
     )
-    choices = suited(manifest, asked)
+    choices = learnable.suited(asked)
     begun = _laid(choices, said)
     begun.check()
-    epochs = begun.epochs or (None if "steps" in said else epochs_of(manifest, asked))
-    return choices + lasting(begun, manifest, asked, epochs)
+    epochs = begun.epochs or (None if "steps" in said else learnable.epochs(asked))
+    return choices + learnable.lasting(begun, asked, epochs)
 
 
 def _laid(choices: list[Choice], said: dict[str, Any]) -> Command:
@@ -225,7 +224,7 @@ def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
     command = Command(**_over(_values(begun), said))
     if command.epochs is not None:
         command.check()
-        steps = steps_of(command.epochs, command, read_manifest(command.shards))
+        steps = Learnable.of_shards(command.shards).steps_of(command.epochs, command)[0]
         command = dataclasses.replace(command, steps=steps)
     for name, value in _values(command).items():
         if name != "json" and value != getattr(begun, name):

@@ -13,6 +13,7 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.tasks.several import Learnt
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = [
@@ -95,8 +96,14 @@ def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
-def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
-    """What --micro-batch-tokens may be for a task; evaluation packs what the task packs."""
+def possible_sizes(config: TrainConfig, task: Learnt) -> list[int]:
+    """What --micro-batch-tokens may be for a task, or for all of several."""
+    found = [set(_sizes(config, part)) for part in task.parts.values()]
+    return sorted(found[0].intersection(*found[1:])) or [config.step_tokens]
+
+
+def _sizes(config: TrainConfig, task: Task) -> list[int]:
+    """For one task; evaluation packs what the task packs."""
     packed = task.packs or is_packed(config, task)
     longest = task.manifest.split("train").longest_row
     return micro_batch_sizes(config, packed=packed, longest=longest)

@@ -13,7 +13,7 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.trainer.config import TrainConfig
 
-__all__ = ["Asked", "Choice", "epochs_of", "lasting", "steps_of", "suited"]
+__all__ = ["MOST_SLOTS", "Asked", "Choice", "epochs_of", "paced", "steps_of", "suited"]
 
 _TOKENS = 2_000_000
 """Trained in all, and about where a set is no longer small."""
@@ -22,7 +22,7 @@ _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
 _RATE = 1e-3
 """For a step of the least rows."""
 _FINE_RATE = 5e-5
-_MOST_SLOTS = 16_384
+MOST_SLOTS = 16_384
 """Of a micro-batch of labelled rows: its memory follows the layers, not the vocabulary."""
 _PACKED_LENGTH, _PACKED_SLOTS = (128, 1024), 2048
 _WARMUP = 0.1
@@ -95,20 +95,8 @@ def steps_of(epochs: int, config: TrainConfig, manifest: Manifest) -> int:
     return max(1, math.ceil(epochs * train.tokens / config.step_tokens))
 
 
-def lasting(
-    config: TrainConfig, manifest: Manifest, asked: Asked, epochs: int | None
-) -> list[Choice]:
-    """The steps of `epochs`, where they are given; and what suits so many steps."""
-    choices, steps = [], config.steps
-    if epochs is not None:
-        steps = steps_of(epochs, config, manifest)
-        choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
-    if suited(manifest, asked):
-        choices.append(_paced(steps))
-    return choices
-
-
-def _paced(steps: int) -> Choice:
+def paced(steps: int) -> Choice:
+    """What suits so many steps."""
     every = min(_MOST_EVERY, math.ceil(steps / _EVALUATIONS))
     settings = {
         "warmup_steps": round(_WARMUP * steps),
@@ -134,7 +122,7 @@ def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
     if asked.step_tokens:
         return [Choice({"sequence_length": length}, reason)]
     rows = _step_rows(train)
-    slots = max(length, min(rows * length, _MOST_SLOTS))
+    slots = max(length, min(rows * length, MOST_SLOTS))
     rate = round(_RATE * math.sqrt(rows / _ROWS[0]), 5)
     return [
         Choice({"sequence_length": length, "micro_batch_tokens": slots}, reason),

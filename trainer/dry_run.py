@@ -7,10 +7,11 @@ real operators. Speed is a bound: the GPU's arithmetic by the operations of a to
 
 from dataclasses import dataclass
 
+from tokenfeed.trainer.by_task import shares_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
 from tokenfeed.trainer.gpus import GIB
-from tokenfeed.trainer.planned import Planned, find_gpu, predict_micro_batch
+from tokenfeed.trainer.planned import Planned, PlannedTask, find_gpu, predict_micro_batch
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -24,8 +25,11 @@ class DryRun:
 
     steps: int
     epochs: float
+    """Of several tasks those of the one that has the fewest."""
     tokens: int
     """Real tokens that are trained on, about."""
+    tasks: dict[str, dict[str, float]]
+    """Of several: steps, epochs and tokens of each, about."""
     micro_batches_per_step: int
     slots_per_step: int
     padding: float
@@ -63,6 +67,11 @@ class DryRun:
         lines = [
             f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
             f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
+            *(
+                f"task     {name}: {part['steps']:,.0f} steps, {part['epochs']:.2f} epochs, "
+                f"{part['tokens']:,.0f} tokens"
+                for name, part in self.tasks.items()
+            ),
             f"batches  an epoch has {listed}; padding {self.padding:.2%}",
             f"model    {self.parameters / 1e6:.1f} M parameters{self._trained()}, "
             f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
@@ -109,24 +118,32 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     gpu = find_gpu(config, gpu_name)
     config = predict_micro_batch(config, gpu)
     planned = Planned(config, gpu)
-    length = planned.shape(config)[1]
+    parts = _parts(config, planned)
     peak = planned.peak(config)
     fitting, fitting_peak = planned.fitting()
-    flops = planned.weightless.flops_per_token(planned.like, length)
+    tokens = sum(part.tokens for part in parts.values())
+    slots = sum(part.slots for part in parts.values())
+    flops = sum(part.flops_per_token * part.tokens / tokens for part in parts.values())
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
-    epoch = planned.epoch()
-    micro_batches = config.steps * config.accumulation
-    tokens = round(micro_batches * epoch.tokens / epoch.count)
-    state = planned.weightless.state_bytes(planned.like)
+    state = planned.weightless.state_bytes(*planned.likes)
     checkpoints = -(-config.steps // config.save_every)
     return DryRun(
         steps=config.steps,
-        epochs=micro_batches / epoch.count,
-        tokens=tokens,
+        epochs=min(part.epochs for part in parts.values()),
+        tokens=round(tokens),
+        tasks={
+            name: {"steps": part.steps, "epochs": part.epochs, "tokens": part.tokens}
+            for name, part in parts.items()
+            if name
+        },
         micro_batches_per_step=config.accumulation,
-        slots_per_step=round(config.accumulation * epoch.slots / epoch.count),
-        padding=1 - epoch.tokens / epoch.slots,
-        shapes=epoch.shapes,
+        slots_per_step=round(slots / config.steps),
+        padding=1 - tokens / slots,
+        shapes={
+            f"{shape} {name}".rstrip(): count
+            for name, part in parts.items()
+            for shape, count in part.shapes.items()
+        },
         parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
         trained_parameters=planned.weightless.learner.trained_parameters,
         flops_per_token=flops,
@@ -144,6 +161,40 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         checkpoint_gib=state / GIB,
         disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
         checkpoint_seconds=state / _DISK_BYTES_PER_S,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """What a run will be for one of its tasks."""
+
+    steps: float
+    epochs: float
+    tokens: float
+    slots: float
+    shapes: dict[str, int]
+    flops_per_token: float
+
+
+def _parts(config: TrainConfig, planned: Planned) -> dict[str, _Part]:
+    """By the task's name."""
+    shares = shares_by_task(config.shards)
+    return {
+        name: _part(config, planned, task, config.steps * shares[name])
+        for name, task in planned.tasks.items()
+    }
+
+
+def _part(config: TrainConfig, planned: Planned, task: PlannedTask, steps: float) -> _Part:
+    epoch, length = task.epoch(), task.shape(config)[1]
+    epochs = steps * config.accumulation / epoch.count
+    return _Part(
+        steps=steps,
+        epochs=epochs,
+        tokens=epochs * epoch.tokens,
+        slots=epochs * epoch.slots,
+        shapes=epoch.shapes,
+        flops_per_token=planned.weightless.flops_per_token(task.like, length),
     )
 
 

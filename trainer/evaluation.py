@@ -1,11 +1,12 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import nn
 
+from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import DataSets
 from tokenfeed.trainer.feeds import Feeds
@@ -16,7 +17,14 @@ from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
-__all__ = ["Evaluator", "Metrics", "evaluate", "over_all"]
+__all__ = [
+    "Evaluator",
+    "Metrics",
+    "evaluate",
+    "metrics_by_task",
+    "over_all",
+    "over_tasks",
+]
 
 Metrics = dict[str, float]
 """By name; `loss` is the mean per target, in nats."""
@@ -83,6 +91,45 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
     return means | task.of_loss(means["loss"]) | each
 
 
+def over_tasks(found: Mapping[str, Metrics], first: Mapping[str, float]) -> Metrics:
+    """The metrics of several tasks as those of one: with each task's name behind a stroke, and as
+    the loss the mean of what is left of each task's first one. So no task counts for more because
+    its losses are larger; 1 is where the run began.
+
+    Args:
+        found: By task. One without metrics does not count.
+        first: The first loss of each task; without any there is no loss of all.
+    """
+    known = {task: metrics for task, metrics in found.items() if metrics}
+    left = [known[task]["loss"] / (loss or 1.0) for task, loss in first.items() if task in known]
+    overall = {"loss": sum(left) / len(left)} if left else {}
+    return overall | {
+        _of_task(name, task): value
+        for task, metrics in known.items()
+        for name, value in metrics.items()
+    }
+
+
+def metrics_by_task(metrics: Metrics, names: Collection[str]) -> dict[str, Metrics]:
+    """What `over_tasks` has made one, apart again; those of one task without a name are its own."""
+    if [*names] == [""]:
+        return {"": metrics}
+    return {
+        name: {
+            key.replace(f"/{name}", "", 1): value
+            for key, value in metrics.items()
+            if "/" in key and key.split("/")[1] == name
+        }
+        for name in names
+    }
+
+
+def _of_task(metric: str, task: str) -> str:
+    """The task's name before that of a data set."""
+    name, stroke, data_set = metric.partition("/")
+    return f"{name}/{task}{stroke}{data_set}"
+
+
 def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:
     """The loss; logits are asked for only where they are scored."""
     if scores is None:
@@ -93,20 +140,41 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
 
 
 class Evaluator:
-    """Evaluates the splits of a run's data sets."""
+    """Evaluates the splits of a run's tasks.
+
+    `first` is the loss of each task when it was evaluated first; a run that goes on has it from
+    its checkpoint.
+    """
 
     def __init__(
-        self, config: TrainConfig, data: DataSets, feeds: Feeds, learner: Learner, world: World
+        self, config: TrainConfig, feeds: Mapping[str, Feeds], learner: Learner, world: World
     ) -> None:
-        self._most, self._data, self._feeds = config.eval_batches, data, feeds
+        configs = config_by_task(config)
+        self._data = {name: DataSets.read(own.shards) for name, own in configs.items()}
+        self._most, self._feeds = config.eval_batches, feeds
         self._learner, self._world = learner, world
+        self.first: dict[str, float] = {}
+
+    def has(self, split: str) -> bool:
+        """Whether there is anything to evaluate."""
+        return any(data.having(split) for data in self._data.values())
 
     def metrics_of(self, split: str) -> Metrics:
         """The metrics of a split of all data sets that have it, as one."""
-        found = {folder: self._metrics_on(folder, split) for folder in self._data.having(split)}
-        return over_all(found, self._data, self._learner.task)
+        found = {name: self._of_one_task(name, split) for name in self._data}
+        if len(found) == 1:
+            return found[""]
+        if split != "validation":
+            return over_tasks(found, {})
+        self.first = {name: each["loss"] for name, each in found.items() if each} | self.first
+        return over_tasks(found, self.first)
 
-    def _metrics_on(self, folder: str, split: str) -> Metrics:
-        learner = self._learner
-        with contextlib.closing(self._feeds.numbered(split, self._most, folder)) as shown:
-            return evaluate(learner.model, learner.task, shown, learner.precision, self._world)
+    def _of_one_task(self, name: str, split: str) -> Metrics:
+        data, task = self._data[name], self._learner.task.parts[name]
+        found = {folder: self._metrics_on(name, folder, split) for folder in data.having(split)}
+        return over_all(found, data, task)
+
+    def _metrics_on(self, name: str, folder: str, split: str) -> Metrics:
+        learner, task = self._learner, self._learner.task.parts[name]
+        with contextlib.closing(self._feeds[name].numbered(split, self._most, folder)) as shown:
+            return evaluate(learner.model, task, shown, learner.precision, self._world)

@@ -5,14 +5,19 @@
     config.json            of hf: models, which `from_pretrained` of `transformers` loads
     tokenizer.json         that of the shards, and tokenizer_config.json for `AutoTokenizer`
 
+Of a run of several tasks the folder has a folder like this for each, of its name: the body with the
+head of that task.
+
 The folder is whole or absent: it is written under a temporary name and then renamed. It is made
 from a checkpoint, so that a finished run can be exported at any time; the price is to read one.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,20 +32,25 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.trainer.by_task import config_by_task, shards_by_task
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import first_of, read_manifest
+from tokenfeed.trainer.evaluation import metrics_by_task
+from tokenfeed.trainer.models.branched import Branched
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import given_weights, load_weights
 from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.several import Several
 from tokenfeed.trainer.tasks.special import SpecialIds
 
 __all__ = ["Exported", "check_export", "export_run", "load_exported"]
 
 _ABOUT, _WEIGHTS = "tokenfeed.json", "model.safetensors"
 _HUB = "hf:"
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,17 +90,25 @@ class Exported:
         return self.model == _HUB
 
 
-def check_export(folder: Path, run_dir: Path) -> None:
+def check_export(config: TrainConfig) -> None:
     """Refuse a folder that is there already, or will be when the run is over.
 
     Raises:
-        ConfigError: It is or will be.
+        ConfigError: It is or will be; or the model cannot be taken apart by task.
     """
-    run = run_dir.resolve()
+    folder = config.export
+    if folder is None:
+        return
+    run = config.run_dir.resolve()
     if folder.resolve() in (run, *run.parents):
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
     if folder.exists():
         raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
+    if config.model not in SIZES and len(shards_by_task(config.shards)) > 1:
+        raise ConfigError(
+            f"`--export`: of several tasks only built-in models are taken apart, and --model is "
+            f"{config.model}. Leave --export out; the run's checkpoints have all weights."
+        )
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:
@@ -100,28 +118,38 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         ConfigError: The folder is there already, and holds something else.
         ResumeError: The run has no checkpoint, or it is damaged.
     """
-    manifest = read_manifest(config.shards)
-    cpu = torch.device("cpu")
-    task = make_task(config, manifest, cpu)
+    configs = config_by_task(config)
+    manifests = {name: read_manifest(own.shards) for name, own in configs.items()}
+    tasks = {name: make_task(own, manifests[name], _CPU) for name, own in configs.items()}
+    head = tasks[""].head if "" in tasks else Several(tasks).head
+    heads = {"": head} if isinstance(head, Head) else head
     checkpoints = Checkpoints.of_run(config.run_dir)
     best = checkpoints.best()
-    progress, state = checkpoints.load(cpu, best.step if best else None)
-    about = Exported(
-        model=_HUB if config.model.startswith(_HUB) else config.model,
-        size=next((SIZES[name] for name in SIZES if name == config.model), None),
-        head=task.head,
-        task=task.name,
-        step=progress.step,
-        metrics=best.metrics if best else {},
-        shards=manifest.fingerprint,
-    )
-    if (folder / _ABOUT).is_file() and Exported.read(folder) == about:
+    progress, state = checkpoints.load(_CPU, best.step if best else None)
+    metrics = metrics_by_task(best.metrics if best else {}, tasks)
+    abouts = {
+        name: Exported(
+            model=_HUB if config.model.startswith(_HUB) else config.model,
+            size=next((SIZES[name] for name in SIZES if name == config.model), None),
+            head=heads[name],
+            task=task.name,
+            step=progress.step,
+            metrics=metrics[name],
+            shards=manifests[name].fingerprint,
+        )
+        for name, task in tasks.items()
+    }
+    if all(_has(folder / name, about) for name, about in abouts.items()):
         return  # schedulers start commands twice
-    check_export(folder, config.run_dir)
+    check_export(config)
     torch.manual_seed(config.seed)
-    model = make_model(dataclasses.replace(config, resume=True), task.head)
+    model = make_model(dataclasses.replace(config, resume=True), head)
     load_weights(model, state["model"], given_weights(model, config))
-    _write(folder, model, about, _tokenizer_files(config, manifest, task.head))
+    with _made(folder) as temporary:
+        for name, about in abouts.items():
+            alone = model.of_task(name) if isinstance(model, Branched) else model
+            texts = _tokenizer_files(configs[name], manifests[name], about.head)
+            _write(temporary / name, alone, about, texts)
 
 
 def load_exported(folder: Path | str) -> nn.Module:
@@ -144,19 +172,31 @@ def load_exported(folder: Path | str) -> nn.Module:
     return model.eval()
 
 
+def _has(folder: Path, about: Exported) -> bool:
+    return (folder / _ABOUT).is_file() and Exported.read(folder) == about
+
+
 def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, bytes]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if about.is_hub:
+        model.save(folder)  # type: ignore[operator]
+    else:
+        safetensors.torch.save_model(model, str(folder / _WEIGHTS))
+    texts = texts | {_ABOUT: _json(dataclasses.asdict(about))}
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name once the block has ended well."""
     temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        if about.is_hub:
-            model.save(temporary)  # type: ignore[operator]
-        else:
-            safetensors.torch.save_model(model, str(temporary / _WEIGHTS))
-        texts = texts | {_ABOUT: _json(dataclasses.asdict(about))}
-        for name, content in texts.items():
-            (temporary / name).write_bytes(content)
-        _sync(temporary)
+        yield temporary
+        sync_folder(temporary)
         temporary.rename(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -5,6 +5,8 @@ on a learner of its own that is thrown away: training then goes on as if nothing
 cannot make a run faster than this; what is left is the model's own arithmetic.
 """
 
+import contextlib
+import dataclasses
 import logging
 import time
 
@@ -12,16 +14,14 @@ import torch
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import run_manifest
-from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.course import Course, Lesson
+from tokenfeed.trainer.feeds import feeds_by_task
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.step_feed import step_feed
-from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.tasks.registry import learnt_by
+from tokenfeed.trainer.tasks.several import Learnt
 
 __all__ = ["ready_tokens_per_s"]
 
@@ -41,13 +41,15 @@ def ready_tokens_per_s(config: TrainConfig, world: World) -> float | None:
     if not config.headspace:
         return None
     device = world.device
-    task = make_task(config, run_manifest(config), device)
+    task = learnt_by(config, device)
     precision = Precision(config.precision, device)
-    feeds = Feeds(config, task, device, precision.dtype)
+    feeds = feeds_by_task(config, task, device, precision.dtype)
     learner = Learner(config, task, precision, device)
     if config.compile:
-        learner.compile(feeds.blanks())
-    ready = _ready_steps(feeds, config)
+        learner.compile([blank for each in feeds.values() for blank in each.blanks()])
+    begun = dataclasses.replace(config, resume=False)
+    with contextlib.closing(Course(begun, feeds, learner)) as course:
+        ready = _ready_steps(course, config)
     for step in range(_WARM_UP):
         _step(learner, task, ready[step % len(ready)], step)
     _wait(device)
@@ -62,21 +64,21 @@ def ready_tokens_per_s(config: TrainConfig, world: World) -> float | None:
     return found
 
 
-def _ready_steps(feeds: Feeds, config: TrainConfig) -> list[_Step]:
+def _ready_steps(course: Course, config: TrainConfig) -> list[_Step]:
     """The first steps of the run on the device; with more, they come again."""
-    found: list[_Step] = [[]]
     most = max(1, min(config.headspace, _MOST_READY // config.accumulation))
-    with feeds.training(phases_of(config)[0], goes_on=False) as loader:
-        for batch, _, ends_step in step_feed(loader, config.accumulation):
-            found[-1].append((feeds.shape(batch), batch.num_tokens))
-            if ends_step and len(found) == most:
-                return found
-            if ends_step:
-                found.append([])
-    raise AssertionError("the training split ends")
+    return [_ready_step(course.lesson(step)) for step in range(1, most + 1)]
 
 
-def _step(learner: Learner, task: Task, shown: _Step, step: int) -> None:
+def _ready_step(lesson: Lesson) -> _Step:
+    found, ends_step = [], False
+    while not ends_step:
+        batch, _, ends_step = next(lesson.feed)
+        found.append((lesson.shape(batch), batch.num_tokens))
+    return found
+
+
+def _step(learner: Learner, task: Learnt, shown: _Step, step: int) -> None:
     targets = torch.zeros((), dtype=torch.int64, device=shown[0][0].ids_BT.device)
     for number, (micro_batch, _) in enumerate(shown):
         targets = targets + learner.add_gradients(task.prepare(micro_batch, number)).targets

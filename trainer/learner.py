@@ -20,6 +20,7 @@ from tokenfeed.trainer.checkpoints.random_state import (
 )
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.models.branched import weights_of_task
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.trainable import count_parameters, train_only, trainable_names
@@ -30,7 +31,8 @@ from tokenfeed.trainer.precision import Precision, gradients_of
 from tokenfeed.trainer.ranks.shares import whole
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import rate_factor
-from tokenfeed.trainer.tasks.task import Loss, Task
+from tokenfeed.trainer.tasks.several import Learnt
+from tokenfeed.trainer.tasks.task import Loss
 
 __all__ = ["Learner"]
 
@@ -46,7 +48,7 @@ class Learner:
     def __init__(
         self,
         config: TrainConfig,
-        task: Task,
+        task: Learnt,
         precision: Precision,
         device: torch.device,
         world: World | None = None,
@@ -129,9 +131,10 @@ class Learner:
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 
-    def gradients(self) -> list[Tensor]:
-        """One of every trainable weight, zeros where none has reached it: ranks have the same."""
-        return gradients_of(self.model)
+    def gradients(self, task: str) -> list[Tensor]:
+        """One of every trainable weight that a task uses, zeros where none has reached it: ranks
+        have the same. Heads of other tasks have none, so that they do not even decay."""
+        return gradients_of([weight for _, weight in weights_of_task(self.model, task)])
 
     def drop_gradients(self) -> None:
         """Forget those of the step under way."""

@@ -24,12 +24,11 @@ from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.course import Course
-from tokenfeed.trainer.data_sets import DataSets, run_manifest
+from tokenfeed.trainer.course import Course, Lesson
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
-from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.feeds import feeds_by_task
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.outcome import report_of
@@ -44,9 +43,8 @@ from tokenfeed.trainer.ranks.shared_state import shared_state
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
-from tokenfeed.trainer.step_feed import step_feed
 from tokenfeed.trainer.step_gradients import StepGradients
-from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.registry import learnt_by
 from tokenfeed.trainer.telemetry import MetricsFile, NoMetrics, Tally
 from tokenfeed.trainer.trackers import Trackers
 
@@ -65,13 +63,12 @@ class Trainer:
         self.device = self.world.device
         self.config = config = decide_micro_batch(config, self.world)
         self.headspace = ready_tokens_per_s(config, self.world)
-        self.data = DataSets.read(config.shards)
-        self.task = make_task(config, run_manifest(config), self.device)
+        self.task = learnt_by(config, self.device)
         precision = Precision(config.precision, self.device)
-        self.feeds = Feeds(config, self.task, self.device, precision.dtype)
+        self.feeds = feeds_by_task(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.course = Course(config, self.feeds, self.learner)
-        self.evaluator = Evaluator(config, self.data, self.feeds, self.learner, self.world)
+        self.evaluator = Evaluator(config, self.feeds, self.learner, self.world)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.drafts = (DraftReports if self.world.is_main else NoDrafts)(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
@@ -90,15 +87,15 @@ class Trainer:
     ) -> None:
         """Train until the last step, or until `should_stop`; both are asked after each step."""
         self._begin()
-        config, task, shape = self.config, self.task, self.feeds.shape
-        learner, stall, course = self.learner, self.stall, self.course
-        feed = step_feed(course.loader, config.accumulation)
+        config, task, course = self.config, self.task, self.course
+        learner, stall = self.learner, self.stall
         gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
         for step in range(self.step + 1, config.steps + 1):
             if course.ends_before(step):
                 with stall.cause("data"):
                     course.enter(step)
-                feed = step_feed(course.loader, config.accumulation)
+            lesson = course.lesson(step)
+            feed, shape = lesson.feed, lesson.shape
             tally, rows, ends_step = Tally.zero(self.device), [], False
             gradients.begin()
             while not ends_step:
@@ -114,7 +111,7 @@ class Trainer:
             asked = {"stop": should_stop(), "save": should_save()}
             tokens = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
             stall.step(tokens, tally.slots * self.world.size)
-            self._after_step(step, tally, norm, rows)
+            self._after_step(step, lesson, tally, norm, rows)
             if agreement.stop:
                 break
 
@@ -143,7 +140,7 @@ class Trainer:
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
         found = {"validation": self.best.metrics} if self.best else {}
-        if self.step == self.config.steps and self.data.having("test"):
+        if self.step == self.config.steps and self.evaluator.has("test"):
             if self.best and self.best.step != self.step:
                 _, state = self._load(self.best.step)
                 self.learner.load_weights(state["model"])
@@ -164,7 +161,7 @@ class Trainer:
         else:
             self.course.tell()
         if config.compile:
-            self.learner.compile(self.feeds.blanks())
+            self.learner.compile([b for feeds in self.feeds.values() for b in feeds.blanks()])
         self.metrics.keep(until_step=self.step if config.resume else -1)
         if self.world.is_main:
             config.write()
@@ -193,9 +190,11 @@ class Trainer:
         metrics.follow(trackers.log)
         return metrics
 
-    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
+    def _after_step(
+        self, step: int, lesson: Lesson, tally: Tally, norm: Tensor, rows: list[np.ndarray]
+    ) -> None:
         self.step, self.last_norm, self.last_rows = step, norm, rows
-        self.progress_log.add(tally)
+        self.progress_log.add(tally, lesson.name)
         config = self.config
         saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
@@ -231,7 +230,7 @@ class Trainer:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved
         they decide whether its checkpoint is the best; also on resuming, for a kill may have come
         before the decision."""
-        if not self.data.having("validation"):
+        if not self.evaluator.has("validation"):
             return
         with self.stall.cause("evaluation"):
             metrics = self.evaluator.metrics_of("validation")
@@ -270,7 +269,8 @@ class Trainer:
             vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
             optimizer=self.config.optimizer,
-            loader=self.course.loader.state_dict(),
+            loader=self.course.state_dict(),
+            first_losses=self.evaluator.first,
             best=self.best,
             config=self.config.as_dict(),
         )
@@ -282,7 +282,8 @@ class Trainer:
         if not self.world.is_main:
             return ConfigError(f"{finding} at step {self.step}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(f"{finding} at step {self.step}", self.course.phase.config, rows, way_on)
+        config = self.course.lesson(self.step).config
+        return diverged(f"{finding} at step {self.step}", config, rows, way_on)
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
@@ -290,7 +291,8 @@ class Trainer:
         progress, state = self._load()
         progress.check(config, self._meta())
         self.course.enter(progress.step, goes_on=True)
-        self.course.loader.load_state_dict(progress.loader)
+        self.course.load_state_dict(progress.loader)
+        self.evaluator.first = progress.first_losses
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step

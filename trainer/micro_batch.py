@@ -37,6 +37,8 @@ class MicroBatch:
     """True on tokens; None where rows are packed: their padding comes last and has no label."""
     token_types_BT: Tensor | None = None
     """Which text of a pair a token belongs to; None where rows are single texts."""
+    task: str = ""
+    """Whose it is, where a run has several tasks."""
 
     @classmethod
     def of_ids(cls, ids_BT: Tensor, *, causal: bool) -> "MicroBatch":
@@ -75,6 +77,7 @@ class MicroBatch:
             scope=self.scope.of_rows(start, stop, self.ids_BT.shape[1]),
             is_token_BT=cut(self.is_token_BT),
             token_types_BT=cut(self.token_types_BT),
+            task=self.task,
         )
 
     @property
@@ -95,6 +98,7 @@ class MicroBatch:
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
             token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),
+            task=self.task,
         )
 
 
@@ -110,6 +114,8 @@ class Shaper:
     """Whether attention takes the ends of documents instead of a mask."""
     rows_of: Callable[[int], int] | None = None
     """How many rows a batch of some padded length is filled up to; None fills nothing."""
+    task: str = ""
+    """Whose micro-batches they are, where a run has several tasks."""
 
     def __call__(self, batch: Batch) -> MicroBatch:
         """A batch with its documents; queues a few kernels, and never waits for the device."""
@@ -125,6 +131,7 @@ class Shaper:
             scope=self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK]),
             is_token_BT=None if packed else rows[ATTENTION_MASK],
             token_types_BT=rows.get(TOKEN_TYPE_IDS),
+            task=self.task,
         )
 
     def _missing_rows(self, batch: Batch) -> int:

@@ -13,8 +13,9 @@ from tokenfeed.trainer.batching import (
     make_policy,
     possible_sizes,
 )
+from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
-from tokenfeed.trainer.data_sets import run_manifest, source_of
+from tokenfeed.trainer.data_sets import source_of
 from tokenfeed.trainer.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeds import check_rows, is_apart
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
@@ -22,10 +23,11 @@ from tokenfeed.trainer.gpus import Gpu, gpu_of, recognized
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import knows_ends
 from tokenfeed.trainer.probing import size_of_cpu
-from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.registry import learnt_by
+from tokenfeed.trainer.tasks.task import Task
 from tokenfeed.trainer.weightless import Weightless
 
-__all__ = ["Planned", "find_gpu", "predict_micro_batch"]
+__all__ = ["Planned", "PlannedTask", "find_gpu", "predict_micro_batch"]
 
 _CPU = torch.device("cpu")
 
@@ -48,11 +50,49 @@ def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
     or the fewest there are."""
     if config.micro_batch_tokens != "auto":
         return config
-    sizes = possible_sizes(config, make_task(config, run_manifest(config), _CPU))
+    sizes = possible_sizes(config, learnt_by(config, _CPU))
     tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
     config = dataclasses.replace(config, micro_batch_tokens=tokens)
     found, _ = Planned(config, gpu).fitting()
     return dataclasses.replace(config, micro_batch_tokens=found or tokens)
+
+
+class PlannedTask:
+    """The batches of one task of a run."""
+
+    def __init__(
+        self, config: TrainConfig, task: Task, precision: PrecisionName, gpu: Gpu | None, name: str
+    ) -> None:
+        check_rows(config, task)
+        self._config, self._task, self._gpu, self._name = config, task, gpu, name
+        self._packed = is_packed(config, task)
+        self._policy = self._policy_of(config)
+        self.like = self._first(precision)
+
+    def shape(self, config: TrainConfig) -> tuple[int, int]:
+        """Rows and padded length of the largest micro-batch."""
+        longest = self._task.manifest.split("train").longest_row
+        return largest_shape(self._policy_of(config), longest)
+
+    def epoch(self) -> EpochShapes:
+        """The micro-batches of an epoch."""
+        split = self._task.manifest.split("train")
+        return EpochShapes.of_split(split, self._policy, self._config.seed)
+
+    def _policy_of(self, config: TrainConfig) -> Policy:
+        return make_policy(config, packed=self._packed, on_gpu=self._gpu is not None)
+
+    def _first(self, precision: PrecisionName) -> MicroBatch:
+        config, task = self._config, self._task
+        fast = self._gpu is not None and self._gpu.precision == "bf16"
+        varlen = fast and precision != "fp32" and knows_ends()
+        apart = is_apart(config, task)
+        shape = Shaper(causal=task.causal, apart=apart, varlen=varlen, task=self._name)
+        source = source_of(config.shards)
+        with ShardLoader(
+            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
+        ) as feed:
+            return shape(next(iter(feed)))
 
 
 class Planned:
@@ -60,25 +100,28 @@ class Planned:
 
     def __init__(self, config: TrainConfig, gpu: Gpu | None) -> None:
         self._config, self._gpu = config, gpu
-        self._manifest = run_manifest(config)
-        self._task = make_task(config, self._manifest, _CPU)
-        check_rows(config, self._task)
+        self.task = learnt_by(config, _CPU)
         self.precision: PrecisionName = config.precision
         if config.precision == "auto":
             self.precision = gpu.precision if gpu else "fp32"
-        self._packed = is_packed(config, self._task)
-        self._policy = self._policy_of(config)
-        self.like = self._first()
-        self.weightless = Weightless(config, self._task, self.precision)
+        self.tasks = {
+            name: PlannedTask(own, self.task.parts[name], self.precision, gpu, name)
+            for name, own in config_by_task(config).items()
+        }
+        self.weightless = Weightless(config, self.task, self.precision)
 
-    def shape(self, config: TrainConfig) -> tuple[int, int]:
-        """Rows and padded length of the largest micro-batch."""
-        longest = self._manifest.split("train").longest_row
-        return largest_shape(self._policy_of(config), longest)
+    @property
+    def likes(self) -> list[MicroBatch]:
+        """A micro-batch of each task."""
+        return [planned.like for planned in self.tasks.values()]
 
     def peak(self, config: TrainConfig) -> int:
         """Bytes of steps of the largest micro-batches; of more than two, the second is like all."""
-        return self.weightless.peak(self.like, *self.shape(config), min(2, config.accumulation))
+        parts = min(2, config.accumulation)
+        return max(
+            self.weightless.peak(planned.like, *planned.shape(config), parts)
+            for planned in self.tasks.values()
+        )
 
     def fitting(self) -> tuple[int | None, int | None]:
         """Tokens of the largest micro-batch that fits the GPU, and its peak."""
@@ -94,27 +137,8 @@ class Planned:
         limit = int(SHARE_OF_MEMORY * self._gpu.bytes)
         found = largest_fitting(
             measure,
-            possible_sizes(self._config, self._task),
+            possible_sizes(self._config, self.task),
             limit,
-            least=self._task.logits_at_once,
+            least=self.task.logits_at_once,
         )
         return found, None if found is None else peaks[found]
-
-    def epoch(self) -> EpochShapes:
-        """The micro-batches of an epoch."""
-        split = self._manifest.split("train")
-        return EpochShapes.of_split(split, self._policy, self._config.seed)
-
-    def _policy_of(self, config: TrainConfig) -> Policy:
-        return make_policy(config, packed=self._packed, on_gpu=self._gpu is not None)
-
-    def _first(self) -> MicroBatch:
-        config, task = self._config, self._task
-        fast = self._gpu is not None and self._gpu.precision == "bf16"
-        varlen = fast and self.precision != "fp32" and knows_ends()
-        shape = Shaper(causal=task.causal, apart=is_apart(config, task), varlen=varlen)
-        source = source_of(config.shards)
-        with ShardLoader(
-            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
-        ) as feed:
-            return shape(next(iter(feed)))

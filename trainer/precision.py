@@ -6,7 +6,7 @@ state are fp32 always; on CUDA what is left of fp32 matrix products runs as TF32
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -150,12 +150,12 @@ def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
     return not int(bad)
 
 
-def gradients_of(model: nn.Module) -> list[Tensor]:
-    """Dense ones of all trainable weights, also of those that nothing has reached."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    return _dense_gradients(model.parameters())
+def gradients_of(weights: Collection[nn.Parameter]) -> list[Tensor]:
+    """Dense ones of those that are trainable, also where nothing has reached them."""
+    for weight in weights:
+        if weight.requires_grad and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    return _dense_gradients(weights)
 
 
 def _allow_tf32(device: torch.device) -> None:

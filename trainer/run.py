@@ -92,8 +92,7 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
     _check_folder(config, finished=report is not None)
     check_trackers(config.track)
     check_upload(config)
-    if config.export is not None:
-        check_export(config.export, config.run_dir)
+    check_export(config)
     launch.begin(config.run_dir)
     return config, None
 

@@ -64,7 +64,8 @@ class StepGradients:
     def add_up(self, tally: Tally) -> None:
         """Make gradients, losses and targets of a step those of all ranks."""
         if self._world.size > 1:
-            own = [] if self._is_sharded else self._learner.gradients()
+            task = self._shown[-1][1].task
+            own = [] if self._is_sharded else self._learner.gradients(task)
             with self._stall.cause("communication"):
                 self._world.add_up([*own, tally.loss, tally.targets])
 

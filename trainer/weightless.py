@@ -23,7 +23,7 @@ from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.tasks.several import Learnt
 
 __all__ = ["Weightless"]
 
@@ -35,7 +35,7 @@ _STEPS = 2
 class Weightless:
     """Runs steps without values, and says what they take."""
 
-    def __init__(self, config: TrainConfig, task: Task, precision: PrecisionName) -> None:
+    def __init__(self, config: TrainConfig, task: Learnt, precision: PrecisionName) -> None:
         """The model is made in earnest first: its price is that of the start of a run."""
         self._config, self._task = config, task
         self._precision: PrecisionName = precision
@@ -61,11 +61,13 @@ class Weightless:
                 learner.step(step, targets)
         return memory.peak
 
-    def state_bytes(self, like: MicroBatch) -> int:
-        """Those of a checkpoint: what is trained, and the optimizer's state."""
+    def state_bytes(self, *likes: MicroBatch) -> int:
+        """Those of a checkpoint: what is trained, and the optimizer's state; takes a micro-batch of
+        each task."""
         with self._mode:
             self._begin()
-            self.learner.add_gradients(self._task.prepare(like.blank_like(2, 8), 0))
+            for like in likes:
+                self.learner.add_gradients(self._task.prepare(like.blank_like(2, 8), 0))
             self.learner.step(1, torch.ones((), dtype=torch.int64))
             tensors = [*self.learner.kept_weights().values()]
         for values in self.learner.optimizer.state.values():

@@ -65,7 +65,9 @@ class CheckpointMeta:
     """What was trained; the first checkpoints lack it, and the optimizer."""
     optimizer: str = "adamw"
     loader: dict[str, Any]
-    """`ShardLoader.state_dict()` after the last batch of `step`."""
+    """`ShardLoader.state_dict()` after the last batch of `step`; of several tasks by name."""
+    first_losses: dict[str, float] = field(default_factory=dict)
+    """Of several tasks: what each one's validation loss was at first."""
     best: Best | None = None
     """The best step before this one; for people, as is the configuration."""
     config: dict[str, Any] = field(default_factory=dict)

@@ -10,7 +10,8 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
-from tokenfeed.trainer.data_sets import first_of
+from tokenfeed.trainer.data_sets import first_of, shown
+from tokenfeed.trainer.models.branched import Branched
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import start_from
@@ -24,12 +25,14 @@ _VARIANTS = 3
 """Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
 
 
-def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(
+    config: TrainConfig, head: Head | dict[str, Head], dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """A model on the host; what no weights are given for is drawn from torch's random state.
 
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.
-        head: What it has to give.
+        head: What it has to give; of several tasks by their names.
         dtype: Of weights that are never trained: those beside adapters, unless patterns choose.
 
     Raises:
@@ -41,7 +44,7 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     if config.init_from is not None and (config.reads_again or not config.resume):
         start_from(config.init_from, model)
     if config.lora is not None:
-        _add_adapters(model, config, head)
+        _add_adapters(model, config, _only(head, config))
     return model
 
 
@@ -73,7 +76,16 @@ def _check_adapters(config: TrainConfig, *, is_hub: bool) -> None:
         )
 
 
-def _named_model(config: TrainConfig, head: Head) -> nn.Module:
+def _only(head: Head | dict[str, Head], config: TrainConfig) -> Head:
+    if isinstance(head, Head):
+        return head
+    raise ConfigError(
+        f"`--model`={config.model}: has one head, and {shown(config.shards)} are several tasks "
+        f"({', '.join(head)}). Take a built-in model, or one of your own."
+    )
+
+
+def _named_model(config: TrainConfig, head: Head | dict[str, Head]) -> nn.Module:
     if config.model in SIZES:
         return _built_in(SIZES[config.model], head, config)
     module, colon, factory = config.model.partition(":")
@@ -85,14 +97,18 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     return _own_model(module, factory, head)
 
 
-def _built_in(size: ModelSize, head: Head, config: TrainConfig) -> Transformer:
-    model = Transformer(size, head, config.dropout or 0.0)
+def _built_in(size: ModelSize, head: Head | dict[str, Head], config: TrainConfig) -> Transformer:
+    dropout = config.dropout or 0.0
+    if isinstance(head, Head):
+        model = Transformer(size, head, dropout)
+    else:
+        model = Branched(size, head, dropout)
     if model.words is not None:
         model.words.share(words_of(first_of(config.shards)))
     return model
 
 
-def _own_model(module: str, factory: str, head: Head) -> nn.Module:
+def _own_model(module: str, factory: str, head: Head | dict[str, Head]) -> nn.Module:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # behind all that is installed
@@ -109,7 +125,8 @@ def _own_model(module: str, factory: str, head: Head) -> nn.Module:
     return model
 
 
-def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module:
+def _hub_model(config: TrainConfig, head: Head | dict[str, Head], dtype: torch.dtype) -> nn.Module:
+    head = _only(head, config)
     if config.from_scratch and config.lora is not None:
         raise ConfigError(
             "`--lora`: adapters beside weights that --from-scratch draws learn little. Leave one "

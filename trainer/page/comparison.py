@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.trainer.page.run_data import RunData
+from tokenfeed.trainer.report import metrics_by_split
 
 __all__ = ["Comparison", "Row", "compare"]
 
@@ -67,7 +68,9 @@ def _figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
 
 def _metrics(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
     """By split and name; of a name that one run lacks, the other's."""
-    first, second = _flat(one.get("metrics") or {}), _flat(other.get("metrics") or {})
+    first, second = (
+        _flat(metrics_by_split(report.get("metrics") or {})) for report in (one, other)
+    )
     for name in dict.fromkeys((*first, *second)):
         yield _row(name, first.get(name), second.get(name), ".4f")
 

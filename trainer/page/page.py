@@ -16,6 +16,7 @@ from tokenfeed.trainer.page.plot import Plot, Series, draw
 from tokenfeed.trainer.page.ranks import rank_table
 from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.page.scale import short
+from tokenfeed.trainer.report import metrics_by_split
 
 __all__ = ["page_of", "write_page"]
 
@@ -81,15 +82,27 @@ def _cards(run: RunData) -> str:
 
 
 def _metrics(report: dict[str, Any]) -> dict[str, str]:
-    """Those of the task, of the last split that was measured; the loss has its place already."""
-    splits = report.get("metrics") or {}
-    split = next(reversed(splits), None)
-    named = {} if split is None else splits[split]
+    """Those of each task, of the last split that was measured; the loss has its place already."""
+    splits = metrics_by_split(report.get("metrics") or {})
+    last = next(reversed(splits), "").rpartition(" ")[2]
     return {
         f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
+        for split, named in splits.items()
         for name, value in named.items()
-        if name != "loss"
+        if split.rpartition(" ")[2] == last and name != "loss"
     }
+
+
+def _losses(run: RunData) -> list[Series]:
+    """Of several tasks each one's: a mean of unlike losses says nothing."""
+    tasks = run.report.get("losses") or {}
+    if not tasks:
+        return [run.series("loss", "training"), run.series("validation_loss", "validation")]
+    return [
+        run.series(f"{key}/{task}", f"{task}, {name}")
+        for task in tasks
+        for key, name in (("loss", "training"), ("validation_loss", "validation"))
+    ]
 
 
 def _share(value: float | None) -> str:
@@ -139,7 +152,7 @@ def _plots(run: RunData) -> list[Plot]:
             "Loss",
             "Mean per target since the line before, and of the validation split. Where the second "
             "rises while the first falls, the run learns its data by heart.",
-            [run.series("loss", "training"), run.series("validation_loss", "validation")],
+            _losses(run),
             from_zero=False,
         ),
         Plot(

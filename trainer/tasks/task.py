@@ -69,6 +69,11 @@ class Task:
         self.seed = seed
 
     @property
+    def parts(self) -> "dict[str, Task]":
+        """Itself, without a name: the only task of a run."""
+        return {"": self}
+
+    @property
     def head(self) -> Head:
         """What a model has to give."""
         tokenizer = self.manifest.tokenizer
@@ -115,7 +120,11 @@ class Task:
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
         """Cross-entropy summed over targets; where logits of all tokens would be large, and the
         model hands out what its head sees, they never exist."""
-        if has_hidden(model) and is_worth_chunks(micro_batch.num_slots, len(model.head_weight)):
+        if (
+            self.kind == "vocabulary"
+            and has_hidden(model)
+            and is_worth_chunks(micro_batch.num_slots, len(model.head_weight))
+        ):
             return self._loss_in_chunks(model, micro_batch)
         return self.loss_of(model(micro_batch), micro_batch)
 

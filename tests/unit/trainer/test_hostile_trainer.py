@@ -15,10 +15,12 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer import learner, loop, progress_log
+from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision, _allow_tf32
 from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.telemetry import MetricsFile
 
 CPU = torch.device("cpu")
@@ -243,9 +245,10 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
     with pytest.raises(ConfigError, match=message):
         run(config)
     named = [json.loads(line) for line in (tmp_path / "last-step.jsonl").read_text().splitlines()]
-    with loop.Feeds(  # the same rows, by the plan
-        config, loop.make_task(config, Manifest.read(shards), CPU), CPU, torch.float32
-    ).training(phases_of(config)[0], goes_on=False) as loader:
+    task = make_task(config, Manifest.read(shards), CPU)
+    with Feeds(config, task, CPU, torch.float32).training(  # the same rows, by the plan
+        phases_of(config)[0], goes_on=False
+    ) as loader:
         batches = list(itertools.islice(loader, 40))
     rows = {int(row) for batch in batches[-2:] for row in batch.rows}
     assert [place["record"] for place in named] == sorted(rows)

@@ -52,8 +52,8 @@ def plan_of(data: Path, **settings: Any) -> tuple[Any, Planned]:
 def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
     """The steps that are predicted, with values."""
     precision = Precision(planned.precision, CPU)
-    learner = Learner(config, planned._task, precision, CPU)
-    rows, length = planned.shape(config)
+    learner = Learner(config, planned.task, precision, CPU)
+    rows, length = planned.tasks[""].shape(config)
     with memory:
         for parameter in learner.model.parameters():
             if isinstance(memory, PeakBytes):
@@ -61,9 +61,11 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
         for step in (1, 2):
             targets = torch.zeros((), dtype=torch.int64)
             for number in range(2):
-                shown = planned._task.prepare(planned.like.blank_like(rows, length), number)
+                shown = planned.task.prepare(
+                    planned.tasks[""].like.blank_like(rows, length), number
+                )
                 targets = targets + learner.add_gradients(shown).targets
-                del shown
+                del blank, shown
             learner.step(step, targets)
     return learner
 
@@ -113,21 +115,21 @@ def test_operations_of_a_token_are_those_of_the_formula(
     _, planned = plan_of(data, **WAYS["lm packed"])
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 48
-    assert planned.weightless.flops_per_token(planned.like, 48) == pytest.approx(wanted)
+    assert planned.weightless.flops_per_token(planned.tasks[""].like, 48) == pytest.approx(wanted)
 
 
 def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> None:
     _, planned = plan_of(data, **WAYS["lm packed"])
-    before = planned.weightless.flops_per_token(planned.like, 32)
+    before = planned.weightless.flops_per_token(planned.tasks[""].like, 32)
     frozen = planned.weightless.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
-    after = planned.weightless.flops_per_token(planned.like, 32)
+    after = planned.weightless.flops_per_token(planned.tasks[""].like, 32)
     assert before - after == pytest.approx(2 * frozen.numel())
 
 
 @pytest.mark.parametrize("way", RUNS)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
-    packed = is_packed(config, planned._task)
+    packed = is_packed(config, planned.task)
     policy = make_policy(config, packed=packed, on_gpu=False)
     found = EpochShapes.of_split(planned._manifest.split("train"), policy, seed=0)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
