@@ -19,6 +19,7 @@ from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.planned import Planned
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks import vocabulary_loss
+from tokenfeed.trainer.tasks.task import Task
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = RUNS | {
@@ -65,7 +66,7 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
                     planned.tasks[""].like.blank_like(rows, length), number
                 )
                 targets = targets + learner.add_gradients(shown).targets
-                del blank, shown
+                del shown
             learner.step(step, targets)
     return learner
 
@@ -129,9 +130,10 @@ def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> No
 @pytest.mark.parametrize("way", RUNS)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
+    assert isinstance(planned.task, Task)
     packed = is_packed(config, planned.task)
     policy = make_policy(config, packed=packed, on_gpu=False)
-    found = EpochShapes.of_split(planned._manifest.split("train"), policy, seed=0)
+    found = EpochShapes.of_split(planned.task.manifest.split("train"), policy, seed=0)
     with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
         shapes = [tuple(batch["input_ids"].shape) for batch in loader]
     slots = sum(rows * length for rows, length in shapes)
