@@ -35,7 +35,8 @@ class DryRun:
     padding: float
     """Fraction of all token slots that will hold no token, about."""
     shapes: dict[str, int]
-    """How many micro-batches of an epoch are of which rows x length: the most frequent."""
+    """How many micro-batches of an epoch are of which rows x length: the most frequent. Of several
+    tasks the name stands behind."""
     parameters: int
     trained_parameters: list[int]
     """Of these, those that each phase trains."""
@@ -63,7 +64,6 @@ class DryRun:
 
     def summary(self) -> str:
         """The same in a few lines."""
-        listed = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
         lines = [
             f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
             f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
@@ -72,7 +72,7 @@ class DryRun:
                 f"{part['tokens']:,.0f} tokens"
                 for name, part in self.tasks.items()
             ),
-            f"batches  an epoch has {listed}; padding {self.padding:.2%}",
+            f"batches  {self._shapes()}padding {self.padding:.2%}",
             f"model    {self.parameters / 1e6:.1f} M parameters{self._trained()}, "
             f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
             f"memory   {self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
@@ -89,6 +89,11 @@ class DryRun:
             f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
         )
         return "\n".join(lines)
+
+    def _shapes(self) -> str:
+        """Of one task; those of several would be a page."""
+        listed = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
+        return "" if self.tasks else f"an epoch has {listed}; "
 
     def _trained(self) -> str:
         if set(self.trained_parameters) == {self.parameters}:

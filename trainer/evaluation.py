@@ -15,6 +15,7 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.tasks.several import LEFT
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
 __all__ = [
@@ -91,21 +92,18 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
     return means | task.of_loss(means["loss"]) | each
 
 
-def over_tasks(found: Mapping[str, Metrics], first: Mapping[str, float]) -> Metrics:
-    """The metrics of several tasks as those of one: with each task's name behind a stroke, and as
-    the loss the mean of what is left of each task's first one. So no task counts for more because
-    its losses are larger; 1 is where the run began.
+def over_tasks(found: Mapping[str, Metrics], left: Mapping[str, float]) -> Metrics:
+    """The metrics of several tasks as those of one: with each task's name behind a stroke, and
+    `left`, the mean of what is left to learn of each.
 
     Args:
         found: By task. One without metrics does not count.
-        first: The first loss of each task; without any there is no loss of all.
+        left: By task; of none there is no mean.
     """
-    known = {task: metrics for task, metrics in found.items() if metrics}
-    left = [known[task]["loss"] / (loss or 1.0) for task, loss in first.items() if task in known]
-    overall = {"loss": sum(left) / len(left)} if left else {}
+    overall = {LEFT: sum(left.values()) / len(left)} if left else {}
     return overall | {
         _of_task(name, task): value
-        for task, metrics in known.items()
+        for task, metrics in found.items()
         for name, value in metrics.items()
     }
 
@@ -142,8 +140,8 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
 class Evaluator:
     """Evaluates the splits of a run's tasks.
 
-    `first` is the loss of each task when it was evaluated first; a run that goes on has it from
-    its checkpoint.
+    `first` is what each of several tasks lacked when it was evaluated first; a run that goes on has
+    it from its checkpoint.
     """
 
     def __init__(
@@ -164,10 +162,19 @@ class Evaluator:
         found = {name: self._of_one_task(name, split) for name in self._data}
         if len(found) == 1:
             return found[""]
-        if split != "validation":
-            return over_tasks(found, {})
-        self.first = {name: each["loss"] for name, each in found.items() if each} | self.first
-        return over_tasks(found, self.first)
+        return over_tasks(found, self._left(found) if split == "validation" else {})
+
+    def _left(self, found: Mapping[str, Metrics]) -> dict[str, float]:
+        """What each task lacks, as a part of what it lacked at first: no task counts for more
+        because its losses are larger."""
+        lacks = {name: self._lack(name, metrics) for name, metrics in found.items() if metrics}
+        self.first = lacks | self.first
+        return {name: lack / (self.first[name] or 1.0) for name, lack in lacks.items()}
+
+    def _lack(self, name: str, metrics: Metrics) -> float:
+        """The loss, or what the score by which the task is judged lacks of 1."""
+        best_by = self._learner.task.parts[name].best_by
+        return metrics["loss"] if best_by == "loss" else 1 - metrics[best_by]
 
     def _of_one_task(self, name: str, split: str) -> Metrics:
         data, task = self._data[name], self._learner.task.parts[name]

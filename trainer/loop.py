@@ -1,8 +1,8 @@
 """The training loop, and what it does now and then: log, evaluate, save.
 
 `Trainer.train` is the hot part: it moves tensors and decides nothing. The only call in it that can
-wait is `next(feed)`; the host reads from the device at progress lines only. Everything occasional
-stands behind a step, in a bracket of the stall meter that says what it cost.
+wait is that of the next batch; the host reads from the device at progress lines only. Everything
+occasional stands behind a step, in a bracket of the stall meter that says what it cost.
 
 Gradients are weighted by targets. Their number in a step is known only at its end, so the sum is
 corrected once, there.
@@ -95,14 +95,13 @@ class Trainer:
                 with stall.cause("data"):
                     course.enter(step)
             lesson = course.lesson(step)
-            feed, shape = lesson.feed, lesson.shape
             tally, rows, ends_step = Tally.zero(self.device), [], False
             gradients.begin()
             while not ends_step:
                 with stall.cause("data"):
-                    batch, part, ends_step = next(feed)
+                    batch, part, ends_step = next(lesson.feed)
                 number = step * config.accumulation + part
-                micro_batch = task.prepare(shape(batch), number)
+                micro_batch = task.prepare(lesson.shape(batch), number)
                 loss = gradients.add(micro_batch, number, last=ends_step)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
@@ -177,7 +176,7 @@ class Trainer:
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
         self._resources.callback(self.progress_log.close)
-        is_missing = not self.metrics.has("validation_loss", self.step)
+        is_missing = not self.metrics.has_evaluation(self.step)
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
         if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
@@ -270,7 +269,7 @@ class Trainer:
             task=self.task.name,
             optimizer=self.config.optimizer,
             loader=self.course.state_dict(),
-            first_losses=self.evaluator.first,
+            first_lacks=self.evaluator.first,
             best=self.best,
             config=self.config.as_dict(),
         )
@@ -292,7 +291,7 @@ class Trainer:
         progress.check(config, self._meta())
         self.course.enter(progress.step, goes_on=True)
         self.course.load_state_dict(progress.loader)
-        self.evaluator.first = progress.first_losses
+        self.evaluator.first = progress.first_lacks
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step

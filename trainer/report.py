@@ -56,8 +56,8 @@ class Report:
     loss_last: float | None
     """Mean over the steps of the last progress line."""
     losses: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of several tasks: those of each one's first and last progress line; then the two above are
-    None, and the two below are means of what is left of each task's first."""
+    """Of several tasks: those of each one's first and last progress line; then the two above and
+    the two below are None."""
     validation_loss_first: float | None
     validation_loss_last: float | None
     task: str = "lm"

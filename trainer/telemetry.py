@@ -156,9 +156,12 @@ class MetricsFile:
         """All values of `key` so far, in order."""
         return [line[key] for line in self.read() if key in line]
 
-    def has(self, key: str, step: int) -> bool:
-        """Whether `key` was written for a step."""
-        return any(key in line and line["step"] == step for line in self.read())
+    def has_evaluation(self, step: int) -> bool:
+        """Whether the validation split was told of a step."""
+        return any(
+            line["step"] == step and any(key.startswith("validation_") for key in line)
+            for line in self.read()
+        )
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; the last may be cut short where a run was killed.

@@ -34,6 +34,7 @@ __all__ = [
     "VOCABULARY",
     "Ids",
     "assert_same_run",
+    "branched_double_model",
     "branched_model",
     "counting_rows",
     "double_model",
@@ -173,6 +174,11 @@ def double_model(head: Head) -> Transformer:
 def branched_model(heads: dict[str, Head]) -> Branched:
     """The same for several tasks."""
     return Branched(ModelSize(layers=2, width=64, heads=2), heads)
+
+
+def branched_double_model(heads: dict[str, Head]) -> Branched:
+    """The same in double precision."""
+    return branched_model(heads).double()
 
 
 def dropping_model(head: Head) -> Transformer:

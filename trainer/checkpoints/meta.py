@@ -11,6 +11,7 @@ from tokenfeed.trainer.config import TrainConfig
 
 __all__ = ["Best", "CheckpointMeta"]
 
+_THE_LESS_THE_BETTER = ("loss", "left")
 _WORDS = {
     "model": "--model",
     "task": "task",
@@ -34,7 +35,7 @@ class Best:
     def rank(self) -> float:
         """The larger, the better."""
         value = self.metrics[self.metric]
-        return -value if self.metric == "loss" else value
+        return -value if self.metric in _THE_LESS_THE_BETTER else value
 
     @classmethod
     def of_json(cls, data: bytes) -> "Best | None":
@@ -66,8 +67,8 @@ class CheckpointMeta:
     optimizer: str = "adamw"
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`; of several tasks by name."""
-    first_losses: dict[str, float] = field(default_factory=dict)
-    """Of several tasks: what each one's validation loss was at first."""
+    first_lacks: dict[str, float] = field(default_factory=dict)
+    """Of several tasks: what each one lacked when it was evaluated first."""
     best: Best | None = None
     """The best step before this one; for people, as is the configuration."""
     config: dict[str, Any] = field(default_factory=dict)

@@ -10,15 +10,16 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.tasks.task import Loss, Task
 
-__all__ = ["Learnt", "Several"]
+__all__ = ["LEFT", "Learnt", "Several"]
+
+LEFT = "left"
+"""The metric of several tasks together: the less, the better, and 1 at first."""
 
 
 class Several:
     """Tasks by name, for one model with a head each."""
 
-    best_by = "loss"
-    """The mean of what is left of each task's first loss: scores of different tasks have no mean
-    that means anything."""
+    best_by = LEFT
 
     def __init__(self, parts: Mapping[str, Task]) -> None:
         self.parts = dict(parts)
