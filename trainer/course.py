@@ -3,10 +3,11 @@
 import dataclasses
 import logging
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.planning.turns import Turns
 from tokenfeed.trainer.by_task import shards_by_task, shares_by_task
 from tokenfeed.trainer.config import Shards, TrainConfig
@@ -103,6 +104,13 @@ class Course:
             )
         for lesson in self._lessons:
             lesson.loader.load_state_dict(states[lesson.name])
+
+    @property
+    def remote(self) -> RemoteStats | None:
+        """What the phase's data took of stores; None where they are local."""
+        found = (lesson.loader.stats().remote for lesson in self._lessons)
+        known = [stats for stats in found if stats is not None]
+        return reduce(RemoteStats.with_another, known) if known else None
 
     def close(self) -> None:
         """End the loaders' workers."""

@@ -1,5 +1,6 @@
 """The report of a run, finished or under way, read off what it has."""
 
+import dataclasses
 import time
 from typing import Any
 
@@ -16,7 +17,7 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
     losses = [] if names else run.metrics.values("loss")
     each = {name: run.metrics.values(f"loss/{name}") for name in names}
     validation = run.metrics.values("validation_loss")
-    stall = run.stall.report()
+    stall, remote = run.stall.report(), run.course.remote
     return Report(
         run_dir=str(run.config.run_dir),
         finished=run.step == run.config.steps,
@@ -42,7 +43,7 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         vocabulary_size=run.task.manifest.tokenizer.vocabulary_size,
         device=device_name(run.device),
         precision=run.learner.precision.name,
-        remote=run.course.loader.stats().as_dict()["remote"],
+        remote=remote and dataclasses.asdict(remote),
         versions=versions(),
     )
 

@@ -1,6 +1,6 @@
 """What a loader did: tokens, padding, waits, queue. Kept in a few fixed arrays, cheap per batch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,10 @@ class Quantiles:
     p99: float
     max: float
 
+    def worst(self, other: "Quantiles") -> "Quantiles":
+        """Of two, each at its larger."""
+        return Quantiles(*map(max, astuple(self), astuple(other)))
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
@@ -42,6 +46,18 @@ class RemoteStats:
     wait_s: Quantiles
     """Seconds of each window until its bytes were at hand, in a worker: the loop waits for them
     only where no window is ready."""
+
+    def with_another(self, other: "RemoteStats") -> "RemoteStats":
+        """What two loaders took; of waits the worse."""
+        return RemoteStats(
+            requests=self.requests + other.requests,
+            bytes=self.bytes + other.bytes,
+            retries=self.retries + other.retries,
+            outage_s=self.outage_s + other.outage_s,
+            hits=self.hits + other.hits,
+            damaged=self.damaged + other.damaged,
+            wait_s=self.wait_s.worst(other.wait_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
