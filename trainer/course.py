@@ -45,10 +45,15 @@ class Course:
             config: Of the run.
             feeds: Of each task, by its name.
             learner: Is told of every phase.
+
+        Raises:
+            ConfigError: A phase has a task of which it trains nothing.
         """
         self._config, self._feeds, self._learner = config, feeds, learner
         self._phases = phases_of(config)
         self.phase = self._phases[0]
+        for phase in self._phases:
+            learner.check_trains(phase, shares_by_task(phase.config.shards, config.shards))
         self._open(goes_on=bool(config.resume))
 
     def lesson(self, step: int) -> Lesson:

@@ -2,11 +2,13 @@
 one."""
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.optimizer_state import (
     keep_moments,
@@ -81,6 +83,20 @@ class Learner:
         train_only(self.model, self._chosen[phase.number - 1])
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         keep_moments(self.optimizer, before)
+
+    def check_trains(self, phase: Phase, tasks: Iterable[str]) -> None:
+        """Refuse a phase with a task whose steps could learn nothing.
+
+        Raises:
+            ConfigError: Patterns choose no weight that it uses.
+        """
+        chosen = self._chosen[phase.number - 1]
+        for task in tasks:
+            if not any(name in chosen for name, _ in weights_of_task(self.model, task)):
+                raise ConfigError(
+                    f"`--trainable`={phase.config.trainable}: finds no weight that {task} uses, so "
+                    "its steps would learn nothing. Choose more, or take it in another phase."
+                )
 
     @property
     def trained_parameters(self) -> list[int]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.schema import Task, task_columns
+from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.by_task import config_by_task, shards_by_task, shares_by_task
 from tokenfeed.trainer.config import PhaseSettings, TrainConfig
 from tokenfeed.trainer.course import Course
@@ -238,6 +241,7 @@ def test_one_task_is_saved_as_before(data: Path, tmp_path: Path) -> None:
         ({"classify": 1, "lm": 1}, {"objective": "masked"}, "masked learns from documents"),
         ({"classify": 1, "lm": 1}, {"model": "hf:any"}, "has one head"),
         ({"classify": 1, "lm": 1}, {"batching": "packed"}, "rows with one label"),
+        ({"classify": 1, "tag": 1}, {"trainable": "heads.tag"}, "no weight that classify uses"),
         ({"classify": 1, "tag": 1}, {"export": Path("out")}, "only built-in models"),
         (
             {"classify": 1, "tag": 1},
@@ -335,6 +339,27 @@ def test_moments_of_a_head_are_its_own_steps(data: Path, tmp_path: Path) -> None
     for task, steps in turns.items():
         assert int(kept[f"heads.{task}.head.weight"]["step"]) == steps
     assert int(kept["embedding.weight"]["step"]) == 10
+
+
+def test_settings_suit_all_tasks_and_each_has_its_epochs(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = weights(data, classify=0.75, tag=0.25)
+    words = [f"{path}={share}" for path, share in shards.items()]
+
+    def parsed(*words: object) -> TrainConfig:
+        monkeypatch.setattr(sys, "argv", ["train", "--shards", *map(str, words)])
+        return parse_config()
+
+    both = parsed(*words)
+    alone = [parsed(path) for path in shards]
+    both.check()
+    assert both.model == "shallow"
+    assert both.sequence_length == max(config.sequence_length for config in alone)
+    assert both.step_rows == max(config.step_rows or 0 for config in alone)
+    assert both.steps == math.ceil(max(alone[0].steps / 0.75, alone[1].steps / 0.25))
+    assert parsed(*words, "--epochs", 2).steps == 40
+    assert parsed(*words, f"{data / 'lm'}=0.5").model == "tiny"
 
 
 def write_learnable(folder: Path, name: Task, seed: int) -> Path:
