@@ -15,7 +15,7 @@ _PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]*@")
 _WEB = ("http", "https")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Address:
     """A URL without its end slash, taken apart."""
 
@@ -24,6 +24,9 @@ class Address:
     """What the client is given: it may hold a password."""
     anonymous: bool
     """Whether requests go unsigned."""
+
+    def __repr__(self) -> str:
+        return hide_password(self.url)
 
     @classmethod
     def from_url(cls, url: str) -> Self:

@@ -144,12 +144,13 @@ def _aws_profile() -> Any | None:
 
 
 def _provider(profile: str | None) -> Any | None:
-    import botocore.exceptions
     from obstore.auth.boto3 import Boto3CredentialProvider
 
     try:
         return Boto3CredentialProvider()
     except ValueError:
         return None
-    except botocore.exceptions.BotoCoreError as error:
+    except Exception as error:
+        if not type(error).__module__.startswith("botocore"):
+            raise
         raise ConfigError(f"{_AWS_PROFILE}={profile}: {error}") from error

@@ -53,7 +53,7 @@ class ObjectInfo:
 class ObjectStore:
     """Objects by their names below an address."""
 
-    address: Address = field(repr=False)
+    address: Address
     timing: Timing = USUAL
 
     @classmethod

@@ -7,11 +7,12 @@ which a short-lived program fetches (`child`), and shards are read by workers. T
 
 - A program of ours (a command, a loader worker, the child) calls `own_process` and talks itself.
 - Elsewhere, `read` goes through a child, until something else has started the client there: ranges,
-  as with `num_workers=0`, sizes, lists and writes do.
+  sizes, lists and writes do. A loader asks for none of them outside its workers.
 - In a fork of a process that had started it, every use is a ConfigError.
 """
 
 import os
+import sys
 
 from tokenfeed.pipeline.errors import ConfigError
 
@@ -29,8 +30,10 @@ def own_process() -> None:
 
 
 def talks_here() -> bool:
-    """Whether a small file is fetched by this process itself."""
-    return _ours or _started or _orphaned
+    """Whether a small file is fetched by this process itself: one that has no Python to start
+    another with does, too."""
+    alone = getattr(sys, "frozen", False) or not sys.executable
+    return _ours or _started or _orphaned or alone
 
 
 def check_process() -> None:

@@ -1,12 +1,9 @@
 """A remote object as a file: what is read in order comes in requests that grow."""
 
 import io
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import pyarrow as pa
-
-if TYPE_CHECKING:
-    from tokenfeed.pipeline.remote.object_store import ObjectStore
 
 __all__ = ["open_ranged"]
 
@@ -14,7 +11,15 @@ _WHOLE_BYTES = 1 << 20
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 18, 8 << 20
 
 
-def open_ranged(store: "ObjectStore", name: str, size: int) -> pa.NativeFile:
+class _Ranges(Protocol):
+    """What gives any part of an object."""
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """`length` bytes from `start` on."""
+        ...
+
+
+def open_ranged(store: _Ranges, name: str, size: int) -> pa.NativeFile:
     """Open an object; a small one comes whole."""
     if size <= _WHOLE_BYTES:
         return pa.BufferReader(store.read_range(name, 0, size))
@@ -24,7 +29,7 @@ def open_ranged(store: "ObjectStore", name: str, size: int) -> pa.NativeFile:
 class _RangedFile(io.RawIOBase):
     """Keeps the range it read last; where the next one follows it, that is twice as long."""
 
-    def __init__(self, store: "ObjectStore", name: str, size: int) -> None:
+    def __init__(self, store: _Ranges, name: str, size: int) -> None:
         self._store, self._name, self._size = store, name, size
         self._at = 0
         self._kept, self._kept_from = b"", 0

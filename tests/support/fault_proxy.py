@@ -63,6 +63,9 @@ class FaultProxy:
     seen: list[str] = field(default_factory=list)
     """`GET /bucket/name` of each request."""
 
+    signed: list[str] = field(default_factory=list)
+    """The signature of each, or nothing."""
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -79,6 +82,7 @@ class _Proxy(Handler):
 
     def _serve(self) -> None:
         body = self.body()
+        self.state.signed.append(self.headers.get("Authorization", ""))
         fault = self.state.fault_of(f"{self.command} {self.path}")
         kind = fault.kind if fault else ""
         if kind == "reset":

@@ -48,6 +48,7 @@ def no_faults(remote: Remote) -> None:
     remote.server.lies = False
     remote.proxy.schedule.clear()
     remote.proxy.seen.clear()
+    remote.proxy.signed.clear()
     remote.proxy.always, remote.proxy.match = None, ""
 
 
@@ -376,6 +377,38 @@ def test_a_scheme_without_its_package_names_the_extra(monkeypatch: pytest.Monkey
 def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^[^\n]+$"):
         open_store(url)
+
+
+def test_requests_are_signed_unless_they_are_anonymous(remote: Remote) -> None:
+    remote.put("x", DATA)
+    anonymous = ObjectStore.from_url(f"{remote.store.name}?anonymous")
+    assert remote.store.read("x") == anonymous.read("x") == DATA
+    signed, unsigned = remote.proxy.signed
+    assert "Credential=someone/" in signed
+    assert not unsigned
+
+
+def test_a_profile_signs_with_its_keys(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("boto3")
+    keys = "[work]\naws_access_key_id = of-work\naws_secret_access_key = secret\n"
+    (tmp_path / "credentials").write_text(keys)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    remote.put("x", DATA)
+    first = ObjectStore.from_url(f"s3://{remote.prefix}/of-keys")
+    with pytest.raises(RemoteMissingError):
+        first.read("x")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(RemoteMissingError):
+        ObjectStore.from_url(f"s3://{remote.prefix}/of-profile").read("x")
+    of_keys, of_profile = remote.proxy.signed
+    assert "Credential=someone/" in of_keys
+    assert "Credential=of-work/" in of_profile
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(ConfigError, match=r"^AWS_PROFILE=none: "):
+        ObjectStore.from_url(f"s3://{remote.prefix}/of-none").read("x")
 
 
 def test_a_profile_without_boto3_names_the_package(
