@@ -14,7 +14,7 @@ from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingErr
 from tokenfeed.pipeline.remote.address import require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.process import check_process, talks_here
-from tokenfeed.pipeline.remote.retrying import USUAL, Meter, Timing, Traffic, persist
+from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -38,7 +38,7 @@ class HubStore:
     repository: str
     revision: str
     folder: str
-    timing: Timing = USUAL
+    timing: Timing
 
     @classmethod
     def from_url(cls, url: str) -> Self:
@@ -55,7 +55,8 @@ class HubStore:
             )
         kind, revision = match["kind"].removesuffix("s"), match["revision"] or "main"
         folder = (match["folder"] or "").strip("/")
-        return cls(url.rstrip("/"), kind, match["owner"], revision, folder)
+        timing = Timing.from_environment()
+        return cls(url.rstrip("/"), kind, match["owner"], revision, folder, timing)
 
     @property
     def traffic(self) -> Traffic:

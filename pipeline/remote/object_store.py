@@ -5,7 +5,6 @@ and finds there the client of that process. Every method waits, and may be calle
 what fails is repeated (`retrying`), or ends in one line that names the object.
 """
 
-import dataclasses
 import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
 from tokenfeed.pipeline.remote.process import talks_here
-from tokenfeed.pipeline.remote.retrying import USUAL, Timing, Traffic, persist
+from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,23 +53,17 @@ class ObjectStore:
     """Objects by their names below an address."""
 
     address: Address
-    timing: Timing = USUAL
+    timing: Timing
 
     @classmethod
     def from_url(cls, url: str) -> Self:
         """The store at a URL; nothing is asked yet.
 
         Raises:
-            ConfigError: The URL cannot be one, or the client is not installed.
+            ConfigError: The URL or the timeout cannot be one, or the client is not installed.
         """
         require("obstore", url)
-        return cls(Address.from_url(url))
-
-    def waiting(self, give_up_s: float) -> Self:
-        """The same store, given up after so many seconds."""
-        return dataclasses.replace(
-            self, timing=dataclasses.replace(self.timing, give_up_s=give_up_s)
-        )
+        return cls(Address.from_url(url), Timing.from_environment())
 
     @property
     def name(self) -> str:

@@ -7,19 +7,22 @@ which is less than the 600 s after which NCCL kills a run that waits: the error 
 
 import errno
 import logging
+import math
+import os
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
-from tokenfeed.pipeline.errors import RemoteError
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
 
-__all__ = ["USUAL", "Meter", "Timing", "Traffic", "persist"]
+__all__ = ["Meter", "Timing", "Traffic", "persist"]
 
 T = TypeVar("T")
+_TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"
 _log = logging.getLogger(__name__)
 
 
@@ -41,8 +44,23 @@ class Timing:
     request_s: float = 60.0
     """For one request with its body."""
 
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The usual, but for the time after which a request is given up, if one is set.
 
-USUAL = Timing()
+        Raises:
+            ConfigError: What is set is no number of seconds.
+        """
+        said = os.environ.get(_TIMEOUT)
+        if not said:
+            return cls()
+        try:
+            give_up_s = float(said)
+        except ValueError:
+            give_up_s = math.nan
+        if not 0 < give_up_s < math.inf:
+            raise ConfigError(f"{_TIMEOUT}={said}: expected seconds, like 540.")
+        return cls(give_up_s=give_up_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +93,7 @@ class Meter:
         self._total = Traffic()
         self._failing = 0
         self._failing_since = 0.0
+        self._told_at = -math.inf
 
     def add(self, traffic: Traffic) -> None:
         """Count more."""
@@ -84,6 +103,15 @@ class Meter:
     def read(self) -> Traffic:
         """The count now; an outage counts when it is over."""
         return self._total
+
+    def may_tell(self, every_s: float) -> bool:
+        """Whether to warn now: of all requests that fail at once, one speaks for the others."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told_at < every_s:
+                return False
+            self._told_at = now
+            return True
 
     @contextmanager
     def outage(self) -> Iterator[None]:
@@ -98,6 +126,7 @@ class Meter:
             with self._lock:
                 self._failing -= 1
                 if not self._failing:
+                    self._told_at = -math.inf
                     lasted = time.monotonic() - self._failing_since
                     self._total += Traffic(outage_s=lasted)
 
@@ -140,7 +169,7 @@ def _repeat(
     started: float,
     cause: str,
 ) -> T:
-    tries, wait_s, warn_s = 1, timing.first_wait_s, timing.warn_after_s
+    tries, wait_s = 1, timing.first_wait_s
     while True:
         elapsed_s = time.monotonic() - started
         if elapsed_s + wait_s + timing.read_s >= timing.give_up_s:
@@ -150,12 +179,11 @@ def _repeat(
                 "start again: nothing is lost",
                 place,
             )
-        if elapsed_s >= warn_s:
+        if elapsed_s >= timing.warn_after_s and meter.may_tell(timing.warn_every_s):
             _log.warning(
                 "%s: fails for %.0f s now (%s); given up after %.0f s",
                 *(place, elapsed_s, cause, timing.give_up_s),
             )
-            warn_s = elapsed_s + timing.warn_every_s
         time.sleep(wait_s * random.uniform(0.5, 1))
         wait_s = min(2 * wait_s, timing.longest_wait_s)
         tries += 1

@@ -11,8 +11,9 @@ from object_server import ObjectServer, StoredObject, object_server
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
-__all__ = ["FAST", "Remote", "remote_store", "set_endpoint"]
+__all__ = ["DATA", "FAST", "Remote", "remote_store", "set_endpoint"]
 
+DATA = bytes(range(256)) * 40
 FAST = Timing(
     give_up_s=3.0,
     warn_after_s=1.0,

@@ -1,0 +1,103 @@
+"""An address says where and who, shows no secret, and what is missing for it is named."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fault_proxy import Fault
+from remote_stores import DATA, FAST, Remote
+
+from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote import address
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+
+pytest.importorskip("obstore")
+
+
+def test_a_password_in_an_address_is_shown_nowhere(remote: Remote) -> None:
+    url = f"http://user:hunter2@127.0.0.1:{remote.proxy.port}/{remote.prefix}"
+    store = replace(ObjectStore.from_url(url), timing=replace(FAST, give_up_s=0.3))
+    remote.put("x", DATA)
+    assert store.read("x") == DATA
+    said = [repr(store), store.name, store.path("x")]
+    for fault in (Fault("403"), Fault("503"), Fault("reset")):
+        remote.proxy.always = fault
+        with pytest.raises(RemoteError) as caught:
+            store.read("x")
+        said.append(str(caught.value))
+    for bad in (f"{url}?token=hunter2", "s3://key:hunter2@bucket/x", "ftp://me:hunter2@host/x"):
+        with pytest.raises(ConfigError) as refused:
+            open_store(bad)
+        said.append(str(refused.value))
+    assert "hunter2" not in " ".join(said)
+    assert all("user:***@" in text for text in said[1:6])
+
+
+def test_a_scheme_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^s3://b/x: .*`pip install 'tokenfeed\[remote\]'`"):
+        open_store("s3://b/x")
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "https:///x", "s3://b/x?y", "s3://b/x#y"])
+def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^[^\n]+$"):
+        open_store(url)
+
+
+def test_requests_are_signed_unless_they_are_anonymous(remote: Remote) -> None:
+    remote.put("x", DATA)
+    anonymous = ObjectStore.from_url(f"{remote.store.name}?anonymous")
+    assert remote.store.read("x") == anonymous.read("x") == DATA
+    signed, unsigned = remote.proxy.signed
+    assert "Credential=someone/" in signed
+    assert not unsigned
+
+
+def test_a_profile_signs_with_its_keys(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("boto3")
+    keys = "[work]\naws_access_key_id = of-work\naws_secret_access_key = secret\n"
+    (tmp_path / "credentials").write_text(keys)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    remote.put("x", DATA)
+    first = ObjectStore.from_url(f"s3://{remote.prefix}/of-keys")
+    with pytest.raises(RemoteMissingError):
+        first.read("x")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    with pytest.raises(RemoteMissingError):
+        ObjectStore.from_url(f"s3://{remote.prefix}/of-profile").read("x")
+    of_keys, of_profile = remote.proxy.signed
+    assert "Credential=someone/" in of_keys
+    assert "Credential=of-work/" in of_profile
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    with pytest.raises(ConfigError, match=r"^AWS_PROFILE=none: "):
+        ObjectStore.from_url(f"s3://{remote.prefix}/of-none").read("x")
+
+
+def test_a_profile_without_boto3_names_the_package(
+    monkeypatch: pytest.MonkeyPatch, remote: Remote
+) -> None:
+    from tokenfeed.pipeline.remote import client
+
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    monkeypatch.setattr(client, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^AWS_PROFILE=work: .*`pip install boto3`"):
+        ObjectStore.from_url("s3://of-a-profile/x").read("x")
+
+
+@pytest.mark.parametrize("scheme", ["s3://b/x", "hf://datasets/a/b"])
+def test_the_time_to_give_up_is_a_number_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    said = "TOKENFEED_REMOTE_TIMEOUT"
+    monkeypatch.setenv(said, "30.5")
+    assert open_store(scheme).timing.give_up_s == 30.5  # type: ignore[attr-defined]
+    for wrong in ("0", "-1", "inf", "nan", "a minute"):
+        monkeypatch.setenv(said, wrong)
+        with pytest.raises(ConfigError, match=f"^{said}={wrong}: expected seconds"):
+            open_store(scheme)
