@@ -106,6 +106,9 @@ def copy_data_set(source_path: str, to: str) -> Copied:
                 job.result()
                 bar.count_unit()
         except KeyboardInterrupt:
+            for store in (source, target.store):
+                if isinstance(store, ObjectStore):
+                    store.abandon()
             raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
     target.finish(source.read(MANIFEST_FILE))
     return Copied(

@@ -94,6 +94,8 @@ class Meter:
         self._failing = 0
         self._failing_since = 0.0
         self._told_at = -math.inf
+        self.abandoned = threading.Event()
+        """Set where nobody wants the answers any more: nothing is repeated then."""
 
     def add(self, traffic: Traffic) -> None:
         """Count more."""
@@ -184,7 +186,8 @@ def _repeat(
                 "%s: fails for %.0f s now (%s); given up after %.0f s",
                 *(place, elapsed_s, cause, timing.give_up_s),
             )
-        time.sleep(wait_s * random.uniform(0.5, 1))
+        if meter.abandoned.wait(wait_s * random.uniform(0.5, 1)):
+            raise RemoteError(errno.ECANCELED, f"was broken off while it failed ({cause})", place)
         wait_s = min(2 * wait_s, timing.longest_wait_s)
         tries += 1
         meter.add(Traffic(requests=1, retries=1))

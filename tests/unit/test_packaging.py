@@ -67,6 +67,18 @@ def test_what_plans_opens_no_file() -> None:
                 assert not called.startswith("read"), path
 
 
+EXTRAS = {"obstore", "boto3", "botocore", "huggingface_hub", "ray", "distributed"}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_package_that_may_be_missing_is_imported_where_it_is_used(layer: str) -> None:
+    for path in (ROOT / layer).rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert not {name.partition(".")[0] for name in names} & EXTRAS, path
+
+
 def test_all_names_of_the_front_door_can_be_had() -> None:
     for name in tokenfeed.__all__:
         assert getattr(tokenfeed, name).__doc__

@@ -5,6 +5,7 @@ import logging
 import pickle
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -144,3 +145,18 @@ def test_an_acknowledgement_that_is_lost_is_found_again(remote: Remote) -> None:
     assert remote.store.replace("a", b"newer", etag)
     assert not remote.store.replace("a", b"newest", etag)
     assert remote.content("a") == b"newer"
+
+
+def test_who_abandons_a_store_waits_for_no_repetition(remote: Remote) -> None:
+    store = replace(remote.store, timing=replace(FAST, give_up_s=100, longest_wait_s=50))
+    remote.proxy.always = Fault("503")
+    started = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(store.read, "x") for _ in range(4)]
+        while len(remote.proxy.seen) < 20:
+            time.sleep(0.01)
+        store.abandon()
+        for each in asked:
+            with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
+                each.result()
+    assert time.monotonic() - started < 5
