@@ -36,12 +36,11 @@ def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, first: int, count: int) -> bool:
-    command = getattr(fcntl, "F_OFD_SETLK", None)
-    if command is None:
+    if fcntl is None or not hasattr(fcntl, "F_OFD_SETLK"):
         return True
     try:
         wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
-        fcntl.fcntl(descriptor, command, wanted)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
     except OSError as error:
         return error.errno not in _IS_HELD
     return True

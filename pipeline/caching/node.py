@@ -19,7 +19,7 @@ from tokenfeed.pipeline.planning.plan import Position
 
 __all__ = ["Node"]
 
-_THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 32, 16, 4
+_THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
 """Requests at once: of a window that is waited for, and of those that come later. Large ones are
 few, or none of them would end soon where the network is slow."""
 _BEHIND = 4

@@ -133,10 +133,10 @@ class ShardLoader:
         self.device = resolve_device(device)
         self._timeout = checks.number("timeout", timeout, unit="seconds")
         self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
-        self._num_workers = resolve_workers(1 if num_workers == "auto" else num_workers)
         self._sources = open_splits(paths_of(path), checks.text("split", split))
         self._least_workers = int(has_remote(self._sources))
-        self._num_workers = max(self._num_workers, self._least_workers)
+        workers = 1 if num_workers == "auto" else num_workers
+        self._num_workers = resolve_workers(workers, least=self._least_workers)
         self._step_size_is_given = micro_batches_per_step is not None
         self._plan_with = partial(
             Plan.from_splits,

@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cache_reader import digest_of, maker_of
-from data_sets import MakeDataset
+from data_sets import MakeDataset, WriteDataset
 from delivery import eventually, open_loader, realistic_lengths, small_batches, spans
 from places import SUPPORT
 from ranged_folder import RangedFolder, cached_files
+from training import make_config, run, write_counting
 
 from tokenfeed import Fixed, Mixture
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.store import STORES
 
 PLENTY = 1 << 30
 
@@ -103,7 +105,7 @@ def test_eight_processes_ask_once_for_each_record_batch(store: RangedFolder, kil
     assert digests[kills:] == [alone] * (8 - kills)
     asked = Counter(store.requests())
     assert len(asked) == pieces
-    on_their_way = 3 * 48 if kills else 0
+    on_their_way = 3 * (64 + 16) if kills else 0
     assert sum(asked.values()) - pieces <= on_their_way
     if not kills:
         assert set(asked.values()) == {1}
@@ -203,6 +205,26 @@ def test_an_error_comes_at_its_windows_turn_and_the_loader_goes_on_when_it_is_me
         (store.folder / "broken").unlink()
         found += delivered(iter(loader))
     assert found == expected
+
+
+@pytest.mark.slow
+def test_training_reads_a_store_and_reports_what_it_took(
+    write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_counting(write_dataset, tmp_path / "out")
+    store = RangedFolder(folder, tmp_path / "requests")
+    monkeypatch.setitem(STORES, "ranged", lambda _: store)
+    local, remote = (
+        run(make_config(shards, tmp_path / name, steps=4, cache_dir=tmp_path / "cache"))
+        for name, shards in (("one", folder), ("two", "ranged://out"))
+    )
+    assert (remote.loss_first, remote.loss_last) == (local.loss_first, local.loss_last)
+    assert local.remote is None
+    assert "\nstore " not in local.summary()
+    assert remote.remote
+    assert remote.remote["requests"] > 0
+    assert f"\nstore    {remote.remote['requests']} requests" in remote.summary()
+    assert cached_files(tmp_path / "cache")
 
 
 def test_a_bound_that_is_too_small_is_refused_before_anything_starts(
