@@ -34,7 +34,7 @@ from tokenfeed.tools.console import print_json
 from tokenfeed.tools.run.crew import Progress
 from tokenfeed.tools.run.progress import Bar
 
-__all__ = ["Copied", "Copy", "copy_data_set"]
+__all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "data_files", "fetch"]
 
 _AT_ONCE = 4
 _PIECE_BYTES = 1 << 20
@@ -95,7 +95,7 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     source, target = open_store(source_path), _target(to)
     manifest = Manifest.read(source)
     _check_places(source, target, manifest)
-    files = list(_files(manifest))
+    files = list(data_files(manifest))
     with _threads() as threads:
         there = list(threads.map(target.has, files))
     missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
@@ -122,8 +122,8 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     )
 
 
-class _File(NamedTuple):
-    """A file of the manifest."""
+class DataFile(NamedTuple):
+    """A file that a manifest names."""
 
     info: FileInfo
     tokens: int
@@ -134,11 +134,12 @@ class _File(NamedTuple):
         return self.info.bytes
 
 
-def _files(manifest: Manifest) -> Iterator[_File]:
+def data_files(manifest: Manifest) -> Iterator[DataFile]:
+    """All of them but the manifest."""
     side = (manifest.tokenizer, manifest.sources, manifest.rejects)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for info in dict.fromkeys((*side, *shards)):
-        yield _File(info, info.tokens if isinstance(info, ShardInfo) else 0)
+        yield DataFile(info, info.tokens if isinstance(info, ShardInfo) else 0)
 
 
 class _Target(Protocol):
@@ -149,11 +150,11 @@ class _Target(Protocol):
         """The place."""
         ...
 
-    def has(self, file: _File) -> bool:
+    def has(self, file: DataFile) -> bool:
         """Whether it is there, as the manifest says."""
         ...
 
-    def put(self, file: _File, source: Store, bar: Bar) -> None:
+    def put(self, file: DataFile, source: Store, bar: Bar) -> None:
         """Bring it there."""
         ...
 
@@ -175,7 +176,7 @@ def _target(to: str) -> _Target:
 class _Folder:
     store: LocalStore
 
-    def has(self, file: _File) -> bool:
+    def has(self, file: DataFile) -> bool:
         path = self._path(file)
         return (
             path.is_file()
@@ -183,13 +184,13 @@ class _Folder:
             and file_xxh3(path) == file.info.xxh3
         )
 
-    def put(self, file: _File, source: Store, bar: Bar) -> None:
-        _fetch(file, source, self._path(file), bar)
+    def put(self, file: DataFile, source: Store, bar: Bar) -> None:
+        fetch(file, source, self._path(file), bar)
 
     def finish(self, manifest: bytes) -> None:
         atomic_write(Path(self.store.root, MANIFEST_FILE), manifest)
 
-    def _path(self, file: _File) -> Path:
+    def _path(self, file: DataFile) -> Path:
         return Path(self.store.root, file.info.file)
 
 
@@ -197,7 +198,7 @@ class _Folder:
 class _Bucket:
     store: ObjectStore
 
-    def has(self, file: _File) -> bool:
+    def has(self, file: DataFile) -> bool:
         try:
             info = self.store.head(file.info.file)
         except FileNotFoundError:
@@ -205,18 +206,18 @@ class _Bucket:
         known = info.size, info.metadata.get(XXH3_KEY)
         return known == (file.info.bytes, file.info.xxh3)
 
-    def put(self, file: _File, source: Store, bar: Bar) -> None:
+    def put(self, file: DataFile, source: Store, bar: Bar) -> None:
         """By way of a temporary file: what is sent has been proved."""
         with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
             path = Path(folder, "file")
-            _fetch(file, source, path, bar, synced=False)
+            fetch(file, source, path, bar, synced=False)
             self.store.write(file.info.file, path, {XXH3_KEY: file.info.xxh3})
 
     def finish(self, manifest: bytes) -> None:
         self.store.write(MANIFEST_FILE, manifest)
 
 
-def _fetch(file: _File, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
     """Copy a file into a folder; what is not as the manifest says is fetched a second time.
 
     Raises:
@@ -236,7 +237,7 @@ class _AnotherError(Exception):
     """The bytes that came are not those of the manifest."""
 
 
-def _stream(file: _File, source: Store, copy: IO[bytes], bar: Bar) -> str:
+def _stream(file: DataFile, source: Store, copy: IO[bytes], bar: Bar) -> str:
     """Write the content of a file; its checksum."""
     digest, info = xxhash.xxh3_64(), file.info
     for block in _blocks(source, info):

@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|shuffle|copy`: look into a data set, prove it whole, read it back as
-text, shuffle it, bring it elsewhere."""
+"""`shards inspect|verify|cat|shuffle|copy|repair`: look into a data set, prove it whole, read it
+back as text, shuffle it, bring it elsewhere, mend it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +18,11 @@ from tokenfeed.tools.cat import Cat, DataSet
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.copying import Copy
 from tokenfeed.tools.histogram import histogram_lines
+from tokenfeed.tools.repairing.command import Repair
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.verify import find_problems
 
-__all__ = ["Cat", "Copy", "Inspect", "ShuffleRows", "Verify", "main"]
+__all__ = ["Cat", "Copy", "Inspect", "Repair", "ShuffleRows", "Verify", "main"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +88,16 @@ def main() -> None:
 def _command() -> int:
     own_process()
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {"inspect": Inspect, "verify": Verify, "cat": Cat, "shuffle": ShuffleRows, "copy": Copy},
+        {
+            "inspect": Inspect,
+            "verify": Verify,
+            "cat": Cat,
+            "shuffle": ShuffleRows,
+            "copy": Copy,
+            "repair": Repair,
+        },
         prog="shards",
-        description="Look into a data set that `pretokenize` made, shuffle it or copy it.",
+        description="Look into a data set that `pretokenize` made, shuffle it, copy it or mend it.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return int(command.run())

@@ -1,0 +1,94 @@
+"""`shards repair OUT`: what the command line says, and what became of it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.console import print_json
+from tokenfeed.tools.copying import DataFile, data_files, fetch
+from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.records import is_as_written
+
+__all__ = ["Repair"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """Make damaged or lost shards again from their corpus, or fetch them from a copy.
+
+    A file is replaced only by the bytes that the manifest names; exit code 1 if some could not be
+    had.
+    """
+
+    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    """Output folder of `pretokenize`."""
+    corpus: Annotated[
+        tuple[str, ...], tyro.conf.arg(metavar="CORPUS...", help_behavior_hint="")
+    ] = ()
+    """The folders and files that the data set was made of, in the same order."""
+    mirror: Annotated[
+        str | None, tyro.conf.arg(name="from", metavar="MIRROR", help_behavior_hint="")
+    ] = None
+    """A copy of the data set: a folder, or an address that a store is registered for."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Repair what is damaged, and say so."""
+        if bool(self.corpus) == bool(self.mirror):
+            raise ConfigError(
+                "`shards repair` needs one of `--corpus CORPUS...`, to make shards again, and "
+                "`--from MIRROR`, to fetch them."
+            )
+        manifest = Manifest.read(self.out)
+        damaged = _damaged(self.out, manifest)
+        problems: list[str] = []
+        if damaged and self.mirror:
+            problems = _fetched(self.mirror, damaged, self.out)
+        elif damaged:
+            from tokenfeed.tools.repairing.remake import remake  # which is half of `pretokenize`
+
+            infos = [file.info for file in damaged]
+            problems = remake(self.out, manifest, self.corpus, infos)
+        self._say(len(damaged), problems)
+        return 1 if problems else 0
+
+    def _say(self, num_damaged: int, problems: list[str]) -> None:
+        repaired = num_damaged - len(problems)
+        if self.json:
+            print_json({"ok": not problems, "repaired": repaired, "problems": problems})
+            return
+        print("\n".join([*problems, f"{self.out}: {_counted(num_damaged, repaired)}"]))
+
+
+def _counted(num_damaged: int, repaired: int) -> str:
+    if not num_damaged:
+        return "good, nothing to repair"
+    return f"files damaged or lost: {num_damaged:,}, repaired: {repaired:,}"
+
+
+def _damaged(folder: Path, manifest: Manifest) -> list[DataFile]:
+    """The files that are not as the manifest says; reads all of them."""
+    files = list(data_files(manifest))
+    with ThreadPoolExecutor() as threads:
+        are_whole = list(threads.map(lambda file: is_as_written(folder, file.info), files))
+    return [file for file, is_whole in zip(files, are_whole, strict=True) if not is_whole]
+
+
+def _fetched(mirror: str, damaged: list[DataFile], folder: Path) -> list[str]:
+    """Fetch files; why some could not be."""
+    store, problems = open_store(mirror), list[str]()
+    with Bar(damaged) as bar:
+        for file in damaged:
+            try:
+                fetch(file, store, folder / file.info.file, bar)
+            except ShardFormatError as error:
+                problems.append(str(error))
+            bar.count_unit()
+    return problems

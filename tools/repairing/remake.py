@@ -1,0 +1,212 @@
+"""Make shards of a finished data set again: their units, cut and encoded as they once were.
+
+What was asked for when the data set was made stands in `.made_by.json`; what its corpus was the
+caller says, since it may lie elsewhere now. Whether it is still the same shows in the bytes:
+nothing takes the place of a damaged file but what the manifest names.
+"""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo, Manifest, ShardInfo
+from tokenfeed.pipeline.format.storage import atomic_write, sync_folder
+from tokenfeed.tools.encoding.engine import EngineRejected, engine_version
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES
+from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
+from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
+from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.prepare import Prepared
+from tokenfeed.tools.run.claim import MADE_BY_FILE, made_by
+from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.worker import Worker
+
+__all__ = ["remake"]
+
+
+def remake(
+    folder: Path, manifest: Manifest, corpus: tuple[str, ...], damaged: list[FileInfo]
+) -> list[str]:
+    """Make shards, and the tokenizer, of a finished data set again; why some files could not be.
+
+    Args:
+        folder: Where the data set is.
+        manifest: What it is to be.
+        corpus: What it was made of.
+        damaged: Which files of it.
+
+    Raises:
+        ConfigError: It is not known what made it, or its shards cannot be made one by one.
+        CorpusError: The corpus is another one.
+    """
+    shards = [info for info in damaged if isinstance(info, ShardInfo)]
+    problems = [
+        f"{folder / info.file}: is made of the whole corpus. Restore it by `--from MIRROR`."
+        for info in damaged
+        if info not in (*shards, manifest.tokenizer)
+    ]
+    recipe = _recipe(folder, manifest)
+    json_bytes = _tokenizer(folder, manifest, recipe)
+    if manifest.tokenizer in damaged:
+        atomic_write(folder / TOKENIZER_FILE, json_bytes)
+    with _scratch(folder) as scratch:
+        (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
+        options = _options(recipe, manifest, corpus, scratch)
+        run = Prepared.from_options(options, scratch, "new", None).run
+        _check_same(run.inputs, manifest, recipe)
+        settings = replace(run.settings, audits=False)
+        return problems + _encoded(settings, run.inputs, shards, folder, manifest)
+
+
+def _recipe(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What made the data set, if a shard of it is made of a unit."""
+    if not (folder / MADE_BY_FILE).exists():
+        raise ConfigError(
+            f"{folder}: has no {MADE_BY_FILE}, which says by what options it was made. Copy that "
+            "file from where the data set was made, or repair by `--from MIRROR`."
+        )
+    if manifest.shuffled:
+        raise ConfigError(
+            f"{folder}: its rows were shuffled, so each shard is made of the whole corpus. Repair "
+            "by `--from MIRROR`, or make the data set again."
+        )
+    return made_by(folder)
+
+
+def _tokenizer(folder: Path, manifest: Manifest, recipe: dict[str, Any]) -> bytes:
+    """The data set's own tokenizer.json, or where it is damaged the one that was named then."""
+    path, named = folder / TOKENIZER_FILE, recipe.get("--tokenizer")
+    if path.exists() and _is_meant(content := path.read_bytes(), manifest):
+        return content
+    if named and _is_meant(content := fetch_tokenizer_json(named), manifest):
+        return content
+    raise ConfigError(
+        f"{path}: is damaged or lost, and {named or 'a tokenizer that was trained'} does not give "
+        "it again. Restore it by `--from MIRROR`."
+    )
+
+
+def _is_meant(content: bytes, manifest: Manifest) -> bool:
+    return xxhash.xxh3_64_hexdigest(content) == manifest.tokenizer.xxh3
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path) -> Iterator[Path]:
+    """Room beside the shards, from where they can be renamed."""
+    scratch = Path(tempfile.mkdtemp(prefix=".repair-", dir=folder))
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _options(
+    recipe: dict[str, Any], manifest: Manifest, corpus: tuple[str, ...], scratch: Path
+) -> Options:
+    """The options of the command that made the data set."""
+    engine: Any = manifest.tokenizer.engine
+    options = Options(
+        paths=(*corpus, str(scratch)),
+        task=recipe["--task"],
+        tokenizer=str(scratch / TOKENIZER_FILE),
+        end_token=recipe["--end-token"],
+        add_special_tokens=recipe["--add-special-tokens"],
+        special_tokens_in_text=recipe["--special-tokens-in-text"],
+        field=(_fields(recipe),),
+        split=tuple(recipe["--split"]),
+        validation=recipe["--validation"],
+        exclude=tuple(recipe["--exclude"]),
+        shard_size=str(recipe["--shard-size"]),
+        engine=engine,
+    )
+    options.check()
+    return options
+
+
+def _fields(recipe: dict[str, Any]) -> tuple[str, ...]:
+    """`--field` for the fields that were read: a task's own, in its order, `pair` not always."""
+    names, own = recipe["the fields"], list(TASK_CLASSES[recipe["--task"]].kinds)
+    if len(own) > len(names):
+        own.remove("pair")
+    return tuple(f"{each}={name}" for each, name in zip(own, names, strict=True))
+
+
+def _check_same(inputs: Inputs, manifest: Manifest, recipe: dict[str, Any]) -> None:
+    """Refuse another corpus before anything of it is encoded, as far as sizes tell."""
+    sources = inputs.corpus.sources
+    for what, was, now in (
+        ("input files", manifest.ledger.files, len(sources)),
+        ("bytes", recipe["the bytes of the input"], sum(source.bytes for source in sources)),
+    ):
+        if was != now:
+            raise CorpusError(
+                f"the corpus has {now:,} {what}, that of the data set had {was:,}. Give the same "
+                "folders and files, in the same order."
+            )
+
+
+def _encoded(
+    settings: EncodeSettings,
+    inputs: Inputs,
+    shards: list[ShardInfo],
+    folder: Path,
+    manifest: Manifest,
+) -> list[str]:
+    """Encode the units of some shards, and put into place what is right; what is not."""
+    wanted: dict[int, list[ShardInfo]] = defaultdict(list)
+    for info in shards:
+        wanted[int(Path(info.file).stem)].append(info)
+    units = [unit for unit in inputs.units if unit.number in wanted]
+    problems: list[str] = []
+    with Bar(units) as bar:
+        try:
+            worker = Worker(lambda on_progress: UnitEncoder(settings, on_progress).encode)
+        except EngineRejected as why:
+            raise ConfigError(
+                f"{settings.engine} has made the data set, and here {why}. Install "
+                f"{_engine_of(manifest)}."
+            ) from None
+        worker.on_progress = bar.advance
+        for unit in units:
+            made = worker.do(unit).result.shards
+            for info in wanted.pop(unit.number):
+                right = info in made.values()
+                if right:
+                    _replace(settings.folder / info.file, folder / info.file)
+                else:
+                    problems.append(_other_bytes(folder, info, manifest))
+            bar.count_unit()
+    lost = [info for infos in wanted.values() for info in infos]
+    return problems + [_other_bytes(folder, info, manifest) for info in lost]
+
+
+def _replace(made: Path, path: Path) -> None:
+    path.parent.mkdir(exist_ok=True)
+    os.replace(made, path)
+    sync_folder(path.parent)
+
+
+def _other_bytes(folder: Path, info: ShardInfo, manifest: Manifest) -> str:
+    here = f"{manifest.tokenizer.engine} {engine_version(_name(manifest))}"
+    why = "the corpus has changed, or pyarrow"
+    if here != _engine_of(manifest):
+        why = f"it was made by {_engine_of(manifest)}, and here is {here}"
+    return f"{folder / info.file}: comes out with other bytes: {why}. Left as it is."
+
+
+def _engine_of(manifest: Manifest) -> str:
+    return f"{manifest.tokenizer.engine} {manifest.tokenizer.engine_version}"
+
+
+def _name(manifest: Manifest) -> Any:
+    return manifest.tokenizer.engine
