@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|shuffle|copy|repair`: look into a data set, prove it whole, read it
-back as text, shuffle it, bring it elsewhere, mend it."""
+"""`shards inspect|verify|cat|shuffle|copy|repair|explain`: look into a data set, prove it whole,
+read it back as text, shuffle it, bring it elsewhere, mend it, say what a step of a run held."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +17,13 @@ from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.tools.cat import Cat, DataSet
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.copying import Copy
+from tokenfeed.tools.explain import Explain
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.repairing.command import Repair
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.verify import find_problems
 
-__all__ = ["Cat", "Copy", "Inspect", "Repair", "ShuffleRows", "Verify", "main"]
+__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "ShuffleRows", "Verify", "main"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +96,7 @@ def _command() -> int:
             "shuffle": ShuffleRows,
             "copy": Copy,
             "repair": Repair,
+            "explain": Explain,
         },
         prog="shards",
         description="Look into a data set that `pretokenize` made, shuffle it, copy it or mend it.",

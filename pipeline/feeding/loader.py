@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -43,6 +42,7 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
 from tokenfeed.pipeline.windows.compare import compare
 from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = ["ShardLoader"]
@@ -260,6 +260,15 @@ class ShardLoader:
         """
         return compare(self._maker(self._plan_of(first)), first, second)
 
+    def explain(self, batch: Batch) -> list[Origin]:
+        """The file, the record and the tokens of it that each piece of a batch is made of, in the
+        order of `batch.rows`. Reads shards, some record batches of each.
+
+        Raises:
+            ShardFormatError: A shard is missing or damaged.
+        """
+        return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
+
     def close(self) -> None:
         """End the workers; the position stays, and iterating again starts new ones."""
         self._delivery.close()
@@ -267,12 +276,7 @@ class ShardLoader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @property

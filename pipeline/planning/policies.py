@@ -19,7 +19,7 @@ from tokenfeed.pipeline.planning.packing import concatenate, pack
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order
 from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
-__all__ = ["Fixed", "Packed", "Padded", "settings_of"]
+__all__ = ["Fixed", "Packed", "Padded", "policy_of", "settings_of"]
 
 
 SPREAD = 0.033
@@ -204,6 +204,22 @@ def settings_of(described: object) -> object:
     renamed = {old: new for old, new in _NAMES_BEFORE.items() if old not in defaults}
     named = {renamed.get(name, name): value for name, value in named.items()}
     return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
+
+
+def policy_of(described: object) -> Batching:
+    """The policy that a repr describes, as a saved state has it.
+
+    Raises:
+        ConfigError: There is none of that name here, or it does not take what the repr says.
+    """
+    try:
+        name, values = settings_of(described)  # type: ignore[misc]
+        return _policies()[name](**values)
+    except (TypeError, ValueError, KeyError):
+        raise ConfigError(
+            f"{described}: is no policy that is known here. Use Padded, Packed or Fixed, or a "
+            "program that imports its class."
+        ) from None
 
 
 def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:

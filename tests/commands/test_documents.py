@@ -24,7 +24,7 @@ import yaml
 import tokenfeed
 from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
-from tokenfeed.tools.shards import Inspect, Repair, Verify
+from tokenfeed.tools.shards import Explain, Inspect, Repair, Verify
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.train_command import Command
 
@@ -225,7 +225,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands = (Options, Command, Inspect, Verify, Cat, ShuffleRows, Repair)
+    commands = (Options, Command, Inspect, Verify, Cat, ShuffleRows, Repair, Explain)
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

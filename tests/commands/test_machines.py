@@ -81,7 +81,7 @@ def wait_for_shards(out: Path, process: subprocess.Popen[str], number: int = 1) 
         time.sleep(0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_parts_at_once_in_processes_give_the_bytes_of_one_command(
     big: Path, tmp_path: Path, tokenizer: Path
 ) -> None:

@@ -68,7 +68,7 @@ def made(
     return {task: folder / task for task in TASKS}
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), task=st.sampled_from(list(TASKS)))
 def test_what_is_damaged_is_made_again_from_the_corpus_wherever_it_lies(
     data: st.DataObject, task: str, made: dict[str, Path], records: Path
@@ -87,7 +87,7 @@ def test_what_is_damaged_is_made_again_from_the_corpus_wherever_it_lies(
         assert files_of(out) == files_of(made[task])
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_what_is_damaged_is_fetched_from_a_mirror(
     data: st.DataObject, made: dict[str, Path]

@@ -1,0 +1,271 @@
+"""`shards explain OUT`: of which records a step of a run was made, from a saved state.
+
+A state says where a run stood, and its plan follows from the data sets and the settings that the
+state holds; so any step around it can be made again, and named. That reads the window it is in, and
+those between it and the state.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, Self, get_args
+
+import msgspec
+import numpy as np
+import tyro
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.policies import policy_of
+from tokenfeed.pipeline.planning.state import (
+    Delivered,
+    first_difference,
+    own_stream,
+    plan_settings_of,
+)
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.origins import Origin, origins_of
+from tokenfeed.pipeline.windows.reader import WindowReader
+from tokenfeed.tools.console import print_json
+
+__all__ = ["Explain"]
+
+_CHECKPOINT_FILE = "checkpoint.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explain:
+    """Name the files, records and tokens that a step of a run was made of."""
+
+    out: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="OUT...")]]
+    """Output folders of `pretokenize`, or addresses: of a mixture all, in its order."""
+    state: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """What `state_dict()` gave, as JSON, or a checkpoint of `train`."""
+    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    """Which step: of a checkpoint by its number in the run; of a state 1 is the next one, 0 the one
+    before. By default the next one."""
+    rank: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
+    """Only what this rank got, of so many as `--world-size` says. By default all of the step."""
+    world_size: int = 1
+    """Ranks that shared each step."""
+    json: bool = False
+    """Print a JSON object per micro-batch."""
+
+    def run(self) -> int:
+        """Print them."""
+        saved = _Saved.read(self.state)
+        ranks = self._ranks(saved.num_streams)
+        state = own_stream(saved.state, ranks.stream)
+        plan_settings = plan_settings_of(state)
+        settings = _Settings.read(plan_settings)
+        sources = _sources(self.out, settings)
+        plan = _plan(sources, settings, plan_settings)
+        position = Delivered.from_state(plan, state).position
+        number = saved.step + 1 if self.step is None else self.step
+        reader = WindowReader(sources)
+        step = _find(WindowMaker(plan, reader, 0, 1), position, number - saved.step - 1, number)
+        maker = WindowMaker(plan, reader, ranks.rank, ranks.count)
+        for micro_batch in _micro_batches(maker, sources, step):
+            self._say(number, micro_batch)
+        return 0
+
+    def _ranks(self, num_streams: int) -> "_Ranks":
+        rank = 0 if self.rank is None else self.rank
+        if not 0 <= rank < self.world_size or self.world_size % num_streams:
+            raise ConfigError(
+                f"`--rank` {rank} and `--world-size` {self.world_size}: expected a rank from 0 up "
+                f"to the number of ranks, which {num_streams} streams share evenly."
+            )
+        count = self.world_size // num_streams
+        if self.rank is None:
+            return _Ranks(0, 0, 1)
+        return _Ranks(rank // count, rank % count, count)
+
+    def _say(self, number: int, micro_batch: "_MicroBatch") -> None:
+        if self.json:
+            pieces = [piece._asdict() for piece in micro_batch.pieces]
+            print_json({"step": number, **micro_batch._asdict(), "pieces": pieces})
+            return
+        filler = ", a filler" if micro_batch.filler else ""
+        print(
+            f"--- step {number} | epoch {micro_batch.epoch}, window {micro_batch.window}, "
+            f"micro-batch {micro_batch.micro_batch}{filler}"
+        )
+        for piece in micro_batch.pieces:
+            print(f"{piece.file} record {piece.record}, tokens {piece.start} to {piece.stop}")
+
+
+class _Ranks(NamedTuple):
+    """Whose micro-batches: a rank among those of its stream."""
+
+    stream: int
+    rank: int
+    count: int
+
+
+class _MicroBatch(NamedTuple):
+    epoch: int
+    window: int
+    micro_batch: int
+    """Its place in the window."""
+    filler: bool
+    pieces: list[Origin]
+
+
+class _Step(NamedTuple):
+    """A step, as micro-batches of a window."""
+
+    dealt_from: Position
+    """Where ranks began to share the window."""
+    first: int
+    stop: int
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    """What a state says of its plan."""
+
+    data: tuple[str, ...]
+    split: str
+    weights: tuple[float, ...]
+    phases: tuple[tuple[int, ...], ...]
+    windows: Annotated[int, msgspec.Meta(ge=1)]
+    batching: str
+    micro_batches_per_step: int
+    stream: int
+    num_streams: int
+    seed: int
+    shuffle: bool
+
+    @classmethod
+    def read(cls, saved: dict[str, Any]) -> "_Settings":
+        """Check their types.
+
+        Raises:
+            ResumeError: They are no settings of a plan.
+        """
+        try:
+            return msgspec.convert(saved, cls)
+        except msgspec.ValidationError as error:
+            raise ResumeError(f"this is no loader state ({error}).") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """A state, and after which step of a run it was saved; 0 where it does not say."""
+
+    state: dict[str, Any]
+    step: int
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a state or a checkpoint.
+
+        Raises:
+            ConfigError: It is neither.
+        """
+        path = path / _CHECKPOINT_FILE if path.is_dir() else path
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"`--state` {path}: is no JSON ({error}). Give what `state_dict()` gave, saved by "
+                "`json.dump`, or a checkpoint of `train`."
+            ) from None
+        meta = content.get("meta", content) if isinstance(content, dict) else {}
+        if isinstance(meta, dict) and isinstance(meta.get("loader"), dict):
+            return cls(meta["loader"], int(meta["step"]))
+        return cls(content, 0)
+
+    @property
+    def num_streams(self) -> int:
+        """Streams that the state is of, if it is one of several."""
+        streams = self.state.get("streams") if isinstance(self.state, dict) else None
+        return len(streams) if streams else 1
+
+
+def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:
+    """The data sets, if they are those of the state."""
+    sources = open_splits(paths, settings.split)
+    ours = tuple(source.manifest.fingerprint for source in sources)
+    if ours != settings.data:
+        raise ResumeError(
+            f"the state is of data sets of the fingerprints {', '.join(settings.data)}, those "
+            f"given have {', '.join(ours)}. Give the same, in the same order."
+        )
+    return sources
+
+
+def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str, Any]) -> Plan:
+    """The plan of a state. How large windows were to be, and what ended an epoch, it does not say:
+    it is what gives the same phases and as many windows."""
+    policy = policy_of(settings.batching)
+    read = map(sum, zip(*settings.phases, strict=True))
+    tokens = sum(n * each.tokens / each.batches for n, each in zip(read, sources, strict=True))
+    sizes = (None, round(tokens / settings.windows))
+    kinds: tuple[Exhausted, ...] = get_args(Exhausted) if sources[1:] else ("repeat",)
+    weights = zip((source.store for source in sources), settings.weights, strict=True)
+    of_sources: dict[StorePath, float] = dict(weights)
+    for window_tokens, exhausted in product(sizes, kinds):
+        plan = Plan.from_splits(
+            sources,
+            Mixture(of_sources, exhausted) if sources[1:] else None,
+            policy,
+            split=settings.split,
+            micro_batches_per_step=settings.micro_batches_per_step,
+            window_tokens=window_tokens,
+            seed=settings.seed,
+            shuffle=settings.shuffle,
+            stream=settings.stream,
+            num_streams=settings.num_streams,
+        )
+        if not first_difference(plan.settings(), saved):
+            return plan
+    raise ResumeError(
+        "the windows of this state were of a size that it does not say. Use "
+        "`loader.explain(batch)` on the loader that it belongs to."
+    )
+
+
+def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) -> _Step:
+    """The step so many after the one that comes next at a position."""
+    epoch, window, done = position
+    ends = _step_ends(maker, epoch, window)
+    index = int(np.searchsorted(ends, done, side="right")) + steps_on
+    while index >= len(ends):
+        index -= len(ends)
+        epoch, window, _ = maker.plan.next_window(Position(epoch, window, 0))
+        ends = _step_ends(maker, epoch, window)
+    while index < 0:
+        epoch, window = divmod(epoch * maker.plan.num_windows + window - 1, maker.plan.num_windows)
+        if epoch < 0:
+            raise ConfigError(f"`--step` {number}: is before the first step of the run.")
+        ends = _step_ends(maker, epoch, window)
+        index += len(ends)
+    goes_on = (epoch, window) == position[:2] and steps_on >= 0
+    first = int(ends[index - 1]) if index else 0
+    return _Step(Position(epoch, window, done if goes_on else 0), first, int(ends[index]))
+
+
+def _step_ends(maker: WindowMaker, epoch: int, window: int) -> np.ndarray:
+    """How many micro-batches of a window there are up to the end of each step of it."""
+    rounds = maker.make(Position(epoch, window, 0)).index.rounds
+    return rounds.position[rounds.ends_step]
+
+
+def _micro_batches(
+    maker: WindowMaker, sources: tuple[OpenedSplit, ...], step: _Step
+) -> Iterator[_MicroBatch]:
+    """What one rank gets of a step."""
+    (epoch, window, first), made = step.dealt_from, maker.make(step.dealt_from)
+    begins = [first, *made.index.rounds.position.tolist()]
+    for batch, begin in zip(made.batches(), begins, strict=False):
+        place = begin if batch.is_filler else begin + maker.rank
+        if step.first <= place < step.stop:
+            starts = np.zeros(len(batch.rows), np.int64) if batch.starts is None else batch.starts
+            pieces = origins_of(sources, batch.rows, starts, batch.piece_lengths)
+            yield _MicroBatch(epoch, window, place, batch.is_filler, pieces)
