@@ -69,7 +69,7 @@ class Explain:
         number = saved.step + 1 if self.step is None else self.step
         reader = WindowReader(sources)
         step = _find(WindowMaker(plan, reader, 0, 1), position, number - saved.step - 1, number)
-        maker = WindowMaker(plan, reader, ranks.rank, ranks.count)
+        maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size)
         for micro_batch in _micro_batches(maker, sources, step):
             self._say(number, micro_batch)
         return 0
@@ -105,7 +105,7 @@ class _Ranks(NamedTuple):
 
     stream: int
     rank: int
-    count: int
+    world_size: int
 
 
 class _MicroBatch(NamedTuple):
@@ -254,7 +254,8 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
 def _step_ends(maker: WindowMaker, epoch: int, window: int) -> np.ndarray:
     """How many micro-batches of a window there are up to the end of each step of it."""
     rounds = maker.make(Position(epoch, window, 0)).index.rounds
-    return rounds.position[rounds.ends_step]
+    ends: np.ndarray = rounds.position[rounds.ends_step]
+    return ends
 
 
 def _micro_batches(

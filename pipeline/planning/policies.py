@@ -212,8 +212,9 @@ def policy_of(described: object) -> Batching:
     Raises:
         ConfigError: There is none of that name here, or it does not take what the repr says.
     """
+    found: Any = settings_of(described)
     try:
-        name, values = settings_of(described)  # type: ignore[misc]
+        name, values = found
         return _policies()[name](**values)
     except (TypeError, ValueError, KeyError):
         raise ConfigError(

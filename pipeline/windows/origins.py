@@ -50,8 +50,9 @@ def origins_of(
     """
     wanted, places = np.unique(rows, return_inverse=True)
     found = list(_of_sources(sources, wanted))
-    spans = zip(places.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-    return [Origin(*found[place], start, stop) for place, start, stop in spans]
+    spans = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+    named = zip((found[place] for place in places.tolist()), spans, strict=True)
+    return [Origin(file, record, *span) for (file, record), span in named]
 
 
 def _of_sources(sources: tuple[OpenedSplit, ...], rows: np.ndarray) -> Iterator[tuple[str, int]]:

@@ -12,18 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from command import COMMAND, files_of, run, run_json, write_ballast
+from command import COMMAND, files_of, run, run_json, write_ballast, write_long_corpus
 
 SHARDS = ("--shard-size", "30KB", "--validation", "0.1")
 
 DASK = """
-import os
+import os, sys
 from distributed import Client, LocalCluster
 if __name__ == "__main__":
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
         with Client(cluster) as client:
             print(cluster.scheduler_address, *client.run(os.getpid).values(), flush=True)
-            input()
+            sys.stdin.read()
 """
 
 RAY = """
@@ -32,10 +32,10 @@ from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 second = cluster.add_node(num_cpus=1)
 print(cluster.address, flush=True)
-input()
+sys.stdin.readline()
 cluster.remove_node(second, allow_graceful=False)
 print("removed", flush=True)
-input()
+sys.stdin.readline()
 cluster.shutdown()
 """
 
@@ -105,6 +105,7 @@ def test_parts_at_once_in_processes_give_the_bytes_of_one_command(
 def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
     big: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
+    write_long_corpus(big, 150)
     options = ("--tokenizer", tokenizer, *SHARDS)
     run(big, tmp_path / "plain", *options, "--workers", 1)
     out = tmp_path / "out"
@@ -118,6 +119,7 @@ def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
         )
         wait_for_shards(out, process)
         os.kill(int(worker), signal.SIGKILL)
+        assert process.poll() is None, "it ended before"
         assert process.wait(100) == 0
     assert files_of(out) == files_of(tmp_path / "plain")
 
@@ -127,6 +129,7 @@ def test_a_dask_cluster_that_loses_a_worker_gives_the_bytes_of_one_command(
 def test_a_ray_cluster_that_loses_a_node_gives_the_bytes_of_one_command(
     big: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
+    write_long_corpus(big, 600)
     options = ("--tokenizer", tokenizer, *SHARDS)
     run(big, tmp_path / "plain", *options, "--workers", 1)
     out = tmp_path / "out"
@@ -142,6 +145,7 @@ def test_a_ray_cluster_that_loses_a_node_gives_the_bytes_of_one_command(
         assert cluster.stdin
         print(file=cluster.stdin, flush=True)
         assert line_of(cluster) == "removed"
+        assert process.poll() is None, "it ended before"
         assert process.wait(200) == 0
     assert files_of(out) == files_of(tmp_path / "plain")
 

@@ -22,6 +22,8 @@ Runner = Literal["local", "ray", "dask"]
 
 _RETRIES = 3
 """How often a unit is done again elsewhere that an engine's failure, or a disk's, has ended."""
+_OWN_DASK = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.ERROR}
+"""Of a cluster that is started here."""
 ResultT = TypeVar("ResultT")
 
 
@@ -35,20 +37,24 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def _dask() -> Iterator[Cluster]:
+    import dask
     from distributed import Client
 
-    with Client(set_as_default=False) as client:
+    is_named = dask.config.get("scheduler-address", None) is not None
+    with _reaching("dask"):
+        client: Any = Client(set_as_default=False, **({} if is_named else _OWN_DASK))
+    with client:
         executor = client.get_executor(pure=False, retries=_RETRIES)
         yield Cluster(executor, lambda: sum(client.nthreads().values()))
 
 
 @contextlib.contextmanager
 def _ray() -> Iterator[Cluster]:
-    import ray
+    import ray  # pyright: ignore[reportMissingImports]
 
     is_ours = not ray.is_initialized()
     if is_ours:
-        with _handlers_kept():
+        with _reaching("ray"), _handlers_kept():
             ray.init(log_to_driver=False, logging_level=logging.WARNING)
     try:
         yield Cluster(RayExecutor(), lambda: int(ray.cluster_resources().get("CPU", 0)))
@@ -61,7 +67,7 @@ class RayExecutor(Executor):
     """Tasks of Ray as futures: one core each, dealt to as many machines as there are."""
 
     def __init__(self) -> None:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
 
         self._ray = ray
         self._call = ray.remote(
@@ -113,6 +119,19 @@ def check_installed(runner: Runner) -> None:
 
 def _call(function: Callable[..., ResultT], args: Any, named: Any) -> ResultT:
     return function(*args, **named)
+
+
+@contextlib.contextmanager
+def _reaching(runner: Runner) -> Iterator[None]:
+    """Have a cluster that cannot be reached end in one line."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(
+            f"`--runner {runner}`: no cluster could be reached ({reason or type(error).__name__}). "
+            "Start it, or say where it is: see docs/how/machines.md."
+        ) from error
 
 
 @contextlib.contextmanager
