@@ -73,7 +73,7 @@ class ProgressLog:
         Returns:
             Why the run has diverged, and nothing is written; None where it has not.
         """
-        interval, self._interval = self._interval, {}
+        interval, self._interval = dict(sorted(self._interval.items())), {}
         self.is_behind = False
         latest_norm, skipped, in_a_row, *sums = self._fetch([*interval.values()], norm)
         before, self._skipped = self._skipped, int(skipped)

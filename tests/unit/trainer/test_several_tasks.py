@@ -6,6 +6,7 @@ import math
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.feeding.stats import Quantiles, RemoteStats
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.by_task import config_by_task, shards_by_task, shares_by_task
@@ -360,6 +363,23 @@ def test_settings_suit_all_tasks_and_each_has_its_epochs(
     assert both.steps == math.ceil(max(alone[0].steps / 0.75, alone[1].steps / 0.25))
     assert parsed(*words, "--epochs", 2).steps == 40
     assert parsed(*words, f"{data / 'lm'}=0.5").model == "tiny"
+
+
+def test_what_loaders_took_of_stores_is_added_up_and_of_waits_the_worse_is_told(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = [
+        RemoteStats(1, 20, 0, 0.5, 3, 0, Quantiles(1, 5, 6, 7)),
+        None,
+        RemoteStats(2, 30, 1, 0.0, 4, 1, Quantiles(2, 3, 4, 9)),
+    ]
+    trainer = Trainer(config_of(data, tmp_path))
+    assert trainer.course.remote is None
+    stats = iter([SimpleNamespace(remote=each) for each in took])
+    monkeypatch.setattr(ShardLoader, "stats", lambda _: next(stats))
+    found = trainer.course.remote
+    trainer.close()
+    assert found == RemoteStats(3, 50, 1, 0.5, 7, 1, Quantiles(2, 5, 6, 9))
 
 
 def write_learnable(folder: Path, name: Task, seed: int) -> Path:
