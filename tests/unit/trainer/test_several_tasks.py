@@ -136,7 +136,9 @@ def take_step(learner: Learner, lesson: Any, step: int) -> None:
     learner.step(step, add_gradients(learner, lesson, step))
 
 
-@pytest.mark.parametrize("stop", [1, 4, 7])
+@pytest.mark.parametrize(
+    "stop", [3, *(pytest.param(stop, marks=pytest.mark.long) for stop in (1, 4, 7))]
+)
 def test_a_run_resumes_bit_for_bit_at_any_step(stop: int, data: Path, tmp_path: Path) -> None:
     for name, after in (("whole", None), ("parts", stop)):
         run(config_of(data, tmp_path / name), stop_after=after)
@@ -309,6 +311,7 @@ def test_a_dry_run_tells_each_task(data: Path, tmp_path: Path) -> None:
     assert found.trained_parameters == [found.parameters]
 
 
+@pytest.mark.long
 def test_headspace_knows_every_task(data: Path, tmp_path: Path) -> None:
     report = run(config_of(data, tmp_path, headspace=2, steps=8))
     assert report.headspace_tokens_per_s
