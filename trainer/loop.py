@@ -30,6 +30,7 @@ from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import feeds_by_task
 from tokenfeed.trainer.headspace import ready_tokens_per_s
+from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.outcome import report_of
 from tokenfeed.trainer.page.page import write_page
@@ -61,6 +62,7 @@ class Trainer:
         self.started_s = time.perf_counter()
         self.world = world or World(chosen_device(config.device))
         self.device = self.world.device
+        keep_freed_memory(self.device)
         self.config = config = decide_micro_batch(config, self.world)
         self.headspace = ready_tokens_per_s(config, self.world)
         self.task = learnt_by(config, self.device)
