@@ -14,7 +14,7 @@ from typing import Any
 
 from training import make_config
 
-from tokenfeed.trainer import loop
+from tokenfeed.trainer import course
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.stall import warmup_steps
 
@@ -25,7 +25,7 @@ _slept: list[float] = []
 
 def make_late(seconds: float) -> None:
     """Have this process sleep before each micro-batch."""
-    feed = loop.step_feed
+    feed = course.step_feed
 
     def late(*args: Any) -> Iterator[Any]:
         for dealt in feed(*args):
@@ -34,7 +34,7 @@ def make_late(seconds: float) -> None:
             _slept.append(time.perf_counter() - began)
             yield dealt
 
-    loop.step_feed = late
+    course.step_feed = late
 
 
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:
