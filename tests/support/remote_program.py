@@ -42,6 +42,7 @@ def talk_and_fork(url: str) -> None:
 
 def hub(url: str) -> None:
     """Every way to read a file of the Hub; what fails is told."""
+    own_process()
     store = open_store(url)
     assert isinstance(store, HubStore)
     store = replace(store, timing=FAST)
