@@ -6,7 +6,7 @@ what fails is repeated (`retrying`), or ends in one line that names the object.
 """
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -43,7 +43,7 @@ class ObjectInfo:
     name: str
     size: int
     etag: str
-    """Differs for another content; empty where a server tells none."""
+    """Differs for another version; empty where a server tells none, and in a list of Google's."""
     metadata: dict[str, str] = field(default_factory=dict)
     """What was given when it was written; of a list always empty."""
 
@@ -97,7 +97,8 @@ class ObjectStore:
 
         def attempt() -> ObjectInfo:
             result = self._connection.reads.get(name, options={"head": True})
-            return _info(name, result.meta, {str(k): v for k, v in result.attributes.items()})
+            metadata = {str(key): value for key, value in result.attributes.items()}
+            return ObjectInfo(name, result.meta["size"], self._etag(result.meta), metadata)
 
         return self._persist(attempt, name)
 
@@ -173,7 +174,7 @@ class ObjectStore:
                 chunk_size=_PART_BYTES,
             )
             self._connection.meter.add(Traffic(bytes=size))
-            return result["e_tag"] or ""
+            return self._etag(result)
 
         return self._persist(attempt, name)
 
@@ -187,7 +188,7 @@ class ObjectStore:
 
     def replace(self, name: str, data: bytes, etag: str) -> bool:
         """Put an object in place of the one with this ETag; whether it now has this content."""
-        return self._put_if(name, data, {"e_tag": etag})
+        return self._put_if(name, data, {self._etag_key: etag})
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is gone is no error."""
@@ -199,6 +200,14 @@ class ObjectStore:
                 return
 
         self._persist(attempt, name)
+
+    @property
+    def _etag_key(self) -> str:
+        """What a conditional write goes by: Google counts versions."""
+        return "version" if self.address.scheme == "gs" else "e_tag"
+
+    def _etag(self, said: Mapping[str, Any]) -> str:
+        return said.get(self._etag_key) or ""
 
     @property
     def _connection(self) -> Connection:
@@ -245,7 +254,8 @@ class ObjectStore:
 
     def _page(self, prefix: str, last: str | None) -> Sequence[ObjectInfo]:
         stream = self._connection.reads.list(prefix or None, offset=last, chunk_size=_PAGE)
-        return [_info(meta["path"], meta, {}) for meta in next(iter(stream), [])]
+        page = next(iter(stream), [])
+        return [ObjectInfo(meta["path"], meta["size"], self._etag(meta)) for meta in page]
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
         def attempt() -> bool:
@@ -274,7 +284,3 @@ class ObjectStore:
         if refused or type(error).__name__ == "AlreadyExistsError":
             return False
         raise error
-
-
-def _info(name: str, meta: Any, metadata: dict[str, str]) -> ObjectInfo:
-    return ObjectInfo(name, meta["size"], meta["e_tag"] or "", metadata)

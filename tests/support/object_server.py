@@ -5,6 +5,7 @@ signature. Told so, it takes conditional writes as if they had none, as some sto
 """
 
 import hashlib
+import itertools
 import re
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+_METADATA = re.compile(r"x-(?:amz|goog)-meta-(.*)")
+
 __all__ = ["ObjectServer", "StoredObject", "object_server", "serving"]
 
 
@@ -23,6 +26,8 @@ __all__ = ["ObjectServer", "StoredObject", "object_server", "serving"]
 class StoredObject:
     data: bytes
     metadata: dict[str, str] = field(default_factory=dict)
+    generation: int = field(default_factory=itertools.count(1).__next__, compare=False)
+    """Google's name of a version."""
 
     @property
     def etag(self) -> str:
@@ -81,16 +86,16 @@ class _Objects(Handler):
     def do_PUT(self) -> None:
         data, objects = self.body(), self.server_state.objects
         metadata = {
-            name.lower().removeprefix("x-amz-meta-"): value
+            found[1]: value
             for name, value in self.headers.items()
-            if name.lower().startswith("x-amz-meta-")
+            if (found := _METADATA.fullmatch(name.lower()))
         }
         with self.server_state.lock:
             there = objects.get(self._name)
             if not self.server_state.lies and not self._met(there):
                 return self.answer(412, {})
             objects[self._name] = made = StoredObject(data, metadata)
-        return self.answer(200, {"ETag": made.etag})
+        return self.answer(200, {"ETag": made.etag, "x-goog-generation": str(made.generation)})
 
     def do_DELETE(self) -> None:
         self.server_state.objects.pop(self._name, None)
@@ -112,6 +117,9 @@ class _Objects(Handler):
         """Whether the conditions of a write hold."""
         if self.headers.get("If-None-Match") == "*" and there:
             return False
+        generation = self.headers.get("x-goog-if-generation-match")
+        if generation is not None:
+            return generation == str(there.generation if there else 0)
         wanted = self.headers.get("If-Match")
         return wanted is None or (there is not None and there.etag == wanted)
 
@@ -122,7 +130,12 @@ class _Objects(Handler):
         wanted = self.headers.get("If-Match")
         if wanted and wanted != there.etag:
             return self.answer(412, {})
-        headers = {f"x-amz-meta-{name}": value for name, value in there.metadata.items()}
+        headers = {
+            f"x-{company}-meta-{name}": value
+            for name, value in there.metadata.items()
+            for company in ("amz", "goog")
+        }
+        headers["x-goog-generation"] = str(there.generation)
         headers |= {"ETag": there.etag, "Last-Modified": formatdate(usegmt=True)}
         status, data = 200, there.data
         if "Range" in self.headers:

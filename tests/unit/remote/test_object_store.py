@@ -1,6 +1,7 @@
 """An object store gives what was put, whatever the network does in between."""
 
 import io
+import json
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -199,3 +200,27 @@ def test_it_is_pickled_small_and_without_its_client(remote: Remote) -> None:
 def test_objects_of_the_server_are_what_was_written(remote: Remote) -> None:
     remote.store.write("x", b"1", {"a": "b"})
     assert remote.server.objects[f"{remote.prefix}/x"] == StoredObject(b"1", {"a": "b"})
+
+
+def test_google_goes_by_the_number_of_a_version(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    said = account | {"gcs_base_url": remote.proxy.url, "disable_oauth": True}
+    (tmp_path / "account.json").write_text(json.dumps(said))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    store = replace(ObjectStore.from_url(f"gs://{remote.prefix}/google"), timing=FAST)
+    etag = store.write("a/b", DATA, {XXH3_KEY: "0123"})
+    assert (store.read("a/b"), store.read_tail("a/b", 5)) == (DATA, DATA[-5:])
+    assert store.head("a/b").metadata[XXH3_KEY] == "0123"
+    assert store.head("a/b").etag == etag
+    for fault in (None, Fault("lost"), Fault("503")):
+        remote.proxy.schedule.append(fault)
+        assert store.replace("a/b", (data := DATA + etag.encode()), etag)
+        assert not store.replace("a/b", b"late", etag)
+        assert store.read("a/b") == data
+        etag = store.head("a/b").etag
+    assert [info.name for info in store.list()] == ["a/b"]
+    assert keeps_conditions(store)
+    store.delete("a/b")
+    assert list(store.list()) == []
