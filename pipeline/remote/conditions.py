@@ -10,7 +10,7 @@ __all__ = ["keeps_conditions"]
 def keeps_conditions(store: ObjectStore) -> bool:
     """Whether a second `create`, and a `replace` of what has changed, are refused.
 
-    It writes an object of a few bytes with a name of its own, and removes it: five requests.
+    It writes an object of a few bytes with a name of its own, and removes it: eight requests.
     """
     name = f".tokenfeed-probe-{secrets.token_hex(8)}"
     try:

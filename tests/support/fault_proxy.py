@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from object_server import Handler, serving
 
-__all__ = ["FAULTS", "Fault", "FaultProxy", "fault_proxy"]
+__all__ = ["FAULTS", "Fault", "FaultProxy", "Kind", "fault_proxy"]
 
 Kind = Literal[
     "500",

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from fault_proxy import FAULTS, Fault
+from fault_proxy import FAULTS, Fault, Kind
 from remote_stores import DATA, FAST, Remote
 
 from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.retrying import Timing
 
 pytest.importorskip("obstore")
 
@@ -160,3 +161,24 @@ def test_who_abandons_a_store_waits_for_no_repetition(remote: Remote) -> None:
             with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
                 each.result()
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["503", "stall"])
+def test_forty_seconds_without_an_answer_cost_no_byte(
+    remote: Remote, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    remote.put("x", DATA)
+    store = replace(remote.store, timing=Timing())
+    before = store.traffic.outage_s
+    remote.proxy.always = Fault(kind, seconds=12)
+
+    def end() -> None:
+        remote.proxy.always = None
+
+    threading.Timer(40, end).start()
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
+    assert 28 < store.traffic.outage_s - before < 60  # a stall is noticed after ten seconds
+    (told,) = caplog.messages
+    assert re.search(r"/x: fails for 1\d s now \(.*\); given up after 540 s$", told)
