@@ -3,6 +3,7 @@
 So a process that others fork never starts the client. The price is a start of Python, about 0.2 s.
 """
 
+import contextlib
 import logging
 import marshal
 import os
@@ -40,6 +41,8 @@ def read_in_child(store: _Reads, name: str) -> tuple[bytes, Traffic]:
     Raises:
         TokenfeedError: Whatever `read` raises there.
     """
+    paths = [entry for entry in sys.path if isinstance(entry, str)]
+    orders = marshal.dumps(paths) + pickle.dumps((store, name))
     with subprocess.Popen(
         [sys.executable, "-c", _CODE],
         stdin=subprocess.PIPE,
@@ -49,9 +52,8 @@ def read_in_child(store: _Reads, name: str) -> tuple[bytes, Traffic]:
         assert child.stdin
         assert child.stdout
         try:
-            marshal.dump([entry for entry in sys.path if isinstance(entry, str)], child.stdin)
-            pickle.dump((store, name), child.stdin)
-            child.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # it died: the missing answer will say so
+                os.write(child.stdin.fileno(), orders)
             return _answer(child.stdout, store.path(name))
         finally:
             child.kill()
@@ -61,7 +63,7 @@ def _answer(pipe: IO[bytes], place: str) -> tuple[bytes, Traffic]:
     while True:
         try:
             said = pickle.load(pipe)
-        except EOFError:
+        except (EOFError, pickle.UnpicklingError):
             raise RemoteError(EIO, "the program that fetches it died; see above", place) from None
         if isinstance(said, TokenfeedError):
             raise said

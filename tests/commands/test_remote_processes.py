@@ -72,6 +72,13 @@ def test_a_child_hands_over_content_errors_and_warnings(
     assert len(caplog.messages) == 1
 
 
+def test_a_child_that_dies_is_one_line(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program in ("/bin/false", "/bin/echo"):
+        monkeypatch.setattr(sys, "executable", program)
+        with pytest.raises(RemoteError, match=r"/x: the program that fetches it died; see above"):
+            remote.store.read("x")
+
+
 def test_a_child_ends_with_its_parent(remote: Remote) -> None:
     remote.proxy.always = Fault("503")
     command = [sys.executable, SUPPORT / "remote_program.py", "read", remote.store.name]
