@@ -64,7 +64,7 @@ def test_a_child_hands_over_content_errors_and_warnings(
     with pytest.raises(RemoteMissingError, match=r"/y: not found\.$"):
         remote.store.read("y")
     remote.proxy.always = Fault("503")
-    hasty = replace(remote.store, timing=replace(FAST, give_up_s=0.6, warn_after_s=0.1))
+    hasty = replace(remote.store, timing=replace(FAST, give_up_s=0.6, warn_after_s=0.1, read_s=0.1))
     with caplog.at_level(logging.WARNING, "tokenfeed"), pytest.raises(RemoteError, match="503"):
         hasty.read("x")
     for message in caplog.messages:

@@ -55,12 +55,17 @@ class Handler(BaseHTTPRequestHandler):
         return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+    """Who finds it full is let wait a second by the kernel."""
+
+
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler], **attributes: Any) -> Iterator[int]:
     """The port where `handler` answers, in threads of this process."""
     made = type(handler.__name__, (handler,), attributes)
-    with ThreadingHTTPServer(("127.0.0.1", 0), made) as server:
-        server.daemon_threads = True
+    with _Server(("127.0.0.1", 0), made) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

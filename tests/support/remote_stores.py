@@ -15,16 +15,16 @@ __all__ = ["DATA", "FAST", "Remote", "remote_store", "set_endpoint"]
 
 DATA = bytes(range(256)) * 40
 FAST = Timing(
-    give_up_s=3.0,
+    give_up_s=20.0,
     warn_after_s=1.0,
     warn_every_s=1.0,
     first_wait_s=0.001,
     longest_wait_s=0.01,
     connect_s=1.0,
-    read_s=0.2,
-    request_s=2.0,
+    read_s=3.0,
+    request_s=10.0,
 )
-"""Stalls are noticed after a fifth of a second, and nothing is waited for."""
+"""Nothing is waited for; a machine that is busy has time to answer."""
 _buckets = itertools.count()
 
 
