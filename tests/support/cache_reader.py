@@ -23,8 +23,7 @@ __all__ = ["digest_of", "maker_of"]
 
 
 def maker_of(path: StorePath, cache: CacheSettings | None, seed: int = 0) -> WindowMaker:
-    """Makes windows of little data, of which nothing is kept in memory."""
-    reader._KEPT_TOKENS = 0
+    """Makes windows of little data."""
     sources = open_splits([path], "train")
     plan = Plan.from_splits(
         sources,
@@ -51,6 +50,7 @@ def digest_of(maker: WindowMaker, epochs: int) -> int:
 
 def main() -> None:
     folder, log, cache, bound, delay_s, seed, epochs = sys.argv[1:]
+    reader._KEPT_TOKENS = 0  # windows are read each time, however small the data are
     store = RangedFolder(Path(folder), Path(log), float(delay_s))
     settings = CacheSettings(cache, int(bound), is_whole=False, windows_ahead=2)
     maker = maker_of(store, settings, int(seed))
