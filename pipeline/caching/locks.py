@@ -8,6 +8,7 @@ import contextlib
 import errno
 import os
 import struct
+import time
 from collections.abc import Iterator
 
 try:
@@ -19,6 +20,7 @@ __all__ = ["alone", "try_lock"]
 
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
+_LOOK_AGAIN_S, _PATIENCE_S = 0.001, 30.0
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -48,12 +50,26 @@ def _lock(descriptor: int, first: int, count: int) -> bool:
 
 @contextlib.contextmanager
 def alone(path: str) -> Iterator[int]:
-    """Be the only one to have a file, in any thread or process; others wait. Gives it open."""
+    """Be the only one to have a file, in any thread or process; others wait. Gives it open.
+
+    Nobody waits for ever: who holds it may have been stopped.
+    """
     descriptor = os.open(path, _FLAGS, 0o600)
+    give_up_s = time.monotonic() + _PATIENCE_S
     try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # no locks here: all are let in
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while not _flock(descriptor) and time.monotonic() < give_up_s:
+            time.sleep(_LOOK_AGAIN_S)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _flock(descriptor: int) -> bool:
+    """Whether nobody else holds a file now; without such locks all are let in."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _IS_HELD
+    return True

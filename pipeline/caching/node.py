@@ -22,6 +22,8 @@ __all__ = ["Node"]
 _THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
 """Requests at once: of a window that is waited for, and of those that come later. Large ones are
 few, or none of them would end soon where the network is slow."""
+_LONGEST_WAIT_S = 900.0
+"""More than a store is asked again and again, and another process is waited for before."""
 _BEHIND = 4
 """Windows that another process may still read after this one has."""
 
@@ -37,6 +39,7 @@ class Node:
         self.counted = Fetched()
         """What no store counts."""
         self._waiting = 0
+        self._waiting_since_s = 0.0
         self.ahead: Ahead | None = None
         """The plan, and where it is read at present; None before the first window."""
 
@@ -82,14 +85,17 @@ class Node:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waited for is on its way: the store ends it, sooner or later."""
-        return self._waiting > 0
+        """Whether something waited for is on its way: the store ends that, sooner or later, and
+        what lasts longer than it allows is no waiting but a hang."""
+        return self._waiting > 0 and time.monotonic() - self._waiting_since_s < _LONGEST_WAIT_S
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """While something is fetched that is waited for."""
         started = time.perf_counter()
         with self._lock:
+            if not self._waiting:
+                self._waiting_since_s = time.monotonic()
             self._waiting += 1
         try:
             yield

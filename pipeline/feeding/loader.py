@@ -31,6 +31,7 @@ from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.remote import cache_for, has_remote
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.feeding.worker_maker import WorkerMaker
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
@@ -40,7 +41,7 @@ from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
-from tokenfeed.pipeline.windows.compare import compare
+from tokenfeed.pipeline.windows.compare import Maker, compare
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -212,7 +213,7 @@ class ShardLoader:
                 "for a number of steps"
             )
         if self._length is None:
-            self._length = self._maker(plan).make(Position(0, 0, 0)).num_batches
+            self._length = self._one_by_one(plan).make(Position(0, 0, 0)).num_batches
         return self._length * self.epochs
 
     @property
@@ -258,7 +259,7 @@ class ShardLoader:
         Raises:
             ResumeError: One of them is no state, or neither belongs to this loader's plan.
         """
-        return compare(self._maker(self._plan_of(first)), first, second)
+        return compare(self._one_by_one(self._plan_of(first)), first, second)
 
     def explain(self, batch: Batch) -> list[Origin]:
         """The file, the record and the tokens of it that each piece of a batch is made of, in the
@@ -289,6 +290,10 @@ class ShardLoader:
     def _maker(self, plan: Plan) -> WindowMaker:
         reader = WindowReader(self._sources, cache=self._cache)
         return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
+
+    def _one_by_one(self, plan: Plan) -> Maker:
+        maker = self._maker(plan)
+        return WorkerMaker(maker, self._timeout) if self._least_workers else maker
 
     def _plan_of(self, state: dict[str, Any]) -> Plan:
         """This loader's plan, with the step size of a state where it was given none."""

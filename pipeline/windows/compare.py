@@ -5,18 +5,31 @@ the last, states keep digests at distances that double: they narrow down where t
 reading those windows again tells which of the two is not what the plan says. Torch-free.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
-from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.state import Delivered, first_difference, plan_settings_of
-from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-__all__ = ["compare"]
+__all__ = ["Maker", "compare"]
 
 _WORD = (1 << 64) - 1
 
 
-def compare(maker: WindowMaker, first: dict[str, Any], second: dict[str, Any]) -> str | None:
+class Maker(Protocol):
+    """Makes the windows of a plan, wherever it does."""
+
+    @property
+    def plan(self) -> Plan:
+        """Which windows there are."""
+        ...
+
+    def make(self, position: Position) -> RankSlice:
+        """A rank's slice of a window."""
+        ...
+
+
+def compare(maker: Maker, first: dict[str, Any], second: dict[str, Any]) -> str | None:
     """Compare what two runs delivered.
 
     Args:
@@ -56,7 +69,7 @@ def compare(maker: WindowMaker, first: dict[str, Any], second: dict[str, Any]) -
     )
 
 
-def _compare_ends(maker: WindowMaker, first: Delivered, second: Delivered) -> str | None:
+def _compare_ends(maker: Maker, first: Delivered, second: Delivered) -> str | None:
     if first.position != second.position:
         behind, ahead = sorted((first, second), key=lambda run: run.position)
         who = "first" if ahead is first else "second"
@@ -68,7 +81,7 @@ def _compare_ends(maker: WindowMaker, first: Delivered, second: Delivered) -> st
     return None
 
 
-def _replay(maker: WindowMaker, start: int, stop: int) -> int:
+def _replay(maker: Maker, start: int, stop: int) -> int:
     """What the windows from `start` up to `stop`, counted over epochs, add to a digest."""
     total = 0
     for number in range(start, stop):
@@ -78,6 +91,6 @@ def _replay(maker: WindowMaker, start: int, stop: int) -> int:
     return total & _WORD
 
 
-def _name(maker: WindowMaker, windows: int) -> str:
+def _name(maker: Maker, windows: int) -> str:
     epoch, window = divmod(windows, maker.plan.num_windows)
     return f"window {window} of epoch {epoch}"

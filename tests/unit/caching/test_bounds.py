@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tokenfeed.pipeline.caching.locks import alone, try_lock
 from tokenfeed.pipeline.caching.place import Need, resolve_cache
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.caching.sweep import sweep
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
@@ -70,11 +71,11 @@ def test_a_cache_never_holds_more_than_its_bound(
 ) -> None:
     total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
     bound, most = total // 2, 0
-    replace = os.replace
+    rename = os.replace
 
     def watched(source: str, target: str) -> None:
         nonlocal most
-        replace(source, target)
+        rename(source, target)
         found = cached_files(tmp_path) + cached_files(tmp_path, footers=True)
         most = max(most, sum(p.stat().st_size for p in found if p.exists()))
 
@@ -133,6 +134,30 @@ def test_the_split_that_fits_comes_in_few_large_requests(
     assert len(cached_files(tmp_path)) == split.batches
     first_window = len(maker.plan.order.window(0, 0))
     assert len(store.requests()) <= first_window + 2 + 2 + 10
+
+
+def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    maker = maker_of(store, replace(settings_of(tmp_path, 1 << 30), windows_ahead=5))
+    maker.make(Position(0, 0, 0))
+    settle(store)
+    (store.folder / "broken").touch()
+    for window in range(1, 6):
+        maker.make(Position(0, window, 0))
+    with pytest.raises(RemoteError, match="broken for a test"):
+        epochs(maker, 1)
+    (store.folder / "broken").unlink()
+    epochs(maker, 1)
+
+
+def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.pipeline.caching.locks._PATIENCE_S", 0.2)
+    began = time.monotonic()
+    with alone(str(tmp_path / "sum")), alone(str(tmp_path / "sum")):
+        assert 0.2 <= time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])

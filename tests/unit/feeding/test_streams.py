@@ -53,6 +53,16 @@ def until_step_ends(steps: int, batches: Iterable[Batch]) -> Iterator[Batch]:
             return
 
 
+@pytest.mark.parametrize(("of_node", "streams"), [("2", 2), ("4", 1), ("3", 1), ("", 1)])
+def test_the_ranks_of_a_node_may_be_a_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, of_node: str, streams: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", of_node)
+    loader = open_loader(folder, POLICY, rank=3, world_size=4, num_streams="nodes", epochs=None)
+    assert loader.state_dict()["plan"]["num_streams"] == streams
+    assert loader.state_dict()["plan"]["stream"] == streams - 1
+
+
 def delivered(*runs: Run) -> list[Span]:
     return sorted(
         span
