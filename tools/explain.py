@@ -53,12 +53,14 @@ class Explain:
     """Only what this rank got, of so many as `--world-size` says. By default all of the step."""
     world_size: int = 1
     """Ranks that shared each step."""
+    task: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
+    """Of a run that learned several tasks, whose steps: 1 is the next one of this task."""
     json: bool = False
     """Print a JSON object per micro-batch."""
 
     def run(self) -> int:
         """Print them."""
-        saved = _Saved.read(self.state)
+        saved = _Saved.read(self.state, self.task)
         ranks = self._ranks(saved.num_streams)
         state = own_stream(saved.state, ranks.stream)
         plan_settings = plan_settings_of(state)
@@ -162,11 +164,11 @@ class _Saved:
     step: int
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path, task: str | None) -> Self:
         """Read a state or a checkpoint.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: It is neither, or of several tasks, or not of this one.
         """
         path = path / _CHECKPOINT_FILE if path.is_dir() else path
         try:
@@ -177,9 +179,16 @@ class _Saved:
                 "`json.dump`, or a checkpoint of `train`."
             ) from None
         meta = content.get("meta", content) if isinstance(content, dict) else {}
-        if isinstance(meta, dict) and isinstance(meta.get("loader"), dict):
+        if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
+            return cls(content, 0)
+        if {"version", "streams"} & meta["loader"].keys():
             return cls(meta["loader"], int(meta["step"]))
-        return cls(content, 0)
+        if task not in meta["loader"]:
+            raise ConfigError(
+                f"`--state` {path}: is of a run that learned several tasks. Name one by `--task`: "
+                f"{', '.join(meta['loader'])}."
+            )
+        return cls(meta["loader"][task], 0)
 
     @property
     def num_streams(self) -> int:

@@ -83,8 +83,9 @@ def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
         for path in (settings.folder / split).glob("*.arrow*"):
             if path not in named:
                 path.unlink(missing_ok=True)
-    for path in settings.folder.glob(PROBES):
-        path.unlink(missing_ok=True)
+    for pattern in (PROBES, f"{TOKENIZER_FILE}.*"):
+        for path in settings.folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _source_ledgers(

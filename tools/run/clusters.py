@@ -37,10 +37,10 @@ class Cluster(NamedTuple):
 
 @contextlib.contextmanager
 def _dask() -> Iterator[Cluster]:
-    import dask
+    from dask.config import get
     from distributed import Client
 
-    is_named = dask.config.get("scheduler-address", None) is not None
+    is_named = get("scheduler-address", None) is not None
     with _reaching("dask"):
         client: Any = Client(set_as_default=False, **({} if is_named else _OWN_DASK))
     with client:

@@ -48,7 +48,7 @@ def undisturbed(
     return files_of(out)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(seed=st.integers(0, 1000))
 def test_units_done_twice_late_and_in_any_order_give_the_bytes_of_one_process(
     seed: int, documents: Path, fast_tokenizer: Path, undisturbed: dict[str, bytes]

@@ -54,7 +54,7 @@ def stopped_after(units: int) -> Callable[..., None]:
     return stopping
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=6),
     last=st.permutations(range(3)),
