@@ -65,12 +65,12 @@ class CarelessExecutor(Executor):
             again()
 
 
-def on_cluster(monkeypatch: pytest.MonkeyPatch, executor: Executor) -> None:
+def on_cluster(monkeypatch: pytest.MonkeyPatch, executor: Executor, num_workers: int = 2) -> None:
     """Have `--runner dask` mean an executor."""
 
     @contextmanager
     def opened() -> Iterator[Cluster]:
-        yield Cluster(executor, lambda: 2)
+        yield Cluster(executor, lambda: num_workers)
 
     monkeypatch.setitem(CLUSTERS, "dask", opened)
     monkeypatch.setattr("tokenfeed.tools.machines.check_installed", lambda runner: None)

@@ -1,5 +1,6 @@
 """`shards repair OUT`: what the command line says, and what became of it."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,11 @@ class Repair:
             raise ConfigError(
                 "`shards repair` needs one of `--corpus CORPUS...`, to make shards again, and "
                 "`--from MIRROR`, to fetch them."
+            )
+        if re.match("[a-z][a-z0-9+.-]*:/", str(self.out)):
+            raise ConfigError(
+                f"{self.out}: repairs are made in a folder of this machine. `shards copy` from a "
+                "whole data set completes one in a store."
             )
         manifest = Manifest.read(self.out)
         damaged = _damaged(self.out, manifest)

@@ -5,6 +5,7 @@ has work waiting. What takes long for one of them delays nobody, and what one wa
 machine was lost is done by another.
 """
 
+import logging
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ from tokenfeed.tools.run.guest import Finished, Job, do_unit
 from tokenfeed.tools.run.versions import versions
 
 __all__ = ["PROBES", "Hired"]
+
+logger = logging.getLogger(__name__)
 
 PROBES = ".probe-*"
 """Files by which workers find out whether they see the output folder of the command."""
@@ -61,6 +64,7 @@ class Hired(Generic[UnitT, ResultT]):
         self._cluster, self._folder = cluster, folder
         self._waiting = iter(units)
         self._on_progress = on_progress
+        self._is_waited_for = False
         self._given: dict[Future[Finished | Failure], UnitT] = {}
         self._probe = self._folder / PROBES.replace("*", os.urandom(8).hex())
         self._probe.write_bytes(os.urandom(16))
@@ -104,7 +108,11 @@ class Hired(Generic[UnitT, ResultT]):
                 self._give_all()
 
     def _give_all(self) -> None:
-        room = (1 + _WAITING) * max(self._cluster.num_workers(), 1) - len(self._given)
+        num_workers = self._cluster.num_workers()
+        if not num_workers and not self._is_waited_for:
+            self._is_waited_for = True
+            logger.info("the cluster has no workers: waiting for some")
+        room = (1 + _WAITING) * max(num_workers, 1) - len(self._given)
         for _, unit in zip(range(room), self._waiting, strict=False):
             self._give(unit)
 

@@ -76,6 +76,20 @@ def test_threads_of_one_process_do_not_share_an_encoder(
     assert files_of(tmp_path / "out") == undisturbed
 
 
+def test_a_cluster_without_workers_is_said_once(
+    documents: Path,
+    tmp_path: Path,
+    fast_tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    with_fast_engine(monkeypatch, crew=True)
+    on_cluster(monkeypatch, CarelessExecutor(0), num_workers=0)
+    make(documents, tmp_path / "out", fast_tokenizer, runner="dask")
+    assert caplog.text.count("the cluster has no workers: waiting for some") == 1
+
+
 def test_paths_from_the_working_directory_mean_the_same_to_workers_elsewhere(
     documents: Path,
     tmp_path: Path,

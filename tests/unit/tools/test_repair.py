@@ -156,6 +156,7 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     out = tmp_path / "out"
     shutil.copytree(made["lm"], out)
     assert "needs one of `--corpus" in repair(out, expect=2)
+    assert "`shards copy` from a whole" in repair(Path("s3://a/b"), "--from", out, expect=2)
     (out / "train/00000.arrow").unlink()
     (out / "sources.jsonl").unlink()
     said = repair(out, "--corpus", records, expect=1)
