@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 from scenarios_data import Data, Record
+from scenarios_disk import written_at
 from scenarios_watch import Watch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -38,6 +39,8 @@ class Loop:
     rate: float
     save_every: int | None = None
     """Steps."""
+    disk: float | None = None
+    """Bytes a second that it writes; None: as fast as this machine's."""
 
 
 class Encoder:
@@ -110,7 +113,9 @@ def train(data: Data, loop: Loop, steps: int, watch: Watch, folder: Path) -> Any
         if loop.save_every and step % loop.save_every == 0:
             with watch.meter.cause("checkpoint"):
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save({**state, "step": step}, folder / "checkpoint.pt")
+                path = folder / "checkpoint.pt"
+                with written_at(loop.disk, path):
+                    torch.save({**state, "step": step}, path)
         watch.step(int(batch["attention_mask"].sum()), batch["input_ids"].numel())
     bar.close()
     return model

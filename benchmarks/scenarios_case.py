@@ -11,6 +11,7 @@ import scenarios_before
 import torch
 from scenarios_before import BLOCK, IGNORED, Encoder, Loop, new_model
 from scenarios_data import Data
+from scenarios_disk import CLOUD_VOLUME, checkpoints_on
 from scenarios_watch import Marks, Watch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -88,9 +89,11 @@ SCENARIOS: dict[str, Scenario] = {
         settings={"step_rows": 8, "learning_rate": 1.5e-3},
     ),
     "e": Scenario(
-        said="a checkpoint every 5 steps",
+        said="a checkpoint every 5 steps, to a cloud volume",
         data="files",
-        loop=Loop(batches=scenarios_before.sequences, rows=2, rate=1e-3, save_every=5),
+        loop=Loop(
+            batches=scenarios_before.sequences, rows=2, rate=1e-3, save_every=5, disk=CLOUD_VOLUME
+        ),
         steps=100,
         settings={"step_tokens": 2 * BLOCK, "learning_rate": 1e-3, "save_every": 5},
     ),
@@ -126,6 +129,7 @@ def after(scenario: Scenario, data: Data, seed: int) -> Outcome:
             marks.end_step()
             return False
 
+        stack.enter_context(checkpoints_on(scenario.loop.disk))
         trainer.train(after_step)
         marks.count(counted.tokens, counted.slots)
         trainer.saver.wait()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from scenarios_before import Encoder, new_model
 from scenarios_case import SCENARIOS, SIDES, Scenario, settings_of
 from scenarios_data import Data
+from scenarios_disk import CLOUD_VOLUME
 
 from tokenfeed import Fixed, ShardLoader
 from tokenfeed.trainer.config import TrainConfig
@@ -69,6 +71,20 @@ def test_both_sides_begin_with_the_same_weights(
     trainer.close()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("scenario", ["e"], indirect=True)
+def test_a_save_of_either_side_lasts_as_long_as_its_bytes_take(
+    side: str, scenario: Scenario, data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    SIDES[side](scenario, data, 0)
+    weights = sum(weight.nbytes for weight in new_model(data).parameters())
+    saves = [seconds for seconds in slept if seconds > weights / CLOUD_VOLUME]
+    assert len(saves) >= scenario.steps // 5
+    assert max(saves) < 4 * weights / CLOUD_VOLUME, "weights, and two moments"
 
 
 @pytest.mark.parametrize("scenario", ["b", "c", "d"], indirect=True)
