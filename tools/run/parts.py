@@ -86,8 +86,8 @@ class Parts(Generic[ResultT]):
             ConfigError: Other parts, or a run without parts, were begun by another command.
         """
         parts = cls(folder, kind)
-        parts._make_folder()
         parts._check_same(recipe_in(folder) or recipe, recipe)
+        parts._make_folder()
         parts._enter_job(recipe, part.count)
         parts._check_job(recipe)
         if (count := parts._job()["parts"]) != part.count:

@@ -150,6 +150,7 @@ def test_a_part_beside_a_run_of_another_command_is_refused(
         make(lines, tmp_path / "out", tokenizer)
     with pytest.raises(ConfigError, match="--validation was"):
         part("0/3", lines, tmp_path / "out", tokenizer, validation=0.5)
+    assert not (tmp_path / "out/.parts").exists()
 
 
 def test_the_limit_on_rejects_holds_over_all_parts(
