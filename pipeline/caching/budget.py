@@ -19,8 +19,11 @@ class Budget:
         self._path = os.path.join(folder, _FILE)
 
     def read(self) -> int:
-        """The sum now."""
-        return self.add(0)
+        """The sum now; 0 where the disk has no room for it."""
+        try:
+            return self.add(0)
+        except OSError:
+            return 0
 
     def add(self, count: int) -> int:
         """Change the sum; gives the new one."""

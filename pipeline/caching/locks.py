@@ -28,9 +28,14 @@ _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
     """Hold some numbers, if nobody else holds one of them, in this process or another.
 
-    A system without such locks keeps nobody out: then what they guard is done twice, and is right.
+    A system without such locks, or a disk without room for the file, keeps nobody out: then what
+    they guard is done twice, and is right.
     """
-    descriptor = os.open(path, _FLAGS, 0o600)
+    try:
+        descriptor = os.open(path, _FLAGS, 0o600)
+    except OSError:
+        yield True
+        return
     try:
         yield _lock(descriptor, first, count)
     finally:

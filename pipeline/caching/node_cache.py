@@ -68,7 +68,7 @@ class NodeCache:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-            self._pause(error)
+            self.pause(error)
 
     def remove(self, path: str) -> None:
         """Let go of a damaged file."""
@@ -77,7 +77,8 @@ class NodeCache:
             os.unlink(path)
             self._budget.add(-size)
 
-    def _pause(self, error: OSError) -> None:
+    def pause(self, error: OSError) -> None:
+        """Write nothing for a while, since the disk refused; told once."""
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._has_told:
             self._has_told = True
@@ -101,12 +102,14 @@ class CacheSet:
     def __init__(self, cache: NodeCache, name: str) -> None:
         self._cache = cache
         self._folder = os.path.join(cache.settings.folder, name)
-        os.makedirs(os.path.join(self._folder, "ends"), mode=0o700, exist_ok=True)
-        self.touch()
+        try:
+            os.makedirs(os.path.join(self._folder, "ends"), mode=0o700, exist_ok=True)
+        except OSError as error:
+            cache.pause(error)
 
     def touch(self) -> None:
-        """Say that the set is in use."""
-        with open(os.path.join(self._folder, ".used"), "w"):
+        """Say that the set is in use: one that nobody reads goes first."""
+        with contextlib.suppress(OSError), open(os.path.join(self._folder, ".used"), "w"):
             pass
 
     @property

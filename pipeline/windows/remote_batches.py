@@ -83,6 +83,8 @@ class RemoteBatches:
 
     def read(self, numbers: Sequence[int]) -> list[tuple[Rows, int]]:
         """Decode some; what is not in the cache is asked for all at once."""
+        if self._files:
+            self._files.touch()
         with self._node.waiting():
             shards = self._shards(numbers)
             messages = self._batches.get(list(numbers), partial(self._fetch, shards))

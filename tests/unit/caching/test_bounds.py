@@ -186,6 +186,34 @@ def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
     assert not [path for path in tmp_path.glob("v1/*/*/*") if path.is_file()]
 
 
+def test_a_disk_without_room_for_a_single_file_costs_the_cache_and_not_the_run(
+    store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = settings_of(tmp_path, 1 << 30)
+    is_new, opened = os.O_CREAT, os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & is_new and str(path).startswith(cache.folder):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr("tokenfeed.pipeline.caching.locks.os.open", refuse)
+    maker, local = maker_of(store, cache), maker_of(store, None)
+    for window in range(3):
+        one, other = (each.make(Position(0, window, 0)) for each in (maker, local))
+        assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
+    assert Budget(cache.folder).read() == 0
+
+
+def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None:
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30))
+    maker.make(Position(0, 0, 0))
+    (used,) = tmp_path.glob("v1/*/.used")
+    os.utime(used, (1, 1))
+    maker.make(Position(0, 1, 0))
+    assert used.stat().st_mtime > 1
+
+
 def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"`cache_bytes`=2999999: 3 windows .* 3,000,000 bytes"):
         resolve_cache(tmp_path, 2_999_999, NEED)
