@@ -1,9 +1,9 @@
 """What does the stall meter cost, and is it right?
 
-On the CPU, here: blocks of 50 steps with the meter and without, by turns; a step takes 20 ms, of
-which the host sleeps most. What the meter costs is the difference in CPU seconds of the thread,
-for the wall time of a shared machine varies by more than there is to measure. With --device cuda
-also each fault of stall_case.py, as `make gpu` runs them.
+On the CPU, here: steps of 20 ms with the meter and with none, in blocks of 50 by turns, timed call
+by call where a loop calls the meter. Between the calls the thread computes and walks through
+memory, as a training does, which leaves the meter nothing in the caches; or it sleeps, and the core
+is slow at first. With --device cuda also each fault of stall_case.py, as `make gpu` runs them.
 
 usage: python benchmarks/stall.py [--device cpu|cuda] [--small]
 """
@@ -14,10 +14,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from protocol import summary, write_result
 from stall_case import FAULTS
 
@@ -29,49 +30,70 @@ STEP_SECONDS = 0.02
 BLOCK_STEPS, BLOCKS = 50, 20
 MICRO_BATCHES = 2
 
-Step = Callable[[], None]
+Pause = Callable[[], None]
 
 
-def bare_step() -> None:
-    """As much as a host does in a step that a device works on for 20 ms."""
-    for _ in range(MICRO_BATCHES):
-        time.sleep(STEP_SECONDS / MICRO_BATCHES)
+class NoMeter:
+    """What a loop without a meter calls."""
+
+    def watch(self, batches: Iterable[int]) -> Iterable[int]:
+        """The same."""
+        return batches
+
+    def step(self, tokens: int, slots: int) -> None:
+        """Nothing."""
 
 
-def metered_step(meter: StallMeter[Any]) -> Step:
-    """The same with a meter: two batches, a step, and a progress line now and then."""
-    feed = iter(meter.watch(iter(int, 1)))
-
-    def step() -> None:
-        for _ in range(MICRO_BATCHES):
-            next(feed)
-            time.sleep(STEP_SECONDS / MICRO_BATCHES)
-        meter.step(tokens=1000, slots=1024)
-
-    return step
+def sleep() -> None:
+    """As a host that waits for its device."""
+    time.sleep(STEP_SECONDS / MICRO_BATCHES)
 
 
-def cpu_seconds(step: Step, steps: int) -> float:
-    """Of the thread, by step."""
-    began = time.thread_time()
+def worker() -> Pause:
+    """As a host that computes: products of matrices, and a walk through 32 MB."""
+    matrix, long = torch.rand(512, 512), torch.rand(8_000_000)
+
+    def work() -> None:
+        end = time.perf_counter() + STEP_SECONDS / MICRO_BATCHES
+        while time.perf_counter() < end:
+            matrix @ matrix
+            long.mul_(1.0)
+
+    return work
+
+
+def seconds_of_calls(meter: StallMeter[Any] | NoMeter, pause: Pause, steps: int) -> float:
+    """What a loop spends in a meter, by step of two batches: all but its work."""
+    feed, now = iter(meter.watch(iter(int, 1))), time.perf_counter
+    seconds = 0.0
     for _ in range(steps):
-        step()
-    return (time.thread_time() - began) / steps
+        for _ in range(MICRO_BATCHES):
+            began = now()
+            next(feed)
+            seconds += now() - began
+            pause()
+        began = now()
+        meter.step(tokens=1000, slots=1024)
+        seconds += now() - began
+    return seconds / steps
 
 
-def overhead(blocks: int, steps: int) -> dict[str, Any]:
-    """CPU seconds of the meter as a share of a step, over pairs of blocks."""
-    metered = metered_step(StallMeter[Any]("cpu", skipped_steps=1))
-    cpu_seconds(metered, steps)  # what is imported late, is
-    pairs = [(cpu_seconds(bare_step, steps), cpu_seconds(metered, steps)) for _ in range(blocks)]
-    shares = [100 * (with_meter - bare) / STEP_SECONDS for bare, with_meter in pairs]
+def overhead(name: str, pause: Pause, blocks: int, steps: int) -> dict[str, Any]:
+    """Seconds of the meter as a share of a step, over pairs of blocks."""
+    meter, none = StallMeter[Any]("cpu", skipped_steps=1), NoMeter()
+    seconds_of_calls(meter, pause, steps)  # what is imported late, is
+    pairs = [
+        (seconds_of_calls(none, pause, steps), seconds_of_calls(meter, pause, steps))
+        for _ in range(blocks)
+    ]
+    shares = [100 * (metered - bare) / STEP_SECONDS for bare, metered in pairs]
     return {
-        "case": "overhead on the CPU",
+        "case": f"overhead on the CPU, {name}",
         "step_ms": 1e3 * STEP_SECONDS,
         "blocks": blocks,
         "steps_a_block": steps,
         "percent_of_a_step": summary(shares, 3),
-        "microseconds_a_step": round(1e6 * statistics.median(b - a for a, b in pairs), 1),
+        "microseconds_a_step": round(1e6 * statistics.median(m - b for b, m in pairs), 1),
     }
 
 
@@ -89,8 +111,11 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="seconds, to try the script")
     options = parser.parse_args()
     blocks, steps = (2, 5) if options.small else (BLOCKS, BLOCK_STEPS)
-    results = [overhead(blocks, steps)]
-    print(json.dumps(results[-1]), flush=True)
+    torch.set_num_threads(1)
+    results = []
+    for name, pause in (("between work", worker()), ("between sleeps", sleep)):
+        results.append(overhead(name, pause, blocks, steps))
+        print(json.dumps(results[-1]), flush=True)
     for name in FAULTS if options.device == "cuda" else ():
         results.append(fault(name, options.device, small=options.small))
         print(json.dumps(results[-1]), flush=True)

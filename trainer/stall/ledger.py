@@ -64,6 +64,8 @@ class Ledger:
         self._host_seconds: dict[Kind, float] = {}
         self._waiting: set[Kind] = set()
         self._reading = StallReading(steps=0, tokens=0, slots=0, seconds=0.0, gaps={})
+        self._steps = self._tokens = self._slots = 0
+        self._seconds = 0.0
         self._ordinary: dict[Kind, Line] = {}
         self.behind_share = 0.0
         """Of late, the share of time in which nobody knows whether the device was idle."""
@@ -126,6 +128,10 @@ class Ledger:
         now = self._reading
         return replace(
             now,
+            steps=self._steps,
+            tokens=self._tokens,
+            slots=self._slots,
+            seconds=self._seconds,
             gaps=dict(now.gaps),
             work={payment: copy.copy(sums) for payment, sums in now.work.items()},
             references={kind: copy.copy(line) for kind, line in now.references.items()},
@@ -253,6 +259,10 @@ class Ledger:
 
     def _record(self, step: StepEnd) -> None:
         now, seconds, gaps = self._reading, self._open_seconds, self._open_gaps
+        self._steps += 1
+        self._tokens += step.tokens
+        self._slots += step.slots
+        self._seconds += seconds
         for cause, idle in gaps.items():
             now.gaps[cause] = now.gaps.get(cause, 0.0) + idle
         behind = sum(map(self._record_stretch, self._closed))
@@ -262,13 +272,6 @@ class Ledger:
         self.step_times.add(seconds)
         for cause, idle in gaps.items():
             self.histograms.setdefault(cause, Histogram()).add(idle)
-        self._reading = replace(
-            now,
-            steps=now.steps + 1,
-            tokens=now.tokens + step.tokens,
-            slots=now.slots + step.slots,
-            seconds=now.seconds + seconds,
-        )
 
     def _record_stretch(self, stretch: Stretch) -> float:
         """Add it to its sums, and say how long it may have been idle for all that is known."""

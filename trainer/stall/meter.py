@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StallMeter"]
 
-_LINKS_AT_ONCE = 128
+_LINKS_AT_ONCE = 256
 """So many segments are added up together: code that runs again at once runs several times faster
 than after a step has filled the caches with its own."""
 
@@ -48,7 +48,7 @@ Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
 
 
-_Link = tuple[Any, float, float, Phase, StepEnd | None, bool]
+_Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, bool]
 """The mark that ends a segment, host time before and after it, what the segment is; the step that
 ends here, and whether it is a mark inside the work. Nothing dearer: one is made at each mark."""
 
@@ -87,11 +87,12 @@ class StallMeter(Generic[Mark]):
                 raise ConfigError(f"`{name}`={value}: expected at least {least}.")
         self._machine = Machine(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
-        beside = self._clock.is_beside_host
+        self._is_beside_host = beside = self._clock.is_beside_host
         self._ledger = Ledger(is_beside_host=beside, skipped_steps=skipped_steps)
         self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
         self._links: deque[_Link] = deque()
+        self._append, self._mark = self._links.append, self._clock.mark
         self._left_to_skip = skipped_steps
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
@@ -132,13 +133,17 @@ class StallMeter(Generic[Mark]):
         if self._calibration is not None:
             self._close_work(self._calibration)
         outer: Phase = self._phase
-        self._cut(outer)
+        self._is_busy = True  # as `_cut`, whose call would cost as much again: see decision 20
+        self._append((self._mark(), outer, None, False))
+        self._is_busy = False
         self._phase = name
         return outer
 
     def leave(self, outer: Phase) -> None:
         """Close a bracket."""
-        self._cut(self._phase)
+        self._is_busy = True
+        self._append((self._mark(), self._phase, None, False))
+        self._is_busy = False
         self._phase = outer
         if self._calibration is not None:
             self._open_work(self._calibration)
@@ -164,7 +169,7 @@ class StallMeter(Generic[Mark]):
             slots: Token slots, padding included; None where there is none.
         """
         slots = tokens if slots is None else slots
-        if self._clock.is_beside_host:
+        if self._is_beside_host:
             self._step_of_device(tokens, slots)
         else:
             self._cut(self._phase, StepEnd(tokens, slots))
@@ -276,22 +281,25 @@ class StallMeter(Generic[Mark]):
     def _cut(self, phase: Phase, end: StepEnd | None = None, is_inside: bool = False) -> None:
         """End a segment with a mark. Python's collector may come at any line, and is put off."""
         self._is_busy = True
-        self._links.append((*self._clock.mark(), phase, end, is_inside))
+        self._append((self._mark(), phase, end, is_inside))
         self._is_busy = False
 
     def _resolve(self) -> None:
+        """Add up the segments whose marks have passed."""
         self._is_busy = True
-        while self._links and self._clock.passed(self._links[0][0]):
-            mark, before, after, phase, end, is_inside = self._links.popleft()
-            device = self._last.device + self._clock.seconds(self._last_mark, mark)
-            self._clock.recycle(self._last_mark)
-            self._last_mark = mark
-            last, self._last = self._last, Moment(device, before, after)
-            self._ledger.add(phase, last, self._last)
-            self._timeline.add(phase, last.device, device)
+        links, clock, add, draw = self._links, self._clock, self._ledger.add, self._timeline.add
+        last_mark, last = self._last_mark, self._last
+        while links and clock.passed(links[0][0][0]):
+            (mark, before, after), phase, end, is_inside = links.popleft()
+            moment = Moment(last.device + clock.seconds(last_mark, mark), before, after)
+            clock.recycle(last_mark)
+            add(phase, last, moment)
+            draw(phase, last.device, moment.device)
+            last_mark, last = mark, moment
             if is_inside:
                 self._ledger.mark()
             if end is not None:
                 self._ledger.end_step(end)
-                self._timeline.end_step(end.tokens, device)
+                self._timeline.end_step(end.tokens, moment.device)
+        self._last_mark, self._last = last_mark, last
         self._is_busy = False

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Timeline:
 
     def __init__(self) -> None:
         self._segments: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
-        self._steps: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=_MOST)
         self._step_started = 0.0
 
     def add(self, phase: Phase, start_s: float, end_s: float) -> None:
@@ -33,12 +33,13 @@ class Timeline:
 
     def end_step(self, tokens: int, end_s: float) -> None:
         """A step of so many real tokens ended with the segment before."""
-        self._steps.append((f"{tokens:,} tokens", self._step_started, end_s))
+        self._steps.append((tokens, self._step_started, end_s))
         self._step_started = end_s
 
     def write(self, folder: Path) -> Path:
         """Write trace.json into a folder, atomically."""
-        events = [*_names(), *_events(_DEVICE, self._segments), *_events(_STEPS, self._steps)]
+        steps = ((f"{tokens:,} tokens", start, end) for tokens, start, end in self._steps)
+        events = [*_names(), *_events(_DEVICE, self._segments), *_events(_STEPS, steps)]
         content = {"traceEvents": events, "displayTimeUnit": "ms"}
         path = folder / TRACE_FILE
         atomic_write(path, json.dumps(content).encode())
@@ -56,7 +57,7 @@ def _names() -> Iterator[dict[str, Any]]:
         }
 
 
-def _events(track: int, kept: deque[tuple[str, float, float]]) -> Iterator[dict[str, Any]]:
+def _events(track: int, kept: Iterable[tuple[str, float, float]]) -> Iterator[dict[str, Any]]:
     """Complete events; times are microseconds."""
     for name, start_s, end_s in kept:
         yield {
