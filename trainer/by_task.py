@@ -8,8 +8,9 @@ from pathlib import PurePath
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.trainer.config import Shards, TrainConfig
-from tokenfeed.trainer.data_sets import read_manifest, weights_of
+from tokenfeed.trainer.data_sets import read_manifest, source_of, weights_of
 
 __all__ = ["config_by_task", "manifests_by_task", "shards_by_task", "shares_by_task"]
 
@@ -26,7 +27,8 @@ def shards_by_task(shards: Shards, run: Shards | None = None) -> dict[str, Shard
 
     Raises:
         ManifestError: A data set is not there.
-        ConfigError: Tokenizers differ, two tasks have one name, or the run has not this task.
+        ConfigError: Tokenizers differ, two tasks have one name, the run has not this task, or a
+            weight is none that a mixture takes.
     """
     if isinstance(shards, str) and run in (None, shards):
         return {"": shards}
@@ -75,17 +77,17 @@ def manifests_by_task(shards: Shards) -> dict[str, Manifest]:
 
 def shares_by_task(shards: Shards, run: Shards | None = None) -> dict[str, float]:
     """Each task's share of the steps: the weight of its data sets."""
-    weights = weights_of(shards)
-    found = {
-        name: sum(weights[folder] for folder in weights_of(own))
-        for name, own in shards_by_task(shards, run).items()
+    tasks, weights = shards_by_task(shards, run), weights_of(shards)
+    shares = dict(zip(weights, proportions(weights.values()), strict=True))
+    return {
+        name: float(sum(shares[folder] for folder in weights_of(own)))
+        for name, own in tasks.items()
     }
-    return {name: weight / sum(found.values()) for name, weight in found.items()}
 
 
 def _groups(shards: Shards) -> dict[_Meaning, dict[str, float]]:
     """Weights by folder, by what the data sets mean."""
-    weights = weights_of(shards)
+    weights = _checked(shards)
     manifests = {folder: Manifest.read(folder) for folder in weights}
     groups: dict[_Meaning, dict[str, float]] = {}
     for folder, manifest in manifests.items():
@@ -95,6 +97,12 @@ def _groups(shards: Shards) -> dict[_Meaning, dict[str, float]]:
     if len(groups) > 1:
         _check_tokenizers(manifests)
     return groups
+
+
+def _checked(shards: Shards) -> dict[str, float]:
+    """Weights as a mixture takes them, whether data sets are mixed or have steps of their own."""
+    source_of(shards)
+    return weights_of(shards)
 
 
 def _names(groups: dict[_Meaning, dict[str, float]]) -> dict[_Meaning, str]:
