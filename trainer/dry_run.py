@@ -5,6 +5,7 @@ documents lie in rows. Steps run on tensors without values (`weightless`), so me
 real operators. Speed is a bound: the GPU's arithmetic by the operations of a token.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from tokenfeed.trainer.by_task import shares_by_task
@@ -183,11 +184,17 @@ class _Part:
 
 def _parts(config: TrainConfig, planned: Planned) -> dict[str, _Part]:
     """By the task's name."""
-    shares = shares_by_task(config.shards)
-    return {
-        name: _part(config, planned, task, config.steps * shares[name])
-        for name, task in planned.tasks.items()
-    }
+    steps = _steps_by_task(config)
+    return {name: _part(config, planned, task, steps[name]) for name, task in planned.tasks.items()}
+
+
+def _steps_by_task(config: TrainConfig) -> dict[str, float]:
+    """Those of all phases, of which each may have some of the tasks."""
+    steps: defaultdict[str, float] = defaultdict(float)
+    for stage in config.stages:
+        for name, share in shares_by_task(stage.shards, config.shards).items():
+            steps[name] += stage.steps * share
+    return steps
 
 
 def _part(config: TrainConfig, planned: Planned, task: PlannedTask, steps: float) -> _Part:

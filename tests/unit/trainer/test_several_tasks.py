@@ -78,6 +78,8 @@ def test_data_sets_are_told_apart_by_task_columns_and_labels(data: Path) -> None
         "pairs": str(data / "pairs"),
     }
     assert shares_by_task(shards) == {"classify": 0.1, "tag+train": 0.6, "pairs": 0.3}
+    most = weights(data, classify=1e308, tag=1e308, lm=1e308)
+    assert shares_by_task(most) == dict.fromkeys(("classify", "tag", "lm"), 1 / 3)
     alone = weights(data, tag=2, train=4)
     assert shards_by_task(alone) == {"": alone}
     assert shards_by_task(str(data / "tag")) == {"": str(data / "tag")}
@@ -243,6 +245,8 @@ def test_one_task_is_saved_as_before(data: Path, tmp_path: Path) -> None:
     [
         ({"classify": 1, "other": 1}, {}, "several tasks need one tokenizer"),
         ({"tag": 1, "again__tag": 1}, {}, "cannot be called `tag`"),
+        ({"classify": math.inf, "tag": 1}, {}, "must be a number above 0"),
+        ({"classify": 1e12, "tag": 1}, {}, "no weight may be more than"),
         ({"classify": 1, "lm": 1}, {"objective": "masked"}, "masked learns from documents"),
         ({"classify": 1, "lm": 1}, {"model": "hf:any"}, "has one head"),
         ({"classify": 1, "lm": 1}, {"batching": "packed"}, "rows with one label"),
@@ -309,6 +313,17 @@ def test_a_dry_run_tells_each_task(data: Path, tmp_path: Path) -> None:
     assert found.epochs == min(task["epochs"] for task in found.tasks.values())
     assert "classify: 50 steps" in found.summary()
     assert found.trained_parameters == [found.parameters]
+
+
+def test_a_dry_run_counts_the_steps_that_phases_give_a_task(data: Path, tmp_path: Path) -> None:
+    phases = (
+        PhaseSettings(steps=60, shards=str(data / "lm")),
+        PhaseSettings(steps=20, shards=weights(data, classify=3, tag=1)),
+        PhaseSettings(steps=20),
+    )
+    found = dry_run(config_of(data, tmp_path, model="bag", steps=100, phases=phases), None)
+    steps = {name: task["steps"] for name, task in found.tasks.items()}
+    assert steps == pytest.approx({"classify": 15 + 10, "tag": 5 + 6, "lm": 60 + 4})
 
 
 @pytest.mark.long
