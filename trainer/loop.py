@@ -110,8 +110,8 @@ class Trainer:
             gradients.add_up(tally)
             norm = learner.step(step, tally.targets)
             asked = {"stop": should_stop(), "save": should_save()}
-            tokens = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
-            stall.step(tokens, tally.slots * self.world.size)
+            known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
+            stall.step(*known)
             self._after_step(step, lesson, tally, norm, rows)
             if agreement.stop:
                 break

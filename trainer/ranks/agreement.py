@@ -20,26 +20,26 @@ class Agreement:
         self._save = False
         self.stop = False
         """Whether any rank is to stop."""
-        self.tokens = self.slots = self._told = 0
+        self.tokens = self.slots = 0
         """Of all ranks, up to the latest step that is known; `settle` makes it the last one."""
+        self._told = 0, 0
 
     def begin(self, tokens: int, slots: int) -> None:
         """Count from here on."""
-        self.tokens = self._told = tokens
-        self.slots = slots
+        self.tokens, self.slots = self._told = tokens, slots
 
-    def after_step(self, *, stop: bool, save: bool, tokens: int, slots: int) -> int:
+    def after_step(self, *, stop: bool, save: bool, tokens: int, slots: int) -> tuple[int, int]:
         """Tell what happened on this rank, and take in what the others told one step before.
 
         Returns:
-            Tokens that have become known since the last call.
+            Tokens and slots of all ranks that have become known since the last call.
         """
         self.settle()
         self._pending = self._world.add_up_later([stop, save, tokens, slots])
         if self._world.size == 1:
             self.settle()
-        before, self._told = self._told, self.tokens
-        return self.tokens - before
+        (tokens, slots), self._told = self._told, (self.tokens, self.slots)
+        return self.tokens - tokens, self.slots - slots
 
     def settle(self) -> None:
         """Wait for what ranks told last."""
