@@ -53,7 +53,11 @@ class Comparison:
 def compare(one: RunData, other: RunData) -> Comparison:
     """The second run beside the first."""
     return Comparison(
-        figures=[*_figures(one.report, other.report), *_metrics(one.report, other.report)],
+        figures=[
+            *_figures(one.report, other.report),
+            *_losses(one.report, other.report),
+            *_metrics(one.report, other.report),
+        ],
         causes=list(_causes(one.report["stall"], other.report["stall"])),
         settings=list(_settings(one.settings, other.settings)),
     )
@@ -64,6 +68,16 @@ def _figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
         a, b = one.get(key), other.get(key)
         if a or b:
             yield _row(name, a, b, form)
+
+
+def _losses(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
+    """Of several tasks each one's last; they have none in common."""
+    first, second = (
+        {task: last for task, (_, last) in (report.get("losses") or {}).items()}
+        for report in (one, other)
+    )
+    for task in dict.fromkeys((*first, *second)):
+        yield _row(f"{task} loss", first.get(task), second.get(task), ".4f")
 
 
 def _metrics(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:

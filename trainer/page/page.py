@@ -82,14 +82,15 @@ def _cards(run: RunData) -> str:
 
 
 def _metrics(report: dict[str, Any]) -> dict[str, str]:
-    """Those of each task, of the last split that was measured; the loss has its place already."""
+    """Those of each task, of the last of its splits that was measured; the loss has its place
+    already."""
     splits = metrics_by_split(report.get("metrics") or {})
-    last = next(reversed(splits), "").rpartition(" ")[2]
+    last = {split.rpartition(" ")[0]: split for split in splits}  # by task
     return {
         f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
-        for split, named in splits.items()
-        for name, value in named.items()
-        if split.rpartition(" ")[2] == last and name != "loss"
+        for split in last.values()
+        for name, value in splits[split].items()
+        if name != "loss"
     }
 
 
