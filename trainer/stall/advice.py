@@ -51,8 +51,8 @@ _OF_WORK = (
     "its work takes longer: look at the clocks, the temperature and the neighbours of its device"
 )
 _OF_EXCHANGE = (
-    "no rank is late, to exchange gradients takes it: a larger `--step-tokens` does so less often, "
-    "a quicker network sooner"
+    "most of it is no late rank, but to exchange gradients: a larger `--step-tokens` does so less "
+    "often, a quicker network sooner"
 )
 _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
@@ -70,23 +70,25 @@ def advise(report: StallReport) -> list[Advice]:
 
 def _on_causes(report: StallReport) -> Iterator[Advice]:
     for cause, (named, severe) in THRESHOLDS.items():
-        part = report.causes[cause]
-        if part.fraction < named:
+        fraction, felt = report.causes[cause].fraction, _felt(cause, report)
+        weighed = fraction if cause == "communication" else felt
+        if weighed < named:
             continue
-        text = f"{cause} {part.fraction:.1%}: {_remedy(cause, report)}{_lines(cause, report)}"
-        yield Advice(
-            cause=cause,
-            is_severe=part.fraction >= severe,
-            text=text,
-            gain=_gain(cause, report),
-        )
+        text = f"{cause} {fraction:.1%}: {_remedy(cause, report)}{_lines(cause, report)}"
+        gain = felt / max(1e-9, 1 - felt)
+        yield Advice(cause=cause, is_severe=weighed >= severe, text=text, gain=gain)
 
 
-def _gain(cause: Cause, report: StallReport) -> float:
-    """Of communication, where a rank is late: what that costs, not the exchange."""
-    late = _late(report) if cause == "communication" else None
-    gain = report.causes[cause].speed_up - 1
-    return gain if late is None else min(gain, late.cost / max(1e-9, 1 - late.cost))
+def _felt(cause: Cause, report: StallReport) -> float:
+    """The share of the time that is saved without a cause. Where a rank is late, no more than it
+    has of the cause too, for what others save they wait longer; of communication, not the
+    exchange."""
+    fraction, late = report.causes[cause].fraction, _late(report)
+    if late is None:
+        return fraction
+    waited_for = report.ranks[late.rank]
+    own = waited_for.causes.get(cause, 0.0) / waited_for.seconds
+    return min(fraction, late.cost if cause == "communication" else own)
 
 
 def _remedy(cause: Cause, report: StallReport) -> str:

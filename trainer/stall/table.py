@@ -70,6 +70,8 @@ def rank_table(stall: Mapping[str, Any]) -> list[str]:
 
 def slowest_line(stall: Mapping[str, Any]) -> str:
     """Who the others wait for, and why."""
+    if stall.get("slowest_rank") is None:
+        return "who keeps the others waiting is not known: not every rank has measured a step"
     slowest = late_rank(stall)
     if slowest is None:
         return "none keeps the others waiting"

@@ -14,6 +14,7 @@ from stall_scenarios import REGIMES, Run
 
 from tokenfeed.trainer.page.ranks import rank_table as rank_table_of_page
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
+from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.ranks import numbers_of, rank_stalls, slowest_rank
 from tokenfeed.trainer.stall.table import rank_table, slowest_line
@@ -211,12 +212,12 @@ def waiting_report(ranks: Sequence[Any], communication: float) -> StallReport:
     )
     causes = blank.causes | {"communication": part}
     slowest = slowest_rank(ranks)
-    return dataclasses.replace(blank, stall=communication, causes=causes, slowest_rank=slowest)
+    return dataclasses.replace(
+        blank, stall=communication, causes=causes, ranks=[*ranks], slowest_rank=slowest
+    )
 
 
 def test_advice_to_who_waits_is_that_of_the_rank_that_is_waited_for() -> None:
-    from tokenfeed.trainer.stall.advice import advise
-
     first = reading(work=5, communication=5)
     late = told(first, reading(work=5, communication=0, data=5))
     (piece,) = advise(waiting_report(late, 0.5))
@@ -225,9 +226,29 @@ def test_advice_to_who_waits_is_that_of_the_rank_that_is_waited_for() -> None:
     (piece,) = advise(waiting_report(told(first, reading(work=10, communication=0)), 0.5))
     assert "rank 1 is late by work: its work takes longer" in piece.text
     (piece,) = advise(waiting_report(told(first, first), 0.5))
-    assert "no rank is late" in piece.text
+    assert "most of it is no late rank" in piece.text
     (piece,) = advise(waiting_report([], 0.5))
     assert "meter.gather()" in piece.text
+
+
+@pytest.mark.parametrize(("logging_of_late", "gain"), [(0, None), (0.5, 0.05), (5, 0.25)])
+def test_who_waits_gains_by_a_cause_of_its_own_only_what_the_late_rank_has_of_it_too(
+    logging_of_late: float, gain: float | None
+) -> None:
+    own = reading(work=5, communication=3, log=2)
+    late = reading(work=10 - logging_of_late, communication=0, log=logging_of_late)
+    report = waiting_report(told(own, late), 0.3)
+    log = dataclasses.replace(report.causes["log"], fraction=0.2, speed_up=1 / (1 - 0.2))
+    found = advise(dataclasses.replace(report, causes=report.causes | {"log": log}))
+    gains = [piece.gain for piece in found if piece.cause == "log"]
+    assert gains == ([] if gain is None else [pytest.approx(gain, abs=0.003)])
+
+
+def test_who_is_late_is_not_known_before_every_rank_has_measured_a_step() -> None:
+    ranks = told(reading(work=5, communication=0), reading(0, work=0, communication=0))
+    stall = {"ranks": [dataclasses.asdict(each) for each in ranks], "slowest_rank": None}
+    assert "is not known: not every rank has measured a step" in rank_table(stall)[0]
+    assert "Who keeps the others waiting is not known" in rank_table_of_page({"stall": stall})
 
 
 def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
