@@ -21,6 +21,7 @@ from tokenfeed.tools.encoding.task import Task
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.machines import check_machines
+from tokenfeed.tools.outputs.output import FolderOutput, Output, open_output
 from tokenfeed.tools.run.clusters import Runner
 from tokenfeed.tools.sizes import bytes_of
 
@@ -47,7 +48,7 @@ class Options:
         ]
     ]
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
-    of an interrupted run."""
+    of an interrupted run, or the same in a store, like s3://BUCKET/PATH."""
     task: TaskName = "lm"
     """What a record is: a document; a text and its label, or its score; words and their tags; a
     prompt and its completion."""
@@ -93,7 +94,7 @@ class Options:
     """Processes; auto: one a core. No influence on the output."""
     runner: Runner = "local"
     """Who encodes: processes of this machine, or the workers of a Ray or Dask cluster, which must
-    share CORPUS and OUT. No influence on the output."""
+    share CORPUS, and OUT if it is a folder. No influence on the output."""
     engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
     """auto: the fast gigatoken where it gives the same ids as tokenizers, which is checked."""
     verify_ids: bool = False
@@ -106,7 +107,7 @@ class Options:
     """End when more records than this cannot be used."""
     part: Annotated[str | None, tyro.conf.arg(metavar="I/N", help_behavior_hint="")] = None
     """Encode only part I, counted from 0, of N: for job arrays and shells on machines that share
-    CORPUS and OUT. `--finish` makes the data set of all parts."""
+    CORPUS, and OUT if it is a folder. `--finish` makes the data set of all parts."""
     finish: bool = False
     """Encode nothing: make the data set of what all parts have left."""
     shuffle: bool = False
@@ -124,8 +125,14 @@ class Options:
 
     @property
     def out(self) -> Path:
-        """The output folder: the last path."""
+        """The output folder: the last path, which is no address then."""
         return Path(self.paths[-1])
+
+    @property
+    def output(self) -> Output:
+        """The place that the last path names."""
+        is_shared = self.part is not None or self.runner != "local"
+        return open_output(self.paths[-1], is_shared=is_shared)
 
     @property
     def shard_bytes(self) -> int | None:
@@ -239,6 +246,11 @@ class Options:
                     f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
+        if self.shuffle and not isinstance(self.output, FolderOutput):
+            raise ConfigError(
+                f"`--shuffle`: works in a folder, and {self.output} is none. Give a folder, and "
+                "bring it there by `shards copy`."
+            )
         check_machines(
             runner=self.runner,
             part=self.part,

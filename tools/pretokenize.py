@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.signals import signals_held
 
@@ -26,6 +27,7 @@ def main() -> None:
 
 
 def _command() -> None:
+    own_process()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of no use here, and 0.1 s to start and end
     server = _early_server(sys.argv[1:])
     try:

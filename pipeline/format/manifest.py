@@ -192,10 +192,14 @@ class Manifest:
             raise ManifestError(f"no split `{name}` in this data set; it has: {there}")
         return self.splits[name]
 
+    def encoded(self) -> bytes:
+        """What manifest.json holds."""
+        content = self.content() | {_CHECKSUM: self.fingerprint}
+        return json.dumps(content, indent=1).encode() + b"\n"
+
     def write(self, folder: Path) -> None:
         """Write manifest.json into `folder`, atomically."""
-        content = self.content() | {_CHECKSUM: self.fingerprint}
-        atomic_write(folder / MANIFEST_FILE, json.dumps(content, indent=1).encode() + b"\n")
+        atomic_write(folder / MANIFEST_FILE, self.encoded())
 
     @classmethod
     def read(cls, path: StorePath) -> "Manifest":

@@ -19,6 +19,7 @@ from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenize import _early_server
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
@@ -58,7 +59,7 @@ def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
     job = EncodeSettings(
-        folder=out,
+        output=FolderOutput(out),
         task=Lm(text="text"),
         engine="gigatoken",
         vocabulary_size=made.vocabulary_size,

@@ -1,6 +1,7 @@
 """Stores that others wrote hold what is asked of a store, also through a network that fails."""
 
 import itertools
+import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ import pytest
 import servers
 from command import files_of
 from fault_proxy import FAULTS, Fault, FaultProxy, fault_proxy
+from machines import make
 from remote_stores import FAST, set_endpoint
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
@@ -18,6 +20,7 @@ from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.conditions import keeps_conditions
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools.run.lease import CLAIM_FILE
 
 pytest.importorskip("obstore")
 
@@ -134,6 +137,19 @@ def test_a_data_set_survives_a_bad_network(
     there = files_of(documents)
     there.pop(".made_by.json")
     assert files_of(tmp_path / "back") == there
+
+
+def test_a_data_set_is_made_in_a_store(
+    good: ObjectStore, proxy: FaultProxy, corpus: Path, tokenizer: Path, tmp_path: Path
+) -> None:
+    make(corpus, tmp_path / "out", tokenizer)
+    made = files_of(tmp_path / "out")
+    claim = {"run": "dead", "host": "elsewhere", "alive_at": 0}
+    good.write(CLAIM_FILE, json.dumps(claim).encode())
+    proxy.schedule.extend([None, Fault("lost")] * 10)
+    make(corpus, good.name, tokenizer)
+    assert {info.name: good.read(info.name) for info in good.list()} == made
+    assert make(corpus, good.name, tokenizer).already_finished
 
 
 @pytest.mark.long

@@ -55,7 +55,7 @@ class Corpus:
 def find_corpus(
     paths: tuple[str, ...],
     *,
-    out: Path,
+    out: Path | None,
     field: str,
     exclude: tuple[str, ...] = (),
     splits: tuple[tuple[str, str], ...] = (),
@@ -64,7 +64,7 @@ def find_corpus(
 
     Args:
         paths: Files, folders, or `-` for standard input.
-        out: The output folder, never read.
+        out: The output folder, never read; None where the output is no folder.
         field: A field of records: a .json file without it is read as a text.
         exclude: Patterns of names or paths to leave out.
         splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
@@ -73,7 +73,7 @@ def find_corpus(
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
         ConfigError: A path lies in the output folder.
     """
-    search = _Search(os.path.realpath(out), field, exclude, splits)
+    search = _Search(None if out is None else os.path.realpath(out), field, exclude, splits)
     for path in paths:
         search.add(path)
     search.check_splits()
@@ -97,7 +97,7 @@ class _Search:
 
     def __init__(
         self,
-        out: str,
+        out: str | None,
         field: str,
         exclude: tuple[str, ...],
         splits: tuple[tuple[str, str], ...],
@@ -124,7 +124,7 @@ class _Search:
                     self._append(self._source(name, file, format_), path, split)
             return
         real = os.path.realpath(path)
-        if os.path.commonpath([real, self._out]) == self._out:
+        if self._out and os.path.commonpath([real, self._out]) == self._out:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
         if os.path.isdir(path):
             for found, of_split in self._walk(path, path):
@@ -219,7 +219,7 @@ class _Search:
         """Standard input, as records if it looks like it, else as one text."""
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
-        path, checksum = spool_stdin(Path(self._out))
+        path, checksum = spool_stdin(Path(self._out) if self._out else None)
         format_ = format_of_given(STANDARD_INPUT, path, self._field)
         source = self._source(STANDARD_INPUT, path, format_)
         self._append(replace(source, state=checksum), STANDARD_INPUT, None)

@@ -19,8 +19,8 @@ STANDARD_INPUT = "-"
 _BLOCK_BYTES = 1 << 20
 
 
-def spool_stdin(out: Path) -> tuple[str, int]:
-    """Copy standard input to the disk that `out` will lie on.
+def spool_stdin(out: Path | None) -> tuple[str, int]:
+    """Copy standard input to the disk that `out` will lie on, or else to that of temporary files.
 
     Returns:
         A path under which this user's processes can open it while this process lives, and the
@@ -28,7 +28,7 @@ def spool_stdin(out: Path) -> tuple[str, int]:
     """
     if sys.stdin is None:
         raise CorpusError("`-`: standard input is closed.")
-    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+    folder = out and next(parent for parent in out.absolute().parents if parent.is_dir())
     file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
     digest = xxhash.xxh3_64()
     while block := sys.stdin.buffer.read(_BLOCK_BYTES):

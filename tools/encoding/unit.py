@@ -37,6 +37,7 @@ from tokenfeed.tools.encoding.record_blocks import RecordBlock, read_record_bloc
 from tokenfeed.tools.encoding.task import Samples, Task
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.outputs.output import Output
 
 __all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
 
@@ -49,8 +50,8 @@ _SAMPLED_PART = 1000
 class EncodeSettings:
     """What every worker must know, whichever unit it gets."""
 
-    folder: Path
-    """The output folder; tokenizer.json lies there already."""
+    output: Output
+    """Where shards go; tokenizer.json lies there already."""
     task: Task
     engine: EngineName
     """What makes the ids."""
@@ -67,8 +68,6 @@ class EncodeSettings:
     """Whether the fast engine encodes a sample for comparison, also where another makes the ids."""
     verifies: bool = False
     """Whether both engines encode everything; needs `audits`, and a fast engine."""
-    is_shared: bool = False
-    """Whether others may write the same shards at the same time."""
 
     def begin(
         self, on_progress: Callable[[float, int], None], engine: Engine | None = None
@@ -124,17 +123,15 @@ class UnitEncoder:
         """
         ledger = UnitCounts(unit, self._settings.max_rejects)
         writers: dict[str, ShardWriter] = {}
-        with contextlib.ExitStack() as stack:
+        with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
             for batch in read_record_blocks(unit, self._settings.task, ledger):
                 for split, rows in self._encode_batch(batch, ledger).items():
                     if split not in writers:
-                        writers[split] = stack.enter_context(self._writer(split, unit.number))
+                        writers[split] = stack.enter_context(self._writer(folder, split, unit))
                     writers[split].append(rows)
                     ledger.count_lengths(split, rows.lengths)
-        for split in set(self._settings.splits) - writers.keys():  # left by a run of another engine
-            stale = self._settings.folder / _shard_name(split, unit.number)
-            stale.unlink(missing_ok=True)
-            stale.with_name(f"{stale.name}.tmp").unlink(missing_ok=True)
+        stale = set(self._settings.splits) - writers.keys()  # left by a run of another engine
+        self._settings.output.delete(*(_shard_name(split, unit) for split in stale))
         infos = {split: writer.info for split, writer in writers.items()}
         return Encoded(ledger.result(infos, self._engine.name), Answers.joined(ledger.sample))
 
@@ -153,13 +150,13 @@ class UnitEncoder:
             return None
         return _load_reference(self._settings)
 
-    def _writer(self, split: str, number: int) -> ShardWriter:
+    def _writer(self, folder: Path, split: str, unit: Unit) -> ShardWriter:
         return ShardWriter(
-            self._settings.folder,
-            _shard_name(split, number),
+            folder,
+            _shard_name(split, unit),
             self._settings.vocabulary_size,
             self._settings.task.columns,
-            is_shared=self._settings.is_shared,
+            is_shared=self._settings.output.is_shared,
         )
 
     def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
@@ -228,20 +225,18 @@ def _load_engine(settings: EncodeSettings) -> Engine:
 
 
 def _load_fast(settings: EncodeSettings) -> FastEngine:
-    json_bytes = (settings.folder / TOKENIZER_FILE).read_bytes()
+    json_bytes = settings.output.read(TOKENIZER_FILE)
     return fast_engine(json_bytes, settings.vocabulary_size, splits_special=settings.splits_special)
 
 
 def _load_reference(settings: EncodeSettings) -> ReferenceEngine:
-    path = settings.folder / TOKENIZER_FILE
+    json_bytes, origin = settings.output.read(TOKENIZER_FILE), settings.output.path(TOKENIZER_FILE)
     special = settings.splits_special
-    return ReferenceEngine(
-        TextTokenizer.load(path.read_bytes(), origin=path, splits_special=special)
-    )
+    return ReferenceEngine(TextTokenizer.load(json_bytes, origin=origin, splits_special=special))
 
 
-def _shard_name(split: str, number: int) -> str:
-    return f"{split}/{number:05d}.arrow"
+def _shard_name(split: str, unit: Unit) -> str:
+    return f"{split}/{unit.number:05d}.arrow"
 
 
 def _rows(samples: Samples, batch: RecordBlock, chosen: np.ndarray) -> Rows:

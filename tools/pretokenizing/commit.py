@@ -4,14 +4,16 @@ The manifest is written last and the caller removes the journal after it: whatev
 picks, the same command arrives at the same bytes.
 """
 
+import fnmatch
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from tokenfeed.pipeline.format.manifest import (
+    MANIFEST_FILE,
     TOKENIZER_FILE,
     FileInfo,
     Ledger,
@@ -21,7 +23,6 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
-from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.encoding.audit import Audit
@@ -29,6 +30,7 @@ from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.run.hired import PROBES
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
@@ -47,7 +49,7 @@ def commit(
     """Write everything but the shards, the manifest last.
 
     Args:
-        settings: What was done; all shards are in its folder.
+        settings: What was done; all shards are in its output.
         sources: The input files.
         tokenizer: What made the ids.
         audit: What compared the engines, if anything did.
@@ -59,7 +61,7 @@ def commit(
         for result in results
         for source, record, reason in result.rejects
     ]
-    folder = settings.folder
+    output = settings.output
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         task=settings.task.name,
@@ -68,24 +70,23 @@ def commit(
         tokenizer=_tokenizer_info(settings, tokenizer, audit, results),
         splits=_splits(results),
         ledger=_ledger(ledgers),
-        sources=_write_lines(folder, SOURCES_FILE, ledgers),
-        rejects=_write_lines(folder, REJECTS_FILE, rejects),
+        sources=_write_lines(output, SOURCES_FILE, ledgers),
+        rejects=_write_lines(output, REJECTS_FILE, rejects),
     )
     _clear_away(settings, results)
-    manifest.write(folder)
+    output.write(MANIFEST_FILE, manifest.encoded())
     return manifest
 
 
 def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
     """Delete what workers have left that were killed, or late with what nobody wants any more."""
-    named = {settings.folder / info.file for result in results for info in result.files}
+    output = settings.output
+    named = {info.file for result in results for info in result.files}
     for split in settings.splits:
-        for path in (settings.folder / split).glob("*.arrow*"):
-            if path not in named:
-                path.unlink(missing_ok=True)
+        found = {f"{split}/{name}" for name in output.names(split) if ".arrow" in name}
+        output.delete(*found - named)
     for pattern in (PROBES, f"{TOKENIZER_FILE}.*"):
-        for path in settings.folder.glob(pattern):
-            path.unlink(missing_ok=True)
+        output.delete(*fnmatch.filter(output.names(), pattern))
 
 
 def _source_ledgers(
@@ -161,7 +162,7 @@ def _place(source: InputFile, record: int) -> dict[str, int]:
     return line | {"record": record}
 
 
-def _write_lines(folder: Path, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
+def _write_lines(output: Output, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    atomic_write(folder / name, content)
-    return FileInfo(file=name, bytes=len(content), xxh3=file_xxh3(folder / name))
+    output.write(name, content)
+    return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))

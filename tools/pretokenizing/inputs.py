@@ -9,6 +9,7 @@ from tokenfeed.tools.encoding.labels import find_labels
 from tokenfeed.tools.encoding.task import Labelled, Task
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 
 __all__ = ["Inputs"]
 
@@ -34,10 +35,10 @@ class Inputs:
             CorpusError: There is none, or no label in it.
             ConfigError: It lies in the output folder.
         """
-        task = options.make_task()
+        task, output = options.make_task(), options.output
         corpus = find_corpus(
             options.corpus,
-            out=options.out,
+            out=output.folder if isinstance(output, FolderOutput) else None,
             field=next(iter(task.fields)),
             exclude=options.exclude,
             splits=options.splits,

@@ -7,21 +7,21 @@ goes first and the manifest last, so a folder is at any time new, unfinished or 
 
 import logging
 import time
-from pathlib import Path
+from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
 from tokenfeed.tools.pretokenizing.prepare import Prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, UnitsMissing, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
+from tokenfeed.tools.run.claim import Run as Claimed
 from tokenfeed.tools.run.claim import claim, recognise, remember, state_of, withdraw
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.journal import Journal
 from tokenfeed.tools.run.parts import parts_in, remove_parts
 
 __all__ = ["make_dataset"]
@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 def make_dataset(
-    options: Options, server: Server | None = None, folder: Path | None = None
+    options: Options, server: Server | None = None, output: Output | None = None
 ) -> Summary:
     """Make the data set that `options` describe, or finish it, and say what became of the input.
 
     Args:
         options: What is wanted; its rows are in the order of the input all the same.
         server: A program to fork workers from, if one was started already.
-        folder: Where to make it; None for the output folder.
+        output: Where to make it; None for where the options say.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
@@ -45,24 +45,24 @@ def make_dataset(
     """
     started = time.perf_counter()
     options.check()
-    folder = folder or options.out
-    state = state_of(folder)
+    output = output or options.output
+    state = state_of(output)
     if options.finish and state == "new":
         raise ConfigError(
-            f"`--finish`: {folder} holds nothing to finish. Run `--part I/N` for every I first."
+            f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    prepared = Prepared.from_options(options, folder, state, server)
+    prepared = Prepared.from_options(options, output, state, server)
     run, recipe = prepared.run, prepared.recipe
     if state == "finished":
-        manifest = recognise(folder, recipe)
+        manifest = recognise(output, recipe)
         _check_rejects(options, manifest)
-        if folder == options.out:
+        if output == options.output:
             logger.info("already finished: the same command and input made this data set")
         resumed_units, new_bytes = len(run.inputs.units), 0
     else:
-        with claim(folder, recipe, UnitResult) as journal:
-            resumed_units, resumed_bytes = len(journal.results), _text_bytes(journal)
-            manifest = _encode(run, journal)
+        with claim(output, recipe, UnitResult) as claimed:
+            resumed_units, resumed_bytes = len(claimed.results), _text_bytes(claimed)
+            manifest = _encode(run, claimed, recipe)
         new_bytes = manifest.ledger.bytes - resumed_bytes
     return Summary.from_manifest(
         manifest,
@@ -82,51 +82,51 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
     if allowed is not None and rejected > allowed:
         limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
         raise CorpusError(
-            f"{options.out}: this data set is finished, with {rejected:,} rejected, and {limit} "
+            f"{options.output}: this data set is finished, with {rejected:,} rejected, and {limit} "
             f"allows fewer: {REJECTS_FILE} there names them. Leave it out, or mend the records and "
             "give another folder."
         )
 
 
-def _text_bytes(journal: Journal[UnitResult]) -> int:
+def _text_bytes(claimed: Claimed[UnitResult]) -> int:
     """Text of the units that are done."""
-    results = journal.results.values()
+    results = claimed.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(run: Run, journal: Journal[UnitResult]) -> Manifest:
+def _encode(run: Run, claimed: Claimed[UnitResult], recipe: dict[str, Any]) -> Manifest:
     """Encode the units and commit the result: all that writes."""
-    folder, inputs = run.settings.folder, run.inputs
-    atomic_write(folder / TOKENIZER_FILE, run.tokenizer.json_bytes)
+    output, inputs = run.settings.output, run.inputs
+    output.write(TOKENIZER_FILE, run.tokenizer.json_bytes)
     try:
-        settings = run_units(run, journal)
+        settings = run_units(run, claimed)
     except UnitsMissing as missing:
-        if journal.is_new:
-            journal.remove()
-        raise _parts_missing(folder, missing) from None
+        if claimed.is_new:
+            claimed.remove()
+        raise _parts_missing(output, missing) from None
     except TokenizerError as error:  # another command may do better, here too
-        if isinstance(error, EngineRefused) or not journal.results:
-            withdraw(journal, inputs.splits)
+        if isinstance(error, EngineRefused) or not claimed.results:
+            withdraw(output, claimed, inputs.splits)
         raise
-    results = [journal.results[unit.number] for unit in inputs.units]
+    results = [claimed.results[unit.number] for unit in inputs.units]
     if not any(result.shards for result in results):
-        withdraw(journal, inputs.splits)
+        withdraw(output, claimed, inputs.splits)
         raise _no_document(inputs.corpus, results)
-    remember(folder, journal.recipe)
+    remember(output, recipe)
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
-    remove_parts(folder)
-    journal.remove()
+    remove_parts(output)
+    claimed.remove()
     return manifest
 
 
-def _parts_missing(folder: Path, missing: UnitsMissing) -> TokenfeedError:
+def _parts_missing(output: Output, missing: UnitsMissing) -> TokenfeedError:
     """Which parts have to be run again, as far as anything says how many there are."""
-    count = parts_in(folder)
+    count = parts_in(output)
     if not count:
-        return TokenfeedError(f"{folder}: {missing}. Repeat the command without `--finish`.")
+        return TokenfeedError(f"{output}: {missing}. Repeat the command without `--finish`.")
     parts = sorted({number % count for number in missing.numbers})
     return TokenfeedError(
-        f"{folder}: {missing}, of part{'s' if parts[1:] else ''} {','.join(map(str, parts))} of "
+        f"{output}: {missing}, of part{'s' if parts[1:] else ''} {','.join(map(str, parts))} of "
         f"{count}. Run `--part I/{count}` for each of them, then `--finish` again."
     )
 

@@ -3,13 +3,12 @@
 import dataclasses
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.pretokenizing.prepare import Prepared
 from tokenfeed.tools.pretokenizing.runner import Run, run_units
 from tokenfeed.tools.run.claim import recognise, state_of
@@ -60,20 +59,21 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
     """
     started = time.perf_counter()
     options.check()
-    state = state_of(options.out)
-    prepared = Prepared.from_options(options, options.out, state, server)
+    output = options.output
+    state = state_of(output)
+    prepared = Prepared.from_options(options, output, state, server)
     run = prepared.run
     if state == "finished":
-        recognise(options.out, prepared.recipe)
+        recognise(output, prepared.recipe)
         resumed_units = len(run.units)
     else:
         assert run.part
-        parts = Parts.begin(options.out, prepared.recipe, UnitResult, run.part)
+        parts = Parts.begin(output, prepared.recipe, UnitResult, run.part)
         resumed_units = len(parts.results)
-        _write_tokenizer(options.out, run)
+        _write_tokenizer(output, run)
         run_units(run, parts)
     return PartSummary(
-        out=str(options.out),
+        out=str(output),
         part=str(options.part),
         units=len(run.units),
         resumed_units=resumed_units,
@@ -82,8 +82,8 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
     )
 
 
-def _write_tokenizer(folder: Path, run: Run) -> None:
+def _write_tokenizer(output: Output, run: Run) -> None:
     """Put it where workers read it, unless another part has."""
-    path = folder / TOKENIZER_FILE
-    if not path.exists() or path.read_bytes() != run.tokenizer.json_bytes:
-        atomic_write(path, run.tokenizer.json_bytes, is_shared=True)
+    there = output.size(TOKENIZER_FILE) is not None
+    if not there or output.read(TOKENIZER_FILE) != run.tokenizer.json_bytes:
+        output.write(TOKENIZER_FILE, run.tokenizer.json_bytes)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 import xxhash
@@ -19,6 +18,7 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_js
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
 from tokenfeed.tools.run.claim import State
@@ -42,33 +42,37 @@ class Prepared:
 
     @classmethod
     def from_options(
-        cls, options: Options, folder: Path, state: State, server: Server | None
+        cls, options: Options, output: Output, state: State, server: Server | None
     ) -> Self:
         """Find the input, cut it into units, load or train the tokenizer.
 
         Args:
             options: What is wanted.
-            folder: Where the data set is made.
+            output: Where the data set is made.
             state: What is there.
             server: A program to fork workers from, if one was started already.
         """
-        tokenizer = _given_tokenizer(options, folder, state)
+        tokenizer = _given_tokenizer(options, output, state)
         if tokenizer and server:
-            server.prepare(_preloading(options, folder, tokenizer))
+            server.prepare(_preloading(options, output, tokenizer))
         inputs = Inputs.from_options(options)
         started = time.perf_counter()
-        tokenizer = tokenizer or _trained_tokenizer(options, inputs, folder)
+        tokenizer = tokenizer or _trained_tokenizer(options, inputs, output)
         tokenizer_seconds = time.perf_counter() - started
         _advise(options, tokenizer)
         return cls(
-            run=_plan_run(options, inputs, tokenizer, folder, server),
+            run=_plan_run(options, inputs, tokenizer, output, server),
             recipe=_recipe(options, inputs, tokenizer),
             tokenizer_seconds=tokenizer_seconds,
         )
 
 
 def _plan_run(
-    options: Options, inputs: Inputs, tokenizer: TextTokenizer, folder: Path, server: Server | None
+    options: Options,
+    inputs: Inputs,
+    tokenizer: TextTokenizer,
+    output: Output,
+    server: Server | None,
 ) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small.
 
@@ -79,7 +83,7 @@ def _plan_run(
     is_reference = options.engine == ReferenceEngine.name or (falls_back and is_small(inputs.units))
     sample_seed = 0 if options.tokenizer else options.seed  # another order is no other sample
     settings = EncodeSettings(
-        folder=folder,
+        output=output,
         task=inputs.task,
         engine=ReferenceEngine.name if is_reference else FastEngine.name,
         vocabulary_size=tokenizer.vocabulary_size,
@@ -90,7 +94,6 @@ def _plan_run(
         max_rejects=options.allowed_rejects,
         audits=not is_reference,
         verifies=options.verify_ids and not is_reference,
-        is_shared=options.part is not None or options.runner != "local",
     )
     return Run(
         settings=settings,
@@ -106,17 +109,16 @@ def _plan_run(
     )
 
 
-def _given_tokenizer(options: Options, folder: Path, state: State) -> TextTokenizer | None:
+def _given_tokenizer(options: Options, output: Output, state: State) -> TextTokenizer | None:
     """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
-    trained = folder / TOKENIZER_FILE
     if options.tokenizer:
         return _load(options, fetch_tokenizer_json(options.tokenizer), options.tokenizer)
-    if state != "new" and trained.exists():
-        return _load(options, trained.read_bytes(), trained)
+    if state != "new" and output.size(TOKENIZER_FILE) is not None:
+        return _load(options, output.read(TOKENIZER_FILE), output.path(TOKENIZER_FILE))
     return None
 
 
-def _trained_tokenizer(options: Options, inputs: Inputs, folder: Path) -> TextTokenizer:
+def _trained_tokenizer(options: Options, inputs: Inputs, output: Output) -> TextTokenizer:
     logger.info("training a tokenizer on a sample of the corpus")
     json_bytes = train_tokenizer_json(
         inputs.units,
@@ -124,7 +126,7 @@ def _trained_tokenizer(options: Options, inputs: Inputs, folder: Path) -> TextTo
         vocabulary_size=options.vocab_size,
         seed=options.seed,
     )
-    return _load(options, json_bytes, folder / TOKENIZER_FILE)
+    return _load(options, json_bytes, output.path(TOKENIZER_FILE))
 
 
 def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
@@ -136,9 +138,9 @@ def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
     )
 
 
-def _preloading(options: Options, folder: Path, tokenizer: TextTokenizer) -> Callable[[], None]:
+def _preloading(options: Options, output: Output, tokenizer: TextTokenizer) -> Callable[[], None]:
     """What loads the fast engine for a tokenizer, in another process."""
-    name = options.tokenizer or str(folder / TOKENIZER_FILE)
+    name = options.tokenizer or output.path(TOKENIZER_FILE)
     special = tokenizer.splits_special
     return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
 

@@ -194,10 +194,10 @@ def _crew(
         yield _Alone(worker, units)
         return
     if run.runner != "local":
-        work = replace(settings, folder=settings.folder.absolute())
+        work = replace(settings, output=settings.output.absolute())
         with (
             CLUSTERS[run.runner]() as cluster,
-            Hired(cluster, work, work.folder, (TOKENIZER_FILE,), units, bar.advance) as hired,
+            Hired(cluster, work, work.output, (TOKENIZER_FILE,), units, bar.advance) as hired,
         ):
             yield hired
         return

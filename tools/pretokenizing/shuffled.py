@@ -15,6 +15,7 @@ from tokenfeed.pipeline.errors import ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, MANIFEST_FILE, Manifest
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, made_by, state_of
@@ -35,7 +36,7 @@ def make_shuffled_dataset(options: Options, server: Server | None = None) -> Sum
     """
     started = time.perf_counter()
     options.check()
-    if not _is_begun(options.out) and state_of(options.out) != "new":
+    if not _is_begun(options.out) and state_of(options.output) != "new":
         summary = make_dataset(options, server)  # says that it is finished, or of another command
         clear_away(options.out)
         return summary
@@ -43,10 +44,10 @@ def make_shuffled_dataset(options: Options, server: Server | None = None) -> Sum
     settings = Settings(seed=options.seed, workers=options.num_workers)
     with _saying_how_to_start_again(options.out):
         with kept_from_others(options.out):
-            summary = make_dataset(options, server, hidden)
+            summary = make_dataset(options, server, FolderOutput(hidden))
         manifest = Manifest.read(hidden)
         shuffled = shuffle_into(
-            options.out, open_store(hidden), manifest, settings, made_by(hidden)
+            options.out, open_store(hidden), manifest, settings, made_by(FolderOutput(hidden))
         )
     seconds = time.perf_counter() - started
     read_mb = summary.mb_per_s * (summary.seconds - summary.tokenizer_seconds)

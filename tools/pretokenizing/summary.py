@@ -82,7 +82,7 @@ class Summary:
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
         return cls(
-            out=str(run.settings.folder),
+            out=str(run.settings.output),
             files=ledger.files,
             skipped_binary=run.inputs.corpus.skipped_binary,
             documents=ledger.written,

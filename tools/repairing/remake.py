@@ -25,6 +25,7 @@ from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.prepare import Prepared
 from tokenfeed.tools.run.claim import MADE_BY_FILE, made_by
@@ -62,7 +63,7 @@ def remake(
     with _scratch(folder) as scratch:
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
         options = _options(recipe, manifest, corpus, scratch)
-        run = Prepared.from_options(options, scratch, "new", None).run
+        run = Prepared.from_options(options, options.output, "new", None).run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)
         return problems + _encoded(settings, run.inputs, shards, folder, manifest)
@@ -80,7 +81,7 @@ def _recipe(folder: Path, manifest: Manifest) -> dict[str, Any]:
             f"{folder}: its rows were shuffled, so each shard is made of the whole corpus. Repair "
             "by `--from MIRROR`, or make the data set again."
         )
-    return made_by(folder)
+    return made_by(FolderOutput(folder))
 
 
 def _tokenizer(folder: Path, manifest: Manifest, recipe: dict[str, Any]) -> bytes:
@@ -182,7 +183,7 @@ def _encoded(
             for info in wanted.pop(unit.number):
                 right = info in made.values()
                 if right:
-                    _replace(settings.folder / info.file, folder / info.file)
+                    _replace(Path(settings.output.path(info.file)), folder / info.file)
                 else:
                     problems.append(_other_bytes(folder, info, manifest))
             bar.count_unit()

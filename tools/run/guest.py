@@ -9,13 +9,12 @@ import pickle
 import socket
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.run.crew import ENVIRONMENT, Failure, Work
-from tokenfeed.tools.run.records import is_as_written
 from tokenfeed.tools.run.versions import versions
 from tokenfeed.tools.run.worker import Worker, failure_of
 
@@ -37,8 +36,8 @@ class Job:
     """What every worker of a cluster must know, whichever unit it gets."""
 
     work: Work[Any, Any]
-    folder: Path
-    """The output folder, from the root."""
+    output: Output
+    """As workers name it, from the root."""
     files: tuple[FileInfo, ...]
     """Lie there: a worker that does not find them sees another folder."""
     versions: tuple[str, ...]
@@ -59,9 +58,9 @@ class Job:
                 f"{', '.join(other)}. Install the same there."
             )
         for info in self.files:
-            if not is_as_written(self.folder, info):
+            if not self.output.has(info):
                 raise ConfigError(
-                    f"{self.folder}: a worker on {host} does not find {info.file} there as this "
+                    f"{self.output}: a worker on {host} does not find {info.file} there as this "
                     "command wrote it. Give an output folder that all machines share."
                 )
 

@@ -10,12 +10,13 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
 
+import xxhash
+
 from tokenfeed.pipeline.format.manifest import FileInfo
-from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.run.clusters import Cluster
 from tokenfeed.tools.run.crew import (
     Failure,
@@ -46,7 +47,7 @@ class Hired(Generic[UnitT, ResultT]):
         self,
         cluster: Cluster,
         work: Work[UnitT, ResultT],
-        folder: Path,
+        output: Output,
         files: Sequence[str],
         units: Sequence[UnitT],
         on_progress: OnProgress,
@@ -56,22 +57,22 @@ class Hired(Generic[UnitT, ResultT]):
         Args:
             cluster: Who does the units.
             work: What is done to each.
-            folder: The output folder from the root, which all workers must share.
+            output: From the root; all workers must share it.
             files: What lies there already, and every worker must see.
             units: What is to be done.
             on_progress: Called while the results are waited for.
         """
-        self._cluster, self._folder = cluster, folder
+        self._cluster, self._output = cluster, output
         self._waiting = iter(units)
         self._on_progress = on_progress
         self._is_waited_for = False
         self._given: dict[Future[Finished | Failure], UnitT] = {}
-        self._probe = self._folder / PROBES.replace("*", os.urandom(8).hex())
-        self._probe.write_bytes(os.urandom(16))
+        self._probe = PROBES.replace("*", os.urandom(8).hex())
+        output.write(self._probe, os.urandom(16))
         job = Job(
             work=work,
-            folder=self._folder,
-            files=tuple(map(self._info, (self._probe.name, *files))),
+            output=output,
+            files=tuple(map(self._info, (self._probe, *files))),
             versions=tuple(versions()),
         )
         self._job = pickle.dumps(job)
@@ -86,7 +87,7 @@ class Hired(Generic[UnitT, ResultT]):
         traceback: TracebackType | None,
     ) -> None:
         self._cluster.executor.shutdown(wait=False)
-        self._probe.unlink(missing_ok=True)
+        self._output.delete(self._probe)
 
     def hurry(self, unit: UnitT) -> None:
         """Have one more unit done before all others: none of them begins until it is."""
@@ -134,8 +135,8 @@ class Hired(Generic[UnitT, ResultT]):
         return result
 
     def _info(self, name: str) -> FileInfo:
-        path = self._folder / name
-        return FileInfo(file=name, bytes=path.stat().st_size, xxh3=file_xxh3(path))
+        content = self._output.read(name)
+        return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))
 
 
 def _given_up(unit: Any, error: Exception) -> str:

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self
 
@@ -21,6 +22,7 @@ import msgspec
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE
+from tokenfeed.tools.outputs.output import is_as_written
 from tokenfeed.tools.run.records import ResultT, whole
 
 __all__ = [
@@ -152,7 +154,8 @@ class Journal(Generic[ResultT]):
         Returns:
             Whether there are any. All shards are read for it.
         """
-        found, self.results = self.results, whole(self.path.parent, self.results)
+        has = partial(is_as_written, self.path.parent)
+        found, self.results = self.results, whole(has, self.results)
         if damaged := len(found) - len(self.results):
             logger.warning(
                 "%s: shards of %d finished units are missing or damaged, and made again",

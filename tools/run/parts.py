@@ -1,7 +1,7 @@
 """Parts of a run, each a process of its own: on any machines, in any order, at once or repeated.
 
-They share the output folder and nothing else. `.parts` there holds `job.json`, which says what
-recipe this is, and for every finished unit a record, named when the unit's shards are in place; or
+They share the output and nothing else. `.parts` there holds `job.json`, which says what recipe this
+is, and for every finished unit a record, named when the unit's shards are in place; or
 `distrusted.json` says that the fast engine was found wrong. Every file comes to be whole and at
 once, and two of a name mean the same, so nobody need wait for anybody. The run that finishes the
 data set takes the records over.
@@ -10,26 +10,24 @@ data set takes the records over.
 import contextlib
 import dataclasses
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic, Self
 
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import PARTS_FOLDER
-from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.journal import recipe_in
 from tokenfeed.tools.run.recipe import differences
 from tokenfeed.tools.run.records import ResultT, whole
 from tokenfeed.tools.run.versions import versions
 
-__all__ = ["Part", "Parts", "parts_in", "remove_parts"]
+__all__ = ["Part", "Parts", "is_begun", "parts_in", "remove_parts"]
 
-_JOB_FILE, _DISTRUSTED_FILE = "job.json", "distrusted.json"
+_JOB_FILE = f"{PARTS_FOLDER}/job.json"
+_DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +62,19 @@ class Part:
 class Parts(Generic[ResultT]):
     """What the parts of a run have left, and the place where one more leaves the like."""
 
-    def __init__(self, folder: Path, kind: type[ResultT]) -> None:
+    def __init__(self, output: Output, kind: type[ResultT]) -> None:
         """Use `begin` or `left_in`."""
         self.results: dict[int, ResultT] = {}
         """Finished units by number."""
-        self._output = folder
-        self._folder = folder / PARTS_FOLDER
+        self._output = output
         self._kind = kind
 
     @classmethod
-    def begin(cls, folder: Path, recipe: dict[str, Any], kind: type[ResultT], part: Part) -> Self:
+    def begin(cls, output: Output, recipe: dict[str, Any], kind: type[ResultT], part: Part) -> Self:
         """Begin a part, or go on with it.
 
         Args:
-            folder: The output folder; made if need be.
+            output: Where the data set is made; made itself if need be.
             recipe: Everything the output depends on.
             kind: What is kept of a finished unit.
             part: Which units are its own: only these are looked at.
@@ -85,28 +82,29 @@ class Parts(Generic[ResultT]):
         Raises:
             ConfigError: Other parts, or a run without parts, were begun by another command.
         """
-        parts = cls(folder, kind)
-        parts._check_same(recipe_in(folder) or recipe, recipe)
-        parts._make_folder()
+        parts = cls(output, kind)
+        if isinstance(output, FolderOutput):
+            parts._check_same(recipe_in(output.folder) or recipe, recipe)
+        output.prepare()
         parts._enter_job(recipe, part.count)
         parts._check_job(recipe)
-        if (count := parts._job()["parts"]) != part.count:
+        if (count := parts._job()["parts"]) not in (part.count, None):
             raise ConfigError(
-                f"{folder}: was begun in {count} parts, and this is one of {part.count}. Say "
+                f"{output}: was begun in {count} parts, and this is one of {part.count}. Say "
                 f"`--part I/{count}`, or give another folder."
             )
         parts._load(part)
         return parts
 
     @classmethod
-    def left_in(cls, folder: Path, recipe: dict[str, Any], kind: type[ResultT]) -> Self | None:
-        """What parts have left in a folder; None where none was begun.
+    def left_in(cls, output: Output, recipe: dict[str, Any], kind: type[ResultT]) -> Self | None:
+        """What parts have left in an output; None where none was begun.
 
         Raises:
             ConfigError: They were begun by another command.
         """
-        parts = cls(folder, kind)
-        if not (parts._folder / _JOB_FILE).exists():
+        parts = cls(output, kind)
+        if not is_begun(output):
             return None
         parts._check_job(recipe)
         parts._load(Part(0, 1))
@@ -115,12 +113,12 @@ class Parts(Generic[ResultT]):
     @property
     def engine_rejected(self) -> bool:
         """Whether any part has found the fast engine wrong."""
-        return (self._folder / _DISTRUSTED_FILE).exists()
+        return self._output.size(_DISTRUSTED_FILE) is not None
 
     def append(self, result: ResultT) -> None:
         """Record a finished unit, for good."""
         content: dict[str, Any] = dataclasses.asdict(result)  # type: ignore[call-overload]
-        self._write(f"{result.unit:05d}.json", content)
+        self._write(f"{PARTS_FOLDER}/{result.unit:05d}.json", content)
         self.results[result.unit] = result
 
     def reject_engine(self, reason: str) -> None:
@@ -130,30 +128,13 @@ class Parts(Generic[ResultT]):
 
     def drop_damaged(self) -> bool:
         """Forget units whose shards are not as they were left; whether there are any."""
-        found, self.results = self.results, whole(self._output, self.results)
+        found, self.results = self.results, whole(self._output.has, self.results)
         return len(self.results) < len(found)
 
-    def _make_folder(self) -> None:
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{self._output}: cannot be made ({error.strerror}). Give a folder elsewhere."
-            ) from error
-
-    def _enter_job(self, recipe: dict[str, Any], count: int) -> None:
-        """Say what is being made, unless another part has said it."""
-        job = self._folder / _JOB_FILE
-        own = job.with_name(f"{_JOB_FILE}.{os.urandom(8).hex()}")
-        atomic_write(own, json.dumps({"parts": count, "recipe": _named(recipe)}).encode())
-        try:
-            os.link(own, job)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links: the last of those that begin at once says it
-            if not job.exists():
-                os.replace(own, job)
-        own.unlink(missing_ok=True)
+    def _enter_job(self, recipe: dict[str, Any], count: int | None) -> None:
+        """Say what is being made, unless another has said it."""
+        job = {"parts": count, "recipe": _named(recipe)}
+        self._output.create(_JOB_FILE, json.dumps(job).encode())
 
     def _check_job(self, recipe: dict[str, Any]) -> None:
         self._check_same(self._job()["recipe"], _named(recipe))
@@ -167,7 +148,7 @@ class Parts(Generic[ResultT]):
 
     def _job(self) -> dict[str, Any]:
         try:
-            job: dict[str, Any] = json.loads((self._folder / _JOB_FILE).read_bytes())
+            job: dict[str, Any] = json.loads(self._output.read(_JOB_FILE))
         except FileNotFoundError:
             raise ConfigError(
                 f"{self._output}: another run has finished it, or was withdrawn, meanwhile."
@@ -176,32 +157,43 @@ class Parts(Generic[ResultT]):
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         self._job()  # or the folder would be made anew
-        atomic_write(self._folder / name, json.dumps(content).encode() + b"\n", is_shared=True)
+        self._output.write(name, json.dumps(content).encode() + b"\n")
 
     def _load(self, part: Part) -> None:
         """Read the records of a part, and look at the shards that they name."""
-        self.results = whole(self._output, dict(self._records(part)))
+        self.results = whole(self._output.has, dict(self._records(part)))
 
     def _records(self, part: Part) -> Iterator[tuple[int, ResultT]]:
-        for path in sorted(self._folder.glob("*.json")):
-            if path.stem.isdecimal() and part.has(int(path.stem)):
+        for name in sorted(self._output.names(PARTS_FOLDER)):
+            number, _, ending = name.partition(".")
+            if ending == "json" and number.isdecimal() and part.has(int(number)):
                 with contextlib.suppress(ValueError, FileNotFoundError):  # damaged: done again
-                    record = msgspec.convert(json.loads(path.read_bytes()), self._kind)
+                    content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
+                    record = msgspec.convert(content, self._kind)
                     yield record.unit, record
 
 
-def parts_in(folder: Path) -> int | None:
+def is_begun(output: Output) -> bool:
+    """Whether anything there says what run its records are of."""
+    return output.size(_JOB_FILE) is not None
+
+
+def parts_in(output: Output) -> int | None:
     """How many parts a run was begun in; None where it was begun without."""
     try:
-        count: int = json.loads((folder / PARTS_FOLDER / _JOB_FILE).read_bytes())["parts"]
+        count: int | None = json.loads(output.read(_JOB_FILE))["parts"]
     except FileNotFoundError:
         return None
     return count
 
 
-def remove_parts(folder: Path) -> None:
-    """Delete what parts have left in an output folder: it is taken over, or of no use."""
-    shutil.rmtree(folder / PARTS_FOLDER, ignore_errors=True)
+def remove_parts(output: Output) -> None:
+    """Delete what parts have left in an output, what says whose it is last: it is taken over, or
+    of no use."""
+    names = {f"{PARTS_FOLDER}/{name}" for name in output.names(PARTS_FOLDER)}
+    output.delete(*names - {_JOB_FILE})
+    output.delete(*names & {_JOB_FILE})
+    output.prune(PARTS_FOLDER)
 
 
 def _named(recipe: dict[str, Any]) -> dict[str, Any]:

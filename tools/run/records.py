@@ -1,15 +1,12 @@
 """Records: what is kept of the finished units of a run, for whoever goes on with it."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 from tokenfeed.pipeline.format.manifest import FileInfo
-from tokenfeed.pipeline.format.storage import file_xxh3
 
-__all__ = ["Records", "Result", "ResultT", "is_as_written", "whole"]
+__all__ = ["Records", "Result", "ResultT", "whole"]
 
 
 class Result(Protocol):
@@ -53,25 +50,12 @@ class Records(Protocol[ResultT]):
         ...
 
 
-def whole(folder: Path, results: dict[int, ResultT]) -> dict[int, ResultT]:
-    """Those results whose files are as they were left; reads all of them."""
+def whole(has: Callable[[FileInfo], bool], results: dict[int, ResultT]) -> dict[int, ResultT]:
+    """Those results whose files are as they were left; `has` is asked for each file."""
     with ThreadPoolExecutor() as threads:
-        are_whole = list(threads.map(partial(_is_whole, folder), results.values()))
+        are_whole = list(threads.map(lambda result: all(map(has, result.files)), results.values()))
     return {
         number: result
         for (number, result), is_kept in zip(results.items(), are_whole, strict=True)
         if is_kept
     }
-
-
-def _is_whole(folder: Path, result: Result) -> bool:
-    return all(is_as_written(folder, info) for info in result.files)
-
-
-def is_as_written(folder: Path, info: FileInfo) -> bool:
-    """Whether a file is there, with the content that it was left with."""
-    path = folder / info.file
-    try:
-        return path.stat().st_size == info.bytes and file_xxh3(path) == info.xxh3
-    except FileNotFoundError:
-        return False

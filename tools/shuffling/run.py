@@ -21,12 +21,12 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, Shuffled, SplitInfo
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.pipeline.format.store import LocalStore, Store, StorePath, open_store
-from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, claim, recognise, remember, state_of
+from tokenfeed.tools.outputs.output import FolderOutput, is_as_written
+from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER, claim_folder, recognise, remember, state_of
 from tokenfeed.tools.run.crew import Crew, Server
 from tokenfeed.tools.run.interruption import saying_what_is_kept
 from tokenfeed.tools.run.journal import Journal
 from tokenfeed.tools.run.progress import Bar
-from tokenfeed.tools.run.records import is_as_written
 from tokenfeed.tools.run.worker import Worker
 from tokenfeed.tools.shuffling.layout import Gather, Layout, Scatter
 from tokenfeed.tools.shuffling.summary import ShuffleSummary
@@ -72,8 +72,8 @@ def shuffle_dataset(path: StorePath, out: Path, settings: Settings) -> ShuffleSu
     manifest = Manifest.read(source)
     _check_apart(source, out)
     recipe = _describe(manifest, settings)
-    if state_of(out) == "finished":
-        shuffled = recognise(out, recipe)
+    if state_of(FolderOutput(out)) == "finished":
+        shuffled = recognise(FolderOutput(out), recipe)
         clear_away(out)
         return ShuffleSummary.from_manifest(
             shuffled,
@@ -109,7 +109,7 @@ def shuffle_into(
         memory_bytes=memory_bytes,
     )
     units = {"--memory": memory_bytes, "the size of a bucket": layout.bucket_bytes}
-    with claim(
+    with claim_folder(
         out, recipe | units, Done
     ) as journal:  # what the bytes do not depend on, but the work
         compresses = not _has_room(out, layout.num_bytes)
@@ -118,7 +118,7 @@ def shuffle_into(
         for info in (manifest.tokenizer, manifest.sources, manifest.rejects):
             _copy(source, info, out)
         part_done = run.finish()
-        remember(out, recipe)
+        remember(FolderOutput(out), recipe)
         shuffled = _committed(manifest, settings.seed, layout, journal)
         shuffled.write(out)
         journal.remove()

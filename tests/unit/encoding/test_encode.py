@@ -20,6 +20,7 @@ from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
+from tokenfeed.tools.outputs.output import FolderOutput
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 20,
@@ -82,7 +83,7 @@ def encode_files(
     (unit,) = cut_units(corpus.sources, 10**9)
     task = Lm(text="text")
     job = EncodeSettings(
-        folder=folder / "out",
+        output=FolderOutput(folder / "out"),
         task=task,
         engine="tokenizers",
         vocabulary_size=tokenizer.vocabulary_size,

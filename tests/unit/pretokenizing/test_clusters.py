@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.run import guest
 
 
@@ -165,7 +166,7 @@ def test_workers_that_do_not_share_the_folder_or_the_packages_are_refused(
         with pytest.raises(ConfigError, match=r"has pyarrow 1\.0, where this command has"):
             make(documents, out, fast_tokenizer, runner="dask")
     with monkeypatch.context() as patch:
-        patch.setattr(guest, "is_as_written", lambda folder, info: False)
+        patch.setattr(FolderOutput, "has", lambda output, info: False)
         with pytest.raises(ConfigError, match="Give an output folder that all machines share"):
             make(documents, out, fast_tokenizer, runner="dask")
     make(documents, out, fast_tokenizer, runner="dask")

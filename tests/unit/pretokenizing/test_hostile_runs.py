@@ -17,6 +17,7 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.options import Options, parse_options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.summary import Summary
@@ -256,5 +257,5 @@ def test_an_address_of_another_place_is_no_output_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="looks like an address of another place"):
-        state_of(Path(out))
+        state_of(FolderOutput(Path(out)))
     assert not list(tmp_path.iterdir())

@@ -11,6 +11,7 @@ from command import files_of
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing import shuffled
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
@@ -118,7 +119,7 @@ def test_of_a_damaged_first_part_the_remedy_is_one_that_helps(
     out = tmp_path / "out"
     options = options_of(corpus, out, tokenizer=str(tokenizer), shuffle=True)
     hidden = out / UNSHUFFLED_FOLDER
-    make_dataset(options, folder=hidden)
+    make_dataset(options, output=FolderOutput(hidden))
     damaged = hidden / part
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1

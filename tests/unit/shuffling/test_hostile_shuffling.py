@@ -16,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.tools.options import Options
+from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
@@ -32,7 +33,7 @@ def test_an_unfinished_shuffle_is_not_taken_over_while_its_journal_has_no_line(
     out = tmp_path / "out"
     make_dataset(
         Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), shuffle=True),
-        folder=out / UNSHUFFLED_FOLDER,
+        output=FolderOutput(out / UNSHUFFLED_FOLDER),
     )
     (out / JOURNAL_FILE).touch()
     before = files_of(out)

@@ -1,0 +1,51 @@
+"""Processes that make a data set in a store: whichever is killed, the objects are those of a
+folder."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command import COMMAND, files_of, run, start, texts, write_ballast
+from remote_stores import Remote, remote_store
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    with remote_store(monkeypatch) as remote:
+        yield remote
+
+
+@pytest.mark.slow
+def test_a_killed_command_is_continued_by_the_same(
+    corpus: Path, tmp_path: Path, tokenizer: Path, remote: Remote
+) -> None:
+    for index, text in enumerate(texts(40, seed=2)):
+        (corpus / f"more{index:03}.txt").write_text(text * 20)
+    write_ballast(corpus)
+    options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--validation", "0.1")
+    run(corpus, tmp_path / "plain", *options)
+    url = f"s3://{remote.prefix}"
+    kill_when_recorded(remote, 3, corpus, url, *options, "--workers", "2")
+    ended = start(corpus, url, *options, "--workers", "2", "--json")
+    assert '"resumed_units": 0' not in ended.stdout
+    there = remote.server.objects.items()
+    made = {name.removeprefix(f"{remote.prefix}/"): each.data for name, each in there}
+    assert made == files_of(tmp_path / "plain")
+
+
+def kill_when_recorded(remote: Remote, units: int, *arguments: object) -> None:
+    """Kill the command alone when it has recorded so many units; its workers end by themselves."""
+    process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while sum("/.parts/0" in name for name in list(remote.server.objects)) < units:
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,203 @@
+"""Where a data set is made: one small protocol, by which all that writes one puts its files there.
+
+Files have names below the output, with forward slashes. Each comes to be whole and at once.
+"""
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_write, file_xxh3
+from tokenfeed.pipeline.format.store import StorePath
+
+__all__ = ["FolderOutput", "Output", "is_as_written", "open_output"]
+
+
+class Output(Protocol):
+    """A place for one data set; it goes to workers as a pickle, and `str` is its name."""
+
+    @property
+    def place(self) -> StorePath:
+        """The same place for who reads."""
+        ...
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may write the same shards at the same time, into the same `room`."""
+        ...
+
+    def absolute(self) -> Self:
+        """The same from any working directory."""
+        ...
+
+    def path(self, name: str) -> str:
+        """A file as a message names it."""
+        ...
+
+    def prepare(self) -> None:
+        """Make the place itself, if need be."""
+        ...
+
+    def names(self, folder: str = "") -> set[str]:
+        """What lies in the output, or in a folder of it: files and folders."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """A small file."""
+        ...
+
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None where there is none."""
+        ...
+
+    def has(self, info: FileInfo) -> bool:
+        """Whether a file is there, with the content that it was left with."""
+        ...
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, whatever was there."""
+        ...
+
+    def create(self, name: str, content: bytes) -> None:
+        """Write a small file, unless somebody has: of several who do so one wins."""
+        ...
+
+    def delete(self, *names: str) -> None:
+        """Delete files, as far as they are there."""
+        ...
+
+    def prune(self, *folders: str) -> None:
+        """Delete folders that are empty; `""` is the output itself."""
+        ...
+
+    def room(self) -> AbstractContextManager[Path]:
+        """A folder of this machine in which shards are written; when the block ends well they are
+        in the output."""
+        ...
+
+
+def open_output(path: str, *, is_shared: bool) -> Output:
+    """The place that a path names; nothing is asked yet.
+
+    Args:
+        path: A folder, or the address of a store.
+        is_shared: Whether others may write the same files at the same time.
+
+    Raises:
+        ConfigError: There is no such store, or it can only be read.
+    """
+    if "://" not in path:
+        return FolderOutput(Path(path), is_shared)
+    from tokenfeed.tools.outputs.store import StoreOutput
+
+    return StoreOutput.from_url(path)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOutput:
+    """A folder of this machine, or one that several share."""
+
+    folder: Path
+    is_shared: bool = False
+    """Whether others may write the same files at the same time."""
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    @property
+    def place(self) -> Path:
+        """See `Output`."""
+        return self.folder
+
+    def absolute(self) -> Self:
+        """See `Output`."""
+        return dataclasses.replace(self, folder=self.folder.absolute())
+
+    def path(self, name: str) -> str:
+        """See `Output`."""
+        return str(self.folder / name)
+
+    def prepare(self) -> None:
+        """See `Output`.
+
+        Raises:
+            ConfigError: It cannot be made.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self}: cannot be made ({error.strerror}). Give a folder elsewhere."
+            ) from error
+
+    def names(self, folder: str = "") -> set[str]:
+        """See `Output`."""
+        try:
+            return set(os.listdir(self.folder / folder))
+        except FileNotFoundError:
+            return set()
+
+    def read(self, name: str) -> bytes:
+        """See `Output`."""
+        return (self.folder / name).read_bytes()
+
+    def size(self, name: str) -> int | None:
+        """See `Output`."""
+        path = self.folder / name
+        return path.stat().st_size if path.is_file() else None
+
+    def has(self, info: FileInfo) -> bool:
+        """See `Output`; reads the file."""
+        return is_as_written(self.folder, info)
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Output`."""
+        atomic_write(self.folder / name, content, is_shared=self.is_shared)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See `Output`."""
+        path = self.folder / name
+        own = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
+        atomic_write(own, content)
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links: the last of those that begin at once wins
+            if not path.exists():
+                os.replace(own, path)
+        own.unlink(missing_ok=True)
+
+    def delete(self, *names: str) -> None:
+        """See `Output`; what a kill has left of a file's writing goes with it."""
+        for name in names:
+            path = self.folder / name
+            path.unlink(missing_ok=True)
+            path.with_name(f"{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
+
+    def prune(self, *folders: str) -> None:
+        """See `Output`."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                (self.folder / folder).rmdir()
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Path]:
+        """See `Output`: shards are written where they stay."""
+        yield self.folder
+
+
+def is_as_written(folder: Path, info: FileInfo) -> bool:
+    """Whether a file is there, with the content that it was left with; reads it."""
+    path = folder / info.file
+    try:
+        return path.stat().st_size == info.bytes and file_xxh3(path) == info.xxh3
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,128 @@
+"""An object store as the place where a data set is made.
+
+A shard is written in a temporary folder of this machine and sent whole, by one request that carries
+its checksum: so nobody need read it again to know that it is as it was left.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import FileInfo
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectInfo, ObjectStore
+
+__all__ = ["StoreOutput"]
+
+_AT_ONCE = 16
+_READ_ONLY = ("http", "https")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOutput:
+    """Objects below an address."""
+
+    store: ObjectStore
+
+    @classmethod
+    def from_url(cls, url: str) -> Self:
+        """The place at an address; nothing is asked yet.
+
+        Raises:
+            ConfigError: There is no such store, or it can only be read.
+        """
+        store = open_store(url)
+        if isinstance(store, ObjectStore) and store.address.scheme not in _READ_ONLY:
+            return cls(store)
+        raise ConfigError(
+            f"{hide_password(url)}: can only be read. Give a folder, or the address of a bucket."
+        )
+
+    def __str__(self) -> str:
+        return self.store.name
+
+    @property
+    def place(self) -> ObjectStore:
+        """See `Output`."""
+        return self.store
+
+    @property
+    def is_shared(self) -> bool:
+        """See `Output`: each has a room of its own."""
+        return False
+
+    def absolute(self) -> Self:
+        """See `Output`."""
+        return self
+
+    def path(self, name: str) -> str:
+        """See `Output`."""
+        return self.store.path(name)
+
+    def prepare(self) -> None:
+        """See `Output`: there is nothing to make."""
+
+    def names(self, folder: str = "") -> set[str]:
+        """See `Output`; a request for each thousand objects below."""
+        below = f"{folder}/" if folder else ""
+        found = (info.name.removeprefix(below) for info in self.store.list(folder))
+        return {name.partition("/")[0] for name in found}
+
+    def read(self, name: str) -> bytes:
+        """See `Output`."""
+        return self.store.read(name)
+
+    def size(self, name: str) -> int | None:
+        """See `Output`."""
+        info = self._head(name)
+        return info.size if info else None
+
+    def has(self, info: FileInfo) -> bool:
+        """See `Output`; by what the object was written with."""
+        there = self._head(info.file)
+        return there is not None and _known(there) == (info.bytes, info.xxh3)
+
+    def write(self, name: str, content: bytes) -> None:
+        """See `Output`."""
+        self.store.write(name, content, {XXH3_KEY: xxhash.xxh3_64_hexdigest(content)})
+
+    def create(self, name: str, content: bytes) -> None:
+        """See `Output`."""
+        self.store.create(name, content)
+
+    def delete(self, *names: str) -> None:
+        """See `Output`."""
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            for _ in threads.map(self.store.delete, names):
+                pass
+
+    def prune(self, *folders: str) -> None:
+        """See `Output`: a store has no folders."""
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Path]:
+        """See `Output`."""
+        with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
+            yield Path(folder)
+            for path in sorted(Path(folder).rglob("*.arrow")):
+                name = path.relative_to(folder).as_posix()
+                self.store.write(name, path, {XXH3_KEY: file_xxh3(path)})
+
+    def _head(self, name: str) -> ObjectInfo | None:
+        try:
+            return self.store.head(name)
+        except FileNotFoundError:
+            return None
+
+
+def _known(info: ObjectInfo) -> tuple[int, str | None]:
+    return info.size, info.metadata.get(XXH3_KEY)
