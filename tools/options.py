@@ -48,7 +48,7 @@ class Options:
         ]
     ]
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
-    of an interrupted run, or the same in a store, like s3://BUCKET/PATH."""
+    of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
     task: TaskName = "lm"
     """What a record is: a document; a text and its label, or its score; words and their tags; a
     prompt and its completion."""
@@ -121,7 +121,7 @@ class Options:
     @property
     def corpus(self) -> tuple[str, ...]:
         """The input: all paths but the last."""
-        return tuple(str(Path(path)) for path in self.paths[:-1])
+        return tuple(p if "://" in p else str(Path(p)) for p in map(str, self.paths[:-1]))
 
     @property
     def out(self) -> Path:

@@ -44,6 +44,8 @@ class ObjectInfo:
     size: int
     etag: str
     """Differs for another version; empty where a server tells none, and in a list of Google's."""
+    modified_s: float = 0.0
+    """When it was written, by the store's clock."""
     metadata: dict[str, str] = field(default_factory=dict)
     """What was given when it was written; of a list always empty."""
 
@@ -98,7 +100,7 @@ class ObjectStore:
         def attempt() -> ObjectInfo:
             result = self._connection.reads.get(name, options={"head": True})
             metadata = {str(key): value for key, value in result.attributes.items()}
-            return ObjectInfo(name, result.meta["size"], self._etag(result.meta), metadata)
+            return self._info(name, result.meta, metadata)
 
         return self._persist(attempt, name)
 
@@ -117,16 +119,27 @@ class ObjectStore:
             return whole
         starts = range(0, size, PIECE_BYTES)
         return b"".join(
-            self._part(name, start, min(PIECE_BYTES, size - start), etag) for start in starts
+            self._part(name, start, min(PIECE_BYTES, size - start), {"if_match": etag})
+            for start in starts
         )
 
-    def read_range(self, name: str, start: int, length: int) -> bytes:
+    def read_range(self, name: str, start: int, length: int, etag: str = "") -> bytes:
         """`length` bytes from `start` on, by one request; errors are those of `head`.
 
+        Args:
+            name: The object.
+            start: Where they begin.
+            length: How many.
+            etag: As `head` or `list` has it; none for whatever is there now.
+
         Raises:
-            RemoteError: The object has fewer.
+            RemoteError: The object has fewer, or another ETag.
         """
-        return self._part(name, start, length, None) if length else b""
+        if not length:
+            return b""
+        if self._etag_key == "version":
+            return self._part(name, start, length, {"version": etag})
+        return self._part(name, start, length, {"if_match": etag})
 
     def read_tail(self, name: str, length: int) -> bytes:
         """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
@@ -206,6 +219,10 @@ class ObjectStore:
         """What a conditional write goes by: Google counts versions."""
         return "version" if self.address.scheme == "gs" else "e_tag"
 
+    def _info(self, name: str, meta: Mapping[str, Any], metadata: dict[str, str]) -> ObjectInfo:
+        modified_s = meta["last_modified"].timestamp()
+        return ObjectInfo(name, meta["size"], self._etag(meta), modified_s, metadata)
+
     def _etag(self, said: Mapping[str, Any]) -> str:
         return said.get(self._etag_key) or ""
 
@@ -229,10 +246,10 @@ class ObjectStore:
             return size, etag, None
         return size, etag, self._counted(bytes(result.bytes()))
 
-    def _part(self, name: str, start: int, length: int, etag: str | None) -> bytes:
+    def _part(self, name: str, start: int, length: int, condition: "GetOptions") -> bytes:
         options: GetOptions = {"range": (start, start + length)}
-        if etag:
-            options["if_match"] = etag
+        if any(condition.values()):
+            options |= condition
         content, size = self._persist(lambda: self._get(name, options), name)
         if len(content) != length:
             raise RemoteError(
@@ -255,7 +272,7 @@ class ObjectStore:
     def _page(self, prefix: str, last: str | None) -> Sequence[ObjectInfo]:
         stream = self._connection.reads.list(prefix or None, offset=last, chunk_size=_PAGE)
         page = next(iter(stream), [])
-        return [ObjectInfo(meta["path"], meta["size"], self._etag(meta)) for meta in page]
+        return [self._info(meta["path"], meta, {}) for meta in page]
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
         def attempt() -> bool:

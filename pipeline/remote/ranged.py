@@ -1,11 +1,11 @@
 """A remote object as a file: what is read in order comes in requests that grow."""
 
 import io
-from typing import Protocol
+from typing import BinaryIO, Protocol, cast
 
 import pyarrow as pa
 
-__all__ = ["open_ranged"]
+__all__ = ["open_ranged", "open_ranged_bytes"]
 
 _WHOLE_BYTES = 1 << 20
 _FIRST_BYTES, _LARGEST_BYTES = 1 << 18, 8 << 20
@@ -24,6 +24,11 @@ def open_ranged(store: _Ranges, name: str, size: int) -> pa.NativeFile:
     if size <= _WHOLE_BYTES:
         return pa.BufferReader(store.read_range(name, 0, size))
     return pa.PythonFile(_RangedFile(store, name, size), mode="r")
+
+
+def open_ranged_bytes(store: _Ranges, name: str, size: int) -> BinaryIO:
+    """The same for who reads bytes."""
+    return cast(BinaryIO, _RangedFile(store, name, size))
 
 
 class _RangedFile(io.RawIOBase):

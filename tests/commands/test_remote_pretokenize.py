@@ -39,6 +39,22 @@ def test_a_killed_command_is_continued_by_the_same(
     assert made == files_of(tmp_path / "plain")
 
 
+@pytest.mark.slow
+def test_processes_read_a_corpus_in_a_store(
+    corpus: Path, tmp_path: Path, tokenizer: Path, remote: Remote
+) -> None:
+    write_ballast(corpus)
+    for path in sorted(corpus.iterdir()):
+        remote.put(path.name, path.read_bytes())
+    options = ("--tokenizer", tokenizer, "--shard-size", "50KB")
+    run(corpus, tmp_path / "local", *options)
+    start(f"s3://{remote.prefix}", tmp_path / "remote", *options, "--workers", "2")
+    local, made = files_of(tmp_path / "local"), files_of(tmp_path / "remote")
+    shards = [name for name in local if name.endswith(".arrow")]
+    assert len(shards) >= 2
+    assert [made[name] for name in shards] == [local[name] for name in shards]
+
+
 def kill_when_recorded(remote: Remote, units: int, *arguments: object) -> None:
     """Kill the command alone when it has recorded so many units; its workers end by themselves."""
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], stderr=subprocess.DEVNULL)

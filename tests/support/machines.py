@@ -19,17 +19,19 @@ from tokenfeed.tools.run.clusters import CLUSTERS, Cluster
 __all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
 
 
-def make(corpus: Path, out: Path | str, tokenizer: Path, **options: Any) -> Summary:
+def make(corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any) -> Summary:
     """The data set of a corpus, by this process."""
     return make_dataset(_options(corpus, out, tokenizer, **options))
 
 
-def part(which: str, corpus: Path, out: Path | str, tokenizer: Path, **options: Any) -> PartSummary:
+def part(
+    which: str, corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any
+) -> PartSummary:
     """One part of it."""
     return make_part(_options(corpus, out, tokenizer, part=which, **options))
 
 
-def _options(corpus: Path, out: Path | str, tokenizer: Path, **options: Any) -> Options:
+def _options(corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any) -> Options:
     given = {"shard_size": "30KB", **options}
     return Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), **given)
 

@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 import zstandard
 
+from tokenfeed.tools.corpus.places import Place, open_place
+
 __all__ = ["READ_ERRORS", "Blocks", "Compression", "has_checksum", "whole_lines"]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
@@ -41,7 +43,7 @@ class Blocks:
 
     def __init__(
         self,
-        path: str,
+        path: Place,
         compression: Compression | None = None,
         start: int = 0,
         stop: int | None = None,
@@ -60,8 +62,8 @@ class Blocks:
         return self._members(_DECOMPRESSORS[self._compression])
 
     def _plain(self) -> Iterator[bytes]:
-        with open(self._path, "rb", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size if self._stop is None else self._stop
+        with open_place(self._path) as file:
+            end = file.seek(0, os.SEEK_END) if self._stop is None else self._stop
             file.seek(self._start)
             wanted = _FIRST_BLOCK_BYTES
             while (left := end - self._start - self.consumed_bytes) > 0:
@@ -73,7 +75,7 @@ class Blocks:
                 yield block
 
     def _gzip(self) -> Iterator[bytes]:
-        with open(self._path, "rb") as raw, gzip.open(raw) as file:
+        with open_place(self._path) as raw, gzip.open(raw) as file:
             while block := file.read(_UNPACKED_BYTES):
                 self.consumed_bytes = raw.tell()
                 yield block
@@ -117,10 +119,10 @@ class _ZstdMember:
         return self._frame.decompress(packed) if packed else b""
 
 
-def has_checksum(path: str) -> bool:
+def has_checksum(path: Place) -> bool:
     """Whether the first frame of a .zst has a checksum of its content, or cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_place(path) as file:
             header = zstandard.get_frame_parameters(file.read(_ZSTD_HEADER_BYTES))
     except READ_ERRORS:
         return True

@@ -11,6 +11,7 @@ import os
 from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
+from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 
 __all__ = ["compression_of", "format_in_folder", "format_of_given", "is_archive", "is_binary"]
@@ -29,7 +30,7 @@ def compression_of(name: str) -> Compression | None:
     return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
 
 
-def format_in_folder(name: str, path: str, field: str) -> Format:
+def format_in_folder(name: str, path: Place, field: str) -> Format:
     """The format of a file found in a folder; text for an unknown ending.
 
     Args:
@@ -43,7 +44,7 @@ def format_in_folder(name: str, path: str, field: str) -> Format:
     return format_ or FALLBACK
 
 
-def format_of_given(name: str, path: str, field: str) -> Format:
+def format_of_given(name: str, path: Place, field: str) -> Format:
     """The format of a file given by name, or of standard input: by its content where its ending
     says none. For the arguments see `format_in_folder`."""
     format_ = format_in_folder(name, path, field)
@@ -66,14 +67,14 @@ def format_of_given(name: str, path: str, field: str) -> Format:
     return found
 
 
-def is_binary(path: str, compression: Compression | None) -> bool:
+def is_binary(path: Place, compression: Compression | None) -> bool:
     """Whether the (decompressed) beginning holds a NUL."""
     return b"\0" in _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
 
 
-def is_archive(path: str) -> bool:
-    """Whether a file holds other files, by its ending and by what it holds."""
-    return _ending(path) in _ARCHIVES and is_binary(path, compression_of(path))
+def is_archive(name: str, path: Place) -> bool:
+    """Whether a file holds other files, by the ending of its name and by what it holds."""
+    return _ending(name) in _ARCHIVES and is_binary(path, compression_of(name))
 
 
 def _by_ending(name: str) -> Format | None:
@@ -84,7 +85,7 @@ def _by_ending(name: str) -> Format | None:
     return None
 
 
-def _by_content(path: str, compression: Compression | None, field: str) -> Format:
+def _by_content(path: Place, compression: Compression | None, field: str) -> Format:
     """The format whose records begin a file and have `field`; else it is just some text."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = _beginning(path, compression, num_bytes)
@@ -102,7 +103,7 @@ def _begins_any(beginning: bytes, field: str | None) -> Format | None:
     return None
 
 
-def _beginning(path: str, compression: Compression | None, num_bytes: int) -> bytes:
+def _beginning(path: Place, compression: Compression | None, num_bytes: int) -> bytes:
     """About the first `num_bytes`, decompressed. What cannot be read is rejected later."""
     beginning = b""
     try:

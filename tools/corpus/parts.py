@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import Blocks, Compression
+from tokenfeed.tools.corpus.places import PUT_BACK, Place, RemoteFile
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 
 __all__ = ["InputFile", "Part", "whole"]
@@ -19,13 +20,14 @@ class InputFile:
     """Its line in sources.jsonl, counted from 0."""
     name: str
     """As given on the command line, and below that as found."""
-    path: str
-    """Where it is read, from the root: for standard input not its name."""
+    path: Place
+    """Where it is read: for standard input not its name."""
     bytes: int
     text_bytes: int
     """Bytes of text expected, which are more in a file that is compressed."""
-    state: int
-    """Changes when the file does: its modification time; for standard input its checksum."""
+    state: int | str
+    """Changes when the file does: its modification time, or what a store says of its version; for
+    standard input its checksum."""
     format: str
     """The name of its format as the registry has it."""
     compression: Compression | None
@@ -40,15 +42,17 @@ class InputFile:
         """
         if self.name == STANDARD_INPUT:
             return
-        remedy = "Put it back, or start again with an empty output folder."
+        if isinstance(self.path, RemoteFile):
+            self.path.check_unchanged()
+            return
         try:
             now = os.stat(self.path)
         except FileNotFoundError:
             raise CorpusError(
-                f"{self.name}: vanished while the corpus was read. {remedy}"
+                f"{self.name}: vanished while the corpus was read. {PUT_BACK}"
             ) from None
         if (now.st_size, now.st_mtime_ns) != (self.bytes, self.state):
-            raise CorpusError(f"{self.name}: changed while the corpus was read. {remedy}")
+            raise CorpusError(f"{self.name}: changed while the corpus was read. {PUT_BACK}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

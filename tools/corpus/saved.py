@@ -2,14 +2,20 @@
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import CorpusError
 
-__all__ = ["saved_entries"]
+__all__ = ["is_saved", "saved_entries"]
 
 _SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
 """What is left in the folder of a data set, and in that of several splits."""
+
+
+def is_saved(names: Collection[str]) -> bool:
+    """Whether a folder of these names is a saved data set, or one of several splits."""
+    return _SPLITS in names or {_SET, _INFO} <= set(names)
 
 
 def saved_entries(

@@ -14,12 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.format.manifest import (
-    JOURNAL_FILE,
-    MANIFEST_FILE,
-    PARTS_FOLDER,
-    TOKENIZER_FILE,
-)
 from tokenfeed.tools.corpus.blocks import has_checksum
 from tokenfeed.tools.corpus.detect import (
     compression_of,
@@ -31,8 +25,11 @@ from tokenfeed.tools.corpus.detect import (
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
+from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
 from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.patterns import is_split_name, matching
+from tokenfeed.tools.corpus.places import Place, RemoteFile
+from tokenfeed.tools.corpus.remote import object_at, objects_below
 from tokenfeed.tools.corpus.saved import saved_entries
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
 
@@ -116,6 +113,9 @@ class _Search:
         if path == STANDARD_INPUT:
             self._add_stdin()
             return
+        if "://" in path:
+            self._add_remote(path)
+            return
         if path.startswith(HUB_PREFIX):
             for file, split in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
@@ -128,11 +128,11 @@ class _Search:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
         if os.path.isdir(path):
             for found, of_split in self._walk(path, path):
-                self._add_file(found, path, of_split, explicit=False)
+                self._add_file(found, found, path, of_split, explicit=False)
         elif os.path.isfile(path):
-            if is_archive(path):
+            if is_archive(path, path):
                 raise CorpusError(f"{path}: is an archive of files. Unpack it and give the folder.")
-            self._add_file(path, path, None, explicit=True)
+            self._add_file(path, path, path, None, explicit=True)
         elif os.path.lexists(path):
             raise CorpusError(f"{path}: is neither a folder nor a regular file.")
         else:
@@ -150,7 +150,7 @@ class _Search:
             names = sorted(os.listdir(folder))
         except OSError as error:
             raise CorpusError(f"{folder}: cannot be listed: {error.strerror}.") from error
-        if _is_data_set(names):
+        if is_data_set(names):
             logger.info("%s: left out, it is a data set of pretokenize", folder)
             return
         saved = saved_entries(folder, names, split)
@@ -166,19 +166,32 @@ class _Search:
     def _excluded(self, path: str, root: str) -> bool:
         return any(matching(self._exclude, path, root))
 
-    def _add_file(self, path: str, root: str, split: str | None, *, explicit: bool) -> None:
-        real = os.path.realpath(path)
+    def _add_remote(self, url: str) -> None:
+        """An object, or all below a URL."""
+        if file := object_at(url):
+            if is_archive(str(file), file):
+                raise CorpusError(f"{file}: is an archive of files. Unpack it and give the folder.")
+            self._add_file(str(file), file, str(file), None, explicit=True)
+            return
+        for file, folders in objects_below(url):
+            if not any(self._excluded(path, url) for path in (*folders, str(file))):
+                self._add_file(str(file), file, url, None, explicit=False)
+
+    def _add_file(
+        self, name: str, path: Place, root: str, split: str | None, *, explicit: bool
+    ) -> None:
+        real = os.path.realpath(path) if isinstance(path, str) else name
         if real in self._seen:
             return
         self._seen.add(real)
         if explicit:
-            format_ = format_of_given(path, path, self._field)
+            format_ = format_of_given(name, path, self._field)
         else:
-            format_ = format_in_folder(path, path, self._field)
-            if format_ is FALLBACK and is_binary(path, compression_of(path)):
+            format_ = format_in_folder(name, path, self._field)
+            if format_ is FALLBACK and is_binary(path, compression_of(name)):
                 self.skipped_binary += 1
                 return
-        self._append(self._source(path, path, format_), root, split)
+        self._append(self._source(name, path, format_), root, split)
 
     def _append(self, source: InputFile, root: str, split: str | None) -> None:
         """Add a source to the split that an option says it is of, or else to `split`."""
@@ -224,32 +237,37 @@ class _Search:
         source = self._source(STANDARD_INPUT, path, format_)
         self._append(replace(source, state=checksum), STANDARD_INPUT, None)
 
-    def _source(self, name: str, path: str, format_: Format) -> InputFile:
-        try:
-            status = os.stat(path)
-        except OSError as error:
-            raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
+    def _source(self, name: str, path: Place, format_: Format) -> InputFile:
+        size, state = _size_and_state(path)
         compression = compression_of(name)
         ratio = format_.text_ratio * (_COMPRESSION_RATIO if compression else 1)
         return InputFile(
             index=len(self.sources),
             name=name,
-            path=path if os.path.isabs(path) else os.path.join(os.getcwd(), path),
-            bytes=status.st_size,
-            text_bytes=status.st_size * ratio,
-            state=status.st_mtime_ns,
+            path=_from_root(path) if isinstance(path, str) else path,
+            bytes=size,
+            text_bytes=size * ratio,
+            state=state,
             format=format_.name,
             compression=compression,
         )
 
 
+def _from_root(path: str) -> str:
+    return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
+
+
+def _size_and_state(path: Place) -> tuple[int, int | str]:
+    if isinstance(path, RemoteFile):
+        return path.info.size, path.state
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
+    return status.st_size, status.st_mtime_ns
+
+
 def _visible(folder: str, names: list[str], split: str | None) -> Iterator[_Found]:
     for name in names:
-        if not name.startswith(".") and name != "__pycache__":
+        if not is_hidden(name):
             yield os.path.join(folder, name), split
-
-
-def _is_data_set(names: list[str]) -> bool:
-    """Whether a folder of these names is an output of ours: its files are no text to learn."""
-    found = set(names)
-    return bool(found & {JOURNAL_FILE, PARTS_FOLDER}) or {MANIFEST_FILE, TOKENIZER_FILE} <= found

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.places import local_copy
 from tokenfeed.tools.corpus.records import Records, records_of, rejected
 
 __all__ = ["BATCH_ROWS", "batch_records", "column_problem", "cut_table", "numbered", "read_table"]
@@ -39,12 +40,13 @@ def read_table(
         read: Given a path, the fields, two groups and the number of the first record, reads from
             the one group up to the other. Each of the records it gives weighs its part of 1.
     """
-    if problem := column_problem(schema(part.source.path), fields):
-        if not part.start:  # once for the file
-            yield rejected(part.first_record, fields, problem)
-        return
-    for records in read(part.source.path, fields, part.start, part.stop, part.first_record):
-        yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
+    with local_copy(part.source.path) as path:
+        if problem := column_problem(schema(path), fields):
+            if not part.start:  # once for the file
+                yield rejected(part.first_record, fields, problem)
+            return
+        for records in read(path, fields, part.start, part.stop, part.first_record):
+            yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
 
 
 def cut_table(
@@ -60,7 +62,8 @@ def cut_table(
         group_rows: Gives the rows of each group of the table at a path.
     """
     try:
-        rows = group_rows(source.path)
+        with local_copy(source.path) as path:
+            rows = group_rows(path)
     except (OSError, pa.ArrowException, ValueError):
         yield from whole(source, shard_bytes)
         return

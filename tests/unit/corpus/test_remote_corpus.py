@@ -1,0 +1,178 @@
+"""A corpus in a store gives the rows of the same files in a folder, or ends with one line."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from command import files_of, texts
+from fault_proxy import FAULTS, Fault
+from machines import make
+from remote_stores import Remote, remote_store
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
+from tokenfeed.pipeline.remote import process
+from tokenfeed.tools.corpus.blocks import Blocks
+from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    monkeypatch.setattr(process, "_ours", True)
+    with remote_store(monkeypatch) as remote:
+        yield remote
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of every kind, and what is left out."""
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "a").mkdir()
+    (folder / "a" / "one.txt").write_text("one text")
+    (folder / "a.txt").write_text("in a folder this stands behind the folder a")
+    (folder / "a" / "empty").write_text("")
+    (folder / "nul").write_bytes(b"a\0b")
+    rows = [{"text": text} for text in texts(40, seed=4)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    (folder / "big.jsonl").write_bytes(lines)
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines[:9000]))
+    (folder / "c.jsonl.bz2").write_bytes(bz2.compress(lines[:9000]))
+    (folder / "d.jsonl.xz").write_bytes(lzma.compress(lines[:9000]))
+    (folder / "e.jsonl.zst").write_bytes(zstandard.compress(lines))
+    (folder / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-900])
+    (folder / "list.json").write_text(json.dumps(rows[:9]))
+    (folder / "rows.csv").write_text("text\nfirst\nsecond\n")
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, folder / "rows.parquet", row_group_size=7)
+    with pa.ipc.new_file(folder / "rows.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    for left_out in (".hidden/x.txt", "__pycache__/x.txt", "made/.parts/job.json", "made/x.txt"):
+        (folder / left_out).parent.mkdir(parents=True, exist_ok=True)
+        (folder / left_out).write_text("not to be read")
+    return folder
+
+
+def put_all(remote: Remote, folder: Path) -> str:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            remote.put(path.relative_to(folder).as_posix(), path.read_bytes())
+    return f"s3://{remote.prefix}"
+
+
+def test_the_shards_are_those_of_a_folder(
+    folder: Path, tokenizer: Path, remote: Remote, tmp_path: Path
+) -> None:
+    url = put_all(remote, folder)
+    options = {"validation": 0.1, "exclude": ("c.*",)}
+    make(folder, tmp_path / "local", tokenizer, **options)
+    remote.proxy.schedule.extend(each for kind in FAULTS[:8] for each in (Fault(kind), None, None))
+    make(url, tmp_path / "remote", tokenizer, **options)
+    local, made = files_of(tmp_path / "local"), files_of(tmp_path / "remote")
+    assert len([name for name in local if name.endswith(".arrow")]) > 8
+    named = local.pop("sources.jsonl").replace(str(folder).encode(), url.encode())
+    assert made.pop("sources.jsonl") == named
+    rejects = local.pop("rejects.jsonl").replace(str(folder).encode(), url.encode())
+    assert made.pop("rejects.jsonl") == rejects
+    for name in ("manifest.json", ".made_by.json"):
+        del local[name], made[name]
+    assert made == local
+
+
+def test_files_come_in_the_order_of_a_folder(folder: Path, remote: Remote) -> None:
+    url = put_all(remote, folder)
+
+    def named(root: str, corpus: Corpus) -> list[str]:
+        return [source.name.removeprefix(root) for source in corpus.sources]
+
+    there = find_corpus((url,), out=None, field="text")
+    here = find_corpus((str(folder),), out=None, field="text")
+    assert named(url, there) == named(str(folder), here)
+    assert there.skipped_binary == 1
+    for exclude in ("*.jsonl*", "a", "a/*", "*/one.txt"):
+        given = find_corpus((url,), out=None, field="text", exclude=(exclude,))
+        here = find_corpus((str(folder),), out=None, field="text", exclude=(exclude,))
+        assert named(url, given) == named(str(folder), here)
+
+
+def test_an_object_may_be_given_by_itself(
+    folder: Path, tokenizer: Path, remote: Remote, tmp_path: Path
+) -> None:
+    url = put_all(remote, folder)
+    (source,) = find_corpus((f"{url}/big.jsonl",), out=None, field="text").sources
+    assert source.name == f"{url}/big.jsonl"
+    web = f"{remote.proxy.url}/{remote.prefix}/rows.parquet"
+    made = make(web, tmp_path / "out", tokenizer)
+    assert made.documents == 40
+    assert json.loads((tmp_path / "out/sources.jsonl").read_text())["path"] == web
+
+
+Change = Callable[[Remote], Any]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda remote: remote.put("x.jsonl", b'{"text": "other"}\n' * 9), "changed while"),
+        (lambda remote: remote.server.objects.clear(), "vanished while"),
+    ],
+)
+def test_a_change_while_the_corpus_is_read_is_an_error_and_no_mixture(
+    change: Change,
+    words: str,
+    tokenizer: Path,
+    remote: Remote,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    remote.put("x.jsonl", b"".join(b'{"text": "%d"}\n' % n for n in range(9)))
+    url = f"s3://{remote.prefix}/x.jsonl"
+    corpus = find_corpus((url,), out=None, field="text")
+    monkeypatch.setattr(
+        "tokenfeed.tools.pretokenizing.inputs.find_corpus", lambda *paths, **options: corpus
+    )
+    change(remote)
+    with pytest.raises(CorpusError, match=f"^{url}: {words} the corpus was read. Put it back"):
+        make(url, tmp_path / "out", tokenizer)
+
+
+def test_a_store_that_fails_ends_the_run_and_is_no_damage(
+    tokenizer: Path, remote: Remote, tmp_path: Path
+) -> None:
+    remote.put("x.jsonl", b'{"text": "one"}\n')
+    corpus = find_corpus((f"s3://{remote.prefix}",), out=None, field="text")
+    remote.proxy.always = Fault("403")
+    (source,) = corpus.sources
+    with pytest.raises(TokenfeedError, match="refuses access"):
+        next(iter(Blocks(source.path)))
+    with pytest.raises(TokenfeedError, match="refuses access"):
+        make(f"s3://{remote.prefix}", tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("http://{host}/nothing.jsonl", "not found. Give each file by its URL"),
+        ("s3://{prefix}/nothing", "no input file found"),
+        ("hf://datasets/a/b", "no corpus is read from there. Give hub:OWNER/NAME"),
+    ],
+)
+def test_what_is_no_corpus_is_told(remote: Remote, name: str, words: str) -> None:
+    url = name.format(host=f"127.0.0.1:{remote.proxy.port}", prefix=remote.prefix)
+    with pytest.raises((ConfigError, CorpusError), match=f"{url}: {words}"):
+        find_corpus((url,), out=None, field="text")
+
+
+def test_a_saved_data_set_is_refused(remote: Remote) -> None:
+    remote.put("set/state.json", b"{}")
+    remote.put("set/dataset_info.json", b"{}")
+    with pytest.raises(CorpusError, match=r"/set: looks like a saved data set"):
+        find_corpus((f"s3://{remote.prefix}",), out=None, field="text")

@@ -1,0 +1,113 @@
+"""Where an input file is read: at a path of this machine, or as an object that a store has.
+
+An object is read as it was found: each request says which version it wants, so that one which
+changes meanwhile is an error and never a mixture. What a store refuses is no damage of the file.
+"""
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, BinaryIO
+
+from tokenfeed.pipeline.errors import CorpusError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.remote.ranged import open_ranged_bytes
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.remote.object_store import ObjectInfo, ObjectStore
+
+__all__ = ["PUT_BACK", "Place", "RemoteFile", "local_copy", "open_place"]
+
+PUT_BACK = "Put it back, or start again with an empty output folder."
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """An object, in the version that was found."""
+
+    store: "ObjectStore"
+    info: "ObjectInfo"
+
+    def __str__(self) -> str:
+        return self.store.path(self.info.name)
+
+    @property
+    def state(self) -> str:
+        """Changes when the object does."""
+        return self.info.etag or f"{self.info.modified_s} {self.info.size}"
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """Some of its bytes; the name is its own.
+
+        Raises:
+            CorpusError: It is gone or has changed, or the store fails.
+        """
+        try:
+            return self.store.read_range(name, start, length, self.info.etag)
+        except RemoteError as error:
+            raise self._told(error) from error
+
+    def check_unchanged(self) -> None:
+        """Compare it with what was found, where the store does not do so for each request.
+
+        Raises:
+            CorpusError: It is gone or has changed, or the store fails.
+        """
+        if self.info.etag:
+            return
+        try:
+            now = self.store.head(self.info.name)
+        except RemoteError as error:
+            raise self._told(error) from error
+        if RemoteFile(self.store, now).state != self.state:
+            raise CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+
+    def _told(self, error: RemoteError) -> CorpusError:
+        if isinstance(error, RemoteMissingError):
+            return CorpusError(f"{self}: vanished while the corpus was read. {PUT_BACK}")
+        if error.errno == errno.ESTALE:
+            return CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+        return CorpusError(str(error))
+
+
+Place = str | RemoteFile
+"""A path from the root, or an object."""
+
+
+def open_place(place: Place) -> BinaryIO:
+    """Open an input file to read its bytes; those of an object come in requests that grow."""
+    if isinstance(place, str):
+        return open(place, "rb", buffering=0)
+    return open_ranged_bytes(place, place.info.name, place.info.size)
+
+
+@contextlib.contextmanager
+def local_copy(place: Place) -> Iterator[str]:
+    """The path of an input file on this machine: of an object a copy, for as long as the block.
+
+    Raises:
+        CorpusError: There is no room for it, or the store fails.
+    """
+    if isinstance(place, str):
+        yield place
+        return
+    with tempfile.NamedTemporaryFile(prefix="tokenfeed-") as copy:
+        try:
+            _copy(place, copy)
+        except OSError as error:
+            raise CorpusError(
+                f"{place}: cannot be copied to {os.path.dirname(copy.name)}: {error.strerror}. Set "
+                "TMPDIR to a folder with more room."
+            ) from error
+        yield copy.name
+
+
+def _copy(place: RemoteFile, copy: IO[bytes]) -> None:
+    size = place.info.size
+    for start in range(0, size, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, size - start)
+        copy.write(place.read_range(place.info.name, start, length))
+    copy.flush()

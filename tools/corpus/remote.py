@@ -1,0 +1,81 @@
+"""Find the input files at an address: one object, or all below it.
+
+What is below comes in the order of a folder with the same names, and what is hidden there is left
+out. A web server has no lists: its files are given one by one.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
+from tokenfeed.tools.corpus.places import RemoteFile
+from tokenfeed.tools.corpus.saved import is_saved
+
+__all__ = ["object_at", "objects_below"]
+
+_WEB = ("http://", "https://")
+
+
+def object_at(url: str) -> RemoteFile | None:
+    """The object that a URL names; None where there is none.
+
+    Raises:
+        ConfigError: There is no such store.
+        CorpusError: Nothing else can be at this URL.
+    """
+    _object_store(url)
+    base, mark, query = url.rstrip("/").partition("?")
+    parent, _, name = base.rpartition("/")
+    if parent.endswith("/"):
+        return None  # a whole bucket
+    store = _object_store(f"{parent}{mark}{query}")
+    try:
+        return RemoteFile(store, store.head(name))
+    except FileNotFoundError:
+        pass
+    if url.startswith(_WEB):
+        raise CorpusError(
+            f"{hide_password(url)}: not found. Give each file by its URL: a web server has no "
+            "lists of them."
+        )
+    return None
+
+
+def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
+    """The objects below a URL, each with the folders that it is in, as paths from the URL.
+
+    Raises:
+        CorpusError: One of the folders is what `save_to_disk` wrote.
+    """
+    store = _object_store(url)
+    found = {tuple(info.name.split("/")): info for info in store.list()}
+    within: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for parts in found:
+        for depth in range(len(parts)):
+            within[parts[:depth]].add(parts[depth])
+    for folder, names in within.items():
+        if is_saved(names):
+            raise CorpusError(
+                f"{'/'.join((store.name, *folder))}: looks like a saved data set, which is read "
+                "from a folder. Copy it to this machine."
+            )
+    skipped = {folder for folder, names in within.items() if is_data_set(names)}
+    for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
+        folders = [parts[:depth] for depth in range(len(parts))]
+        if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):
+            paths = ("/".join((store.name, *folder)) for folder in folders[1:])
+            yield RemoteFile(store, found[parts]), tuple(paths)
+
+
+def _object_store(url: str) -> ObjectStore:
+    store = open_store(url)
+    if isinstance(store, ObjectStore):
+        return store
+    raise ConfigError(
+        f"{hide_password(url)}: no corpus is read from there. Give hub:OWNER/NAME, or the address "
+        "of a bucket or of a file on the web."
+    )
