@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.corpus.at_once import results_of
 from tokenfeed.tools.corpus.blocks import has_checksum
 from tokenfeed.tools.corpus.detect import (
     compression_of,
@@ -37,6 +38,8 @@ __all__ = ["Corpus", "find_corpus"]
 
 logger = logging.getLogger(__name__)
 
+_AT_ONCE = 32
+"""Objects whose beginnings are looked at at the same time."""
 _COMPRESSION_RATIO = 4
 """Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
 
@@ -128,11 +131,9 @@ class _Search:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
         if os.path.isdir(path):
             for found, of_split in self._walk(path, path):
-                self._add_file(found, found, path, of_split, explicit=False)
+                self._add_file(found, path, of_split)
         elif os.path.isfile(path):
-            if is_archive(path, path):
-                raise CorpusError(f"{path}: is an archive of files. Unpack it and give the folder.")
-            self._add_file(path, path, path, None, explicit=True)
+            self._add_given(path, path, os.path.realpath(path))
         elif os.path.lexists(path):
             raise CorpusError(f"{path}: is neither a folder nor a regular file.")
         else:
@@ -169,29 +170,51 @@ class _Search:
     def _add_remote(self, url: str) -> None:
         """An object, or all below a URL."""
         if file := object_at(url):
-            if is_archive(str(file), file):
-                raise CorpusError(f"{file}: is an archive of files. Unpack it and give the folder.")
-            self._add_file(str(file), file, str(file), None, explicit=True)
+            self._add_given(str(file), file, str(file))
             return
-        for file, folders in objects_below(url):
-            if not any(self._excluded(path, url) for path in (*folders, str(file))):
-                self._add_file(str(file), file, url, None, explicit=False)
+        found = [
+            file
+            for file, folders in objects_below(url)
+            if not any(self._excluded(path, url) for path in (*folders, str(file)))
+        ]
+        formats = results_of(lambda file: self._format_of_found(str(file), file), found, _AT_ONCE)
+        for file, format_ in zip(found, formats, strict=True):
+            if self._is_new(str(file)):
+                self._append_readable(str(file), file, format_, url, None)
 
-    def _add_file(
-        self, name: str, path: Place, root: str, split: str | None, *, explicit: bool
-    ) -> None:
-        real = os.path.realpath(path) if isinstance(path, str) else name
-        if real in self._seen:
-            return
-        self._seen.add(real)
-        if explicit:
+    def _add_given(self, name: str, path: Place, real: str) -> None:
+        """A file that was given by name."""
+        if is_archive(name, path):
+            raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
+        if self._is_new(real):
             format_ = format_of_given(name, path, self._field)
+            self._append(self._source(name, path, format_), name, None)
+
+    def _add_file(self, path: str, root: str, split: str | None) -> None:
+        """A file that was found in a folder."""
+        if self._is_new(os.path.realpath(path)):
+            self._append_readable(path, path, self._format_of_found(path, path), root, split)
+
+    def _is_new(self, real: str) -> bool:
+        """Whether nothing has led there yet; from now on something has."""
+        is_new = real not in self._seen
+        self._seen.add(real)
+        return is_new
+
+    def _format_of_found(self, name: str, path: Place) -> Format | None:
+        """The format of a file in a folder; None for a binary file."""
+        format_ = format_in_folder(name, path, self._field)
+        if format_ is FALLBACK and is_binary(path, compression_of(name)):
+            return None
+        return format_
+
+    def _append_readable(
+        self, name: str, path: Place, format_: Format | None, root: str, split: str | None
+    ) -> None:
+        if format_ is None:
+            self.skipped_binary += 1
         else:
-            format_ = format_in_folder(name, path, self._field)
-            if format_ is FALLBACK and is_binary(path, compression_of(name)):
-                self.skipped_binary += 1
-                return
-        self._append(self._source(name, path, format_), root, split)
+            self._append(self._source(name, path, format_), root, split)
 
     def _append(self, source: InputFile, root: str, split: str | None) -> None:
         """Add a source to the split that an option says it is of, or else to `split`."""

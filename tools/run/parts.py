@@ -10,7 +10,7 @@ data set takes the records over.
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
@@ -26,6 +26,8 @@ from tokenfeed.tools.run.versions import versions
 
 __all__ = ["Part", "Parts", "is_begun", "parts_in", "remove_parts"]
 
+_AT_ONCE = 16
+"""Records that are read at the same time."""
 _JOB_FILE = f"{PARTS_FOLDER}/job.json"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
@@ -161,16 +163,22 @@ class Parts(Generic[ResultT]):
 
     def _load(self, part: Part) -> None:
         """Read the records of a part, and look at the shards that they name."""
-        self.results = whole(self._output.has, dict(self._records(part)))
+        names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            found = {record.unit: record for record in threads.map(self._record, names) if record}
+        self.results = whole(self._output.has, found)
 
-    def _records(self, part: Part) -> Iterator[tuple[int, ResultT]]:
-        for name in sorted(self._output.names(PARTS_FOLDER)):
-            number, _, ending = name.partition(".")
-            if ending == "json" and number.isdecimal() and part.has(int(number)):
-                with contextlib.suppress(ValueError, FileNotFoundError):  # damaged: done again
-                    content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
-                    record = msgspec.convert(content, self._kind)
-                    yield record.unit, record
+    def _record(self, name: str) -> ResultT | None:
+        """A record; None where it is damaged, so that its unit is done again."""
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
+            return msgspec.convert(content, self._kind)
+        return None
+
+
+def _is_record(name: str, part: Part) -> bool:
+    number, _, ending = name.partition(".")
+    return ending == "json" and number.isdecimal() and part.has(int(number))
 
 
 def is_begun(output: Output) -> bool:

@@ -1,6 +1,7 @@
 """A file of lines is cut where one look from its beginning to its end would cut it."""
 
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from remote_stores import Remote, remote_store
 
 from tokenfeed.pipeline.remote import process
+from tokenfeed.tools.corpus.at_once import results_of
 from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.sources import find_corpus
 
@@ -69,3 +71,20 @@ def test_parts_of_an_object_are_those_of_a_file(
     remote.put("x.jsonl", data)
     found = cuts_of(f"s3://{remote.prefix}/x.jsonl", shard_bytes)
     assert found == cuts_by_one_look(data, shard_bytes)
+
+
+def test_after_an_error_no_more_is_begun() -> None:
+    begun: list[int] = []
+
+    def do(number: int) -> int:
+        begun.append(number)
+        if number == 5:
+            raise ValueError
+        time.sleep(0.001)
+        return -number
+
+    assert list(results_of(lambda number: -number, range(30_000), 4)) == list(range(0, -30_000, -1))
+    with pytest.raises(ValueError):
+        list(results_of(do, range(9_000), 2))
+    assert 5 in begun
+    assert len(begun) < 1_000

@@ -6,12 +6,12 @@ needs only a look around each, so its parts are counted at once.
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 
 import numpy as np
 
 from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.tools.corpus.at_once import results_of
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
 
@@ -58,11 +58,7 @@ def _behind_newline(source: InputFile, position: int) -> int:
 def _newlines(source: InputFile, ranges: list[tuple[int, int]]) -> Iterator[int]:
     """How many newlines there are in each range."""
     at_once = min(num_cores(), _MOST_AT_ONCE) if isinstance(source.path, str) else _MOST_AT_ONCE
-    threads = ThreadPoolExecutor(at_once)
-    try:
-        yield from threads.map(lambda range_: _num_newlines(source, *range_), ranges)
-    finally:
-        threads.shutdown(cancel_futures=True)
+    return results_of(lambda range_: _num_newlines(source, *range_), ranges, at_once)
 
 
 def _num_newlines(source: InputFile, start: int, stop: int) -> int:
