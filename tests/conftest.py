@@ -46,9 +46,12 @@ UNIT = Path(__file__).parent / "unit"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder; files with slow tests come first, so that none is left last."""
+    """Mark tests by their folder, and long ones as slow; files with slow tests come first, so that
+    none is left last."""
     for item in items:
         item.add_marker("unit" if UNIT in item.path.parents else "commands")
+        if item.get_closest_marker("long"):
+            item.add_marker("slow")
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 

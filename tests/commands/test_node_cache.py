@@ -249,6 +249,10 @@ def test_training_reads_a_store_and_reports_what_it_took(
     assert remote.remote["requests"] > 0
     assert f"\nstore    {remote.remote['requests']} requests" in remote.summary()
     assert cached_files(tmp_path / "cache")
+    settings = {"cache_dir": tmp_path / "none", "cache_bytes": 0}
+    without = run(make_config("ranged://out", tmp_path / "three", steps=4, **settings))
+    assert without.loss_last == local.loss_last
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_bound_that_is_too_small_is_refused_before_anything_starts(

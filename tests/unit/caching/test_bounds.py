@@ -84,6 +84,7 @@ def test_a_cache_never_holds_more_than_its_bound(
     assert 0.7 * bound < most <= bound
 
 
+@pytest.mark.slow
 def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
     store: RangedFolder, tmp_path: Path
 ) -> None:

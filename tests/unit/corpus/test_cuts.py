@@ -73,6 +73,7 @@ def test_parts_of_an_object_are_those_of_a_file(
     assert found == cuts_by_one_look(data, shard_bytes)
 
 
+@pytest.mark.slow
 def test_after_an_error_no_more_is_begun() -> None:
     begun: list[int] = []
 

@@ -55,6 +55,7 @@ def test_the_tokens_that_are_told_are_those_of_the_batch(documents: Path) -> Non
             assert ids == tokens_of(batch).tolist()
 
 
+@pytest.mark.slow
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_step_is_told_from_any_state_as_each_rank_got_it(

@@ -181,6 +181,7 @@ def test_absurd_proportions_are_refused(weight: float, exhausted: Any) -> None:
     assert "no weight may be more than 1,000,000,000 times another" in message
 
 
+@pytest.mark.slow
 def test_the_largest_proportions_give_an_epoch(folder: Path, make_dataset: MakeDataset) -> None:
     mixture = Mixture({folder: 1e9, make_dataset([50] * 100): 1})
     loader = ShardLoader(mixture, batching=Padded(700), num_workers=0)

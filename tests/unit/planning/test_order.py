@@ -92,6 +92,7 @@ def test_a_source_that_begins_again_gives_no_batch_twice_before_all_others_once_
     assert [count.sum() for count in counts] == list(order.batches_read)
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(orders())
 def test_no_window_is_empty_and_those_of_a_stretch_are_even_in_every_source(

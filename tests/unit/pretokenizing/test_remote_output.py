@@ -91,6 +91,7 @@ def killed_after(patch: pytest.MonkeyPatch, changes: int) -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_a_run_broken_off_at_any_change_of_the_store_is_continued_to_the_same_objects(
     lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
 ) -> None:
@@ -133,6 +134,7 @@ def test_a_shard_is_one_request_and_carries_its_checksum(
         assert f"GET /{name}" not in remote.proxy.seen
 
 
+@pytest.mark.slow
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=4),

@@ -97,6 +97,7 @@ def test_the_manifest_is_there_only_when_all_is(documents: Path, remote: Remote)
 QUICK = [None, *(kind for kind in FAULTS if kind not in ("stall", "slow"))]
 
 
+@pytest.mark.slow
 @settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(schedule=st.lists(st.sampled_from(QUICK), max_size=12))
 def test_no_fault_of_the_network_alters_a_copy(

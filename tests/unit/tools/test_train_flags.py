@@ -37,6 +37,8 @@ SETTINGS: dict[str, Any] = {
 }
 PROVED_ELSEWHERE = {
     "from_scratch": "test_hub.py",
+    "cache_dir": "test_node_cache.py",  # of shards in a store
+    "cache_bytes": "test_node_cache.py",
     "lora": "test_hub_runs.py",
     "lora_target": "test_hub_runs.py",
     "trainable": "test_trainable.py",

@@ -45,6 +45,7 @@ def test_a_resumed_run_may_try_too_and_a_finished_one_does_not_care(
     assert run(dataclasses.replace(longer, headspace=5)) == report
 
 
+@pytest.mark.slow
 def test_the_bound_is_the_tokens_of_the_steps_by_their_time(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

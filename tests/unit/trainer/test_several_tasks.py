@@ -138,6 +138,7 @@ def take_step(learner: Learner, lesson: Any, step: int) -> None:
     learner.step(step, add_gradients(learner, lesson, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stop", [3, *(pytest.param(stop, marks=pytest.mark.long) for stop in (1, 4, 7))]
 )
@@ -305,6 +306,7 @@ def test_each_head_is_exported_with_the_body_and_can_be_begun_from(
         assert all(torch.allclose(again[name], state[name], atol=1e-6) for name in state)
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_each_task(data: Path, tmp_path: Path) -> None:
     config = config_of(data, tmp_path, model="bag", steps=100)
     found = dry_run(config, None)
@@ -315,6 +317,7 @@ def test_a_dry_run_tells_each_task(data: Path, tmp_path: Path) -> None:
     assert found.trained_parameters == [found.parameters]
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_steps_that_phases_give_a_task(data: Path, tmp_path: Path) -> None:
     phases = (
         PhaseSettings(steps=60, shards=str(data / "lm")),
@@ -424,6 +427,7 @@ def write_learnable(folder: Path, name: Task, seed: int) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_two_tasks_are_learnt_far_beyond_guessing_the_majority(tmp_path: Path) -> None:
     shards = {
