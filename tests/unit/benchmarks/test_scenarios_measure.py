@@ -74,6 +74,7 @@ def test_both_sides_begin_with_the_same_weights(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("scenario", ["e"], indirect=True)
 def test_a_save_of_either_side_lasts_as_long_as_its_bytes_take(

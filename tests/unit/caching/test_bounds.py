@@ -66,6 +66,7 @@ def settle(store: RangedFolder) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_cache_never_holds_more_than_its_bound(
     store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

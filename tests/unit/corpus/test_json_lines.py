@@ -137,6 +137,7 @@ def test_sound_lines_take_the_fast_path(lines: list[str], fields: Fields, last: 
     check_equals_careful(block, fields, 5)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     lines=st.lists(st.sampled_from(GOOD), min_size=1, max_size=3),

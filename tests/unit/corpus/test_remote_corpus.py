@@ -68,6 +68,7 @@ def put_all(remote: Remote, folder: Path) -> str:
     return f"s3://{remote.prefix}"
 
 
+@pytest.mark.slow
 def test_the_shards_are_those_of_a_folder(
     folder: Path, tokenizer: Path, remote: Remote, tmp_path: Path
 ) -> None:

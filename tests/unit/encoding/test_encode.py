@@ -210,6 +210,7 @@ def _folder(path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_huge_file_is_not_the_whole_training_sample(tmp_path: Path) -> None:
     (tmp_path / "huge.txt").write_text("zq " * 3_000_000)
     for index in range(40):

@@ -81,6 +81,7 @@ def compare_shapes(rounds: int, texts: int) -> int:
     return proved
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_every_shape_gives_the_reference_ids() -> None:
     assert compare_shapes(rounds=1, texts=40) > 35
@@ -189,6 +190,7 @@ def test_nfc_does_nothing_to_characters_that_begin_otherwise() -> None:
                 assert nfc(text) == text
 
 
+@pytest.mark.slow
 def test_nfc_does_nothing_to_characters_that_python_does_not_know() -> None:
     nfc = normalizers.NFC().normalize_str
     for character in CHARACTERS:

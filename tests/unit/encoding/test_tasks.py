@@ -188,6 +188,7 @@ def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
     assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
 
 
+@pytest.mark.slow
 @for_every_tokenizer
 @given(records=st.lists(st.tuples(TEXT, TEXT), max_size=5), special=st.booleans())
 def test_prompt_and_completion_are_encoded_apart_within_one_template(

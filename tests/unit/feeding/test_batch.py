@@ -160,6 +160,7 @@ def build(ragged: RaggedBatch, device: str) -> Batch:
     return build_on_device(inputs, ragged, PAD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["host", "cpu"])
 @given(case=cases())
 def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> None:

@@ -70,6 +70,7 @@ def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
         len(open_loader(folder, epochs=None, window_tokens=None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batching", [Padded(8192), *POLICIES[1:]], ids=str)
 @pytest.mark.parametrize(
     ("world_size", "micro_batches_per_step"), [(1, None), (4, None), (2, 4), (8, 4)]

@@ -55,6 +55,7 @@ def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     return make_dataset(realistic_lengths(), num_shards=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "batching"), TASKS, ids=str)
 def test_no_kernel_uses_a_batch_before_it_is_built_nor_after_its_memory_is_reused(
     make_dataset: MakeDataset,

@@ -211,6 +211,7 @@ def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> N
             open_loader(folder).load_state_dict({k: v for k, v in state.items() if k != name})
 
 
+@pytest.mark.slow
 def test_ranks_without_a_step_size_of_their_own_take_that_of_the_state(folder: Path) -> None:
     whole = Ranks(folder, 6)
     final = whole.run()

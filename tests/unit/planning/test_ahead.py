@@ -45,6 +45,7 @@ def by_reading(ahead: Ahead, source: int, batch: int) -> int:
     return NEVER
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(orders(), st.integers(1, 3), st.data())
 def test_until_counts_the_windows_before_a_record_batch_is_read(

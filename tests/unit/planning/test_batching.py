@@ -134,6 +134,7 @@ def test_packed_micro_batches_are_full_but_in_the_last_step(
         assert [len(batch) for batch in step] == [batching.batch_size] * step_size
 
 
+@pytest.mark.slow
 @given(LENGTHS, SORTED | BEST_FIT, KEYS)
 def test_only_long_rows_are_cut_and_their_pieces_follow_each_other(
     lengths: np.ndarray, batching: Batching, key: int

@@ -86,6 +86,7 @@ def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() 
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
+@pytest.mark.slow
 @given(
     size=st.integers(1, 40),
     windows=st.integers(1, 9),
@@ -120,6 +121,7 @@ def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any =
     return SimpleNamespace(order=EpochOrder(batches, phases, seed=0, shuffle=True))
 
 
+@pytest.mark.slow
 def test_a_small_part_of_a_mixture_is_no_reason_to_warn() -> None:
     """Nor is a source that was shuffled, whatever stands beside it."""
     documents, short = source_of(rows_of(600, 1.0)), source_of(rows_of(24, 0.6))
@@ -212,6 +214,7 @@ def test_len_holds_whatever_the_labels_are(values: Any, tmp_path: Path) -> None:
         assert Counter(seen) == {(row, int(label)): 9 for row, label in enumerate(labels)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
 def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
     exhausted: Any, make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch

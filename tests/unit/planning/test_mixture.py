@@ -75,11 +75,13 @@ def given_by(order: EpochOrder) -> np.ndarray:
     return np.array([np.histogram(window, edges)[0] for window in windows])
 
 
+@pytest.mark.slow
 @given(mixtures("continue"), st.integers(0, 3))
 def test_continue_delivers_every_record_batch_once(mixed: Mixed, epoch: int) -> None:
     assert set(np.concatenate(counts(mixed.order, epoch)).tolist()) == {1}
 
 
+@pytest.mark.slow
 @given(mixtures("stop"), st.integers(0, 3))
 def test_stop_delivers_nothing_twice_and_one_source_whole(mixed: Mixed, epoch: int) -> None:
     delivered = counts(mixed.order, epoch)

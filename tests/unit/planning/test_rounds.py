@@ -3,6 +3,7 @@
 from itertools import accumulate, chain
 
 import numpy as np
+import pytest
 from data_sets import plan_in_memory, random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,6 +146,7 @@ def rows_by_step(lengths: list[int], batching: Batching, world_size: int) -> lis
     return [sorted(step) for step in steps[:-1]]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=60),

@@ -133,6 +133,7 @@ class Belated(Executor):
         return future
 
 
+@pytest.mark.slow
 def test_an_engine_found_wrong_in_the_middle_makes_no_byte_of_what_is_late(
     tmp_path: Path,
     fast_tokenizer: Path,

@@ -54,6 +54,7 @@ def stopped_after(units: int) -> Callable[..., None]:
     return stopping
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(
     attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=6),
@@ -164,6 +165,7 @@ def test_the_limit_on_rejects_holds_over_all_parts(
     make(corpus, tmp_path / "out", tokenizer, finish=True, max_rejects=3)
 
 
+@pytest.mark.slow
 def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
     tmp_path: Path, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_a_run_broken_off_at_any_change_of_the_store_is_continued_to_the_same_ob
     assert objects_of(remote) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_store_behind_a_bad_network_gets_the_same_objects(
     lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
 ) -> None:
@@ -162,6 +163,7 @@ def test_parts_in_any_order_repeated_and_killed_make_the_same_objects(
     assert objects_of(remote) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_cluster_needs_no_shared_folder_and_a_wrong_engine_leaves_nothing(
     tmp_path: Path, byte_level: Tokenizer, remote: Remote, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def test_another_command_keeps_out_of_the_output_from_the_first_moment(
     assert Manifest.read(out).shuffled is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "is_lost"),
     [

@@ -164,6 +164,7 @@ def test_who_abandons_a_store_waits_for_no_repetition(remote: Remote) -> None:
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["503", "stall"])
 def test_forty_seconds_without_an_answer_cost_no_byte(

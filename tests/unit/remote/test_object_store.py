@@ -148,6 +148,7 @@ def test_a_list_goes_on_where_it_was_cut(remote: Remote) -> None:
     assert len(remote.proxy.seen) == 5
 
 
+@pytest.mark.slow
 @settings(examples, max_examples=20)
 @given(reads=st.lists(st.tuples(st.integers(0, 3_000_000), st.integers(0, 1 << 20)), max_size=5))
 def test_a_file_that_is_opened_reads_like_one_of_the_disk(

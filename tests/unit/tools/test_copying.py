@@ -164,6 +164,7 @@ def test_another_data_set_is_not_written_over(
     assert data_of(tmp_path / "out") == data_of(documents)
 
 
+@pytest.mark.slow
 def test_the_commands_read_a_bucket_as_a_folder(
     documents: Path, remote: Remote, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def made(
     return {task: folder / task for task in TASKS}
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(data=st.data(), task=st.sampled_from(list(TASKS)))
 def test_what_is_damaged_is_made_again_from_the_corpus_wherever_it_lies(

@@ -57,6 +57,7 @@ def written(path: Path, **settings: object) -> Path:
     return path
 
 
+@pytest.mark.slow
 @given(settings_of_runs)
 def test_what_is_written_to_yaml_is_read_again(
     tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]

@@ -52,6 +52,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
     return "own_model:Bigram"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "own"])
 def test_an_exported_model_gives_the_logits_of_the_best_weights(
     name: str, documents: Path, own: str, tmp_path: Path

@@ -90,6 +90,7 @@ def test_resuming_where_there_is_no_run_makes_no_folder(shards: Path, tmp_path: 
     assert not (tmp_path / "mistyped").exists()
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_costs_no_step(
     shards: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -137,6 +138,7 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
         run(make_config(shards, tmp_path, resume=True))
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
     shards: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

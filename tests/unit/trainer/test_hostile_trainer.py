@@ -216,6 +216,7 @@ def test_a_resumed_compiled_run_compiles_before_its_first_step(
     assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
 
 
+@pytest.mark.slow
 @READS_GRAD
 def test_compiling_without_a_compiler_is_one_line(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"hf:{save_model(tmp_path_factory.mktemp('bert'), 'MaskedLM', 'Bert')}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, LORA, {"from_scratch": True}])
 def test_a_resumed_run_repeats_an_undisturbed_one(
     changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
@@ -89,6 +90,7 @@ def test_a_head_of_classes_is_trained_whole_beside_adapters(
     assert all("modules_to_save" in name for name in whole)
 
 
+@pytest.mark.slow
 def test_adapters_of_another_rank_do_not_resume(
     documents: Path, llama: str, tmp_path: Path
 ) -> None:
@@ -186,6 +188,7 @@ def test_another_task_keeps_the_body_and_gets_a_fresh_head(
 TOP = {"trainable": r"layers\.1\.|norm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [TOP, LORA | {"trainable": r"lora_|embed_tokens"}])
 def test_of_a_model_with_weights_only_what_is_trained_is_saved(
     changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path

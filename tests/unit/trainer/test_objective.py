@@ -73,6 +73,7 @@ def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer
     return model, norm.item()
 
 
+@pytest.mark.slow
 def test_accumulated_micro_batches_weigh_every_target_token_the_same() -> None:
     whole, whole_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
     parts, parts_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 1), slice(1, 4)])

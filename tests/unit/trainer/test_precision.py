@@ -89,6 +89,7 @@ def test_weights_in_double_precision_are_stepped_as_plain_adamw_does() -> None:
     assert_same(weights, others)
 
 
+@pytest.mark.slow
 @given(
     scale=st.floats(1e-6, 1e3),
     clip_norm=st.floats(1e-3, 1e3),
@@ -204,6 +205,7 @@ def test_a_step_makes_no_host_wait(
     assert waits.seen == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.booleans(), max_size=8), st.integers(0, 8))
 def test_skips_are_counted_in_all_and_in_a_row_across_a_checkpoint(
     bad: list[bool], saved_at: int

@@ -156,6 +156,7 @@ def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, d
     assert names_in(tmp_path / "checkpoints") == ["step-00000004", "step-00000008"]
 
 
+@pytest.mark.slow
 def test_a_slow_disk_delays_steps_by_what_the_report_says(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,7 @@ def laid_out(rows: list[Pairs], gaps: list[int]) -> tuple[torch.Tensor, torch.Te
     return as_logits(predicted, len(TAGS)), targets
 
 
+@pytest.mark.slow
 @given(
     st.lists(rows_of_pairs, min_size=1, max_size=3),
     st.lists(st.integers(0, 3), min_size=4, max_size=4),

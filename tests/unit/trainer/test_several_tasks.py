@@ -206,6 +206,7 @@ def test_metrics_made_one_come_apart_again() -> None:
     assert "left" not in over_tasks(found, {})
 
 
+@pytest.mark.slow
 def test_phases_choose_among_the_tasks_and_resume(data: Path, tmp_path: Path) -> None:
     phases = (
         PhaseSettings(steps=4, shards=str(data / "lm")),

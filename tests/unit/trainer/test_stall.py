@@ -219,6 +219,7 @@ def test_on_the_cpu_parts_and_work_sum_to_the_wall_time() -> None:
     assert "CPU" in report.method
 
 
+@pytest.mark.slow
 def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice() -> None:
     meter = StallMeter("cpu", skipped_steps=0)
     began = time.perf_counter()

@@ -19,6 +19,7 @@ def assert_parts_sum(report: StallReport) -> None:
     assert all(part.seconds >= 0 for part in report.causes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("regime", REGIMES)
 def test_the_stall_of_every_regime_is_within_a_point_of_the_truth(regime: str) -> None:
     loop = replace(REGIMES[regime], steps=REGIMES[regime].steps // 2)
@@ -27,6 +28,7 @@ def test_the_stall_of_every_regime_is_within_a_point_of_the_truth(regime: str) -
     assert_parts_sum(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_every_fault_is_found_and_its_cost_is_within_a_point_of_the_truth(name: str) -> None:
     fault = FAULTS[name]

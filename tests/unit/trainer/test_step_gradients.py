@@ -74,6 +74,7 @@ def test_the_run_learns_the_same_in_pieces_and_nothing_leaks(
         assert ours == pytest.approx(theirs, rel=2e-4)
 
 
+@pytest.mark.slow
 def test_one_row_that_is_too_large_ends_the_run_in_one_line(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: Any
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_packed_row_is_learnt_like_its_documents_alone(
     assert_equal(gradients(task, folders[name], Packed(64, batch_size=3)), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "objective"), TASKS)
 def test_fillers_of_ranks_and_of_shapes_count_for_nothing(
     folders: dict[Task, Path], name: Task, objective: ObjectiveName

@@ -90,6 +90,7 @@ def test_a_url_has_at_the_end_what_the_folder_has(
     assert files_at(url) == files_in(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 2, 5])
 def test_a_run_that_lost_its_disk_ends_with_the_bits_of_an_undisturbed_one(
     stop_after: int, shards: Path, tmp_path: Path, undisturbed: Path
@@ -283,6 +284,7 @@ def of(*steps: int) -> list[str]:
     return [f"step-{step:08d}" for step in steps]
 
 
+@pytest.mark.slow
 def test_a_store_that_fails_for_a_while_has_all_at_the_end(
     shards: Path, tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
 ) -> None:
