@@ -51,6 +51,8 @@ NOT_RUN = {
     ("docs/how/machines.md", "for part in 0 1 2 3", "needs other machines"),
     ("docs/how/machines.md", "pip install 'tokenfeed[dask]'", "needs a cluster"),
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
+    ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
+    ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
     ("docs/mixing.md", "python benchmarks/shuffle.py", "needs the peers and hours"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
