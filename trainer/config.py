@@ -158,7 +158,7 @@ class TrainConfig:
     precision: PrecisionName = "auto"
     """auto: bf16 or fp16 on cuda, fp32 on cpu."""
     shard_model: bool = False
-    """Under torchrun: each rank keeps a share of weights and moments, by FSDP2; without it all."""
+    """Under torchrun: each rank keeps a share of weights and moments (FSDP2); else all."""
     recompute: RecomputeName = "none"
     """What layers compute again in the backward pass to save memory: what is cheap, or all."""
     compile: bool = False
@@ -166,10 +166,9 @@ class TrainConfig:
     num_workers: NotNegative | None = None
     """Loader processes; by default cuda 2, cpu 0."""
     cache_dir: Path | None = None
-    """Folder for what comes of --shards in a store; by default $TOKENFEED_CACHE or a temporary
-    one."""
+    """Folder for what comes from a store; by default $TOKENFEED_CACHE or a temporary one."""
     cache_bytes: NotNegative | None = None
-    """Bound of that folder; by default 10 GB or 5 % of the free disk, 0 for memory alone."""
+    """Bound of that folder; by default 10 GB or 5 % of the free disk; 0: memory alone."""
     eval_every: Positive = 100
     """Steps between validation losses."""
     eval_batches: Positive | None = None

@@ -60,8 +60,8 @@ NOT_RUN = {
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
-LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
-"""They start torchrun, and each of its ranks imports all again."""
+LONG = {"docs/how/gpus.md", "docs/how/ranks.md", "docs/how/own-model.md", "docs/training.md"}
+"""Run by `make test-long`: half a minute each, for every training imports all again."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {

@@ -36,7 +36,7 @@ OTHERS = [
     ),
 ]
 RESUMABLE = ["plain_loop", *OTHERS]
-DISTRIBUTED = [ONE_OF_OTHERS, pytest.param("accelerate_loop", marks=pytest.mark.long)]
+DISTRIBUTED = [ONE_OF_OTHERS, "accelerate_loop"]
 NEEDS = {
     "transformers_trainer": ["accelerate"],
     "lightning_module": ["lightning"],
@@ -201,6 +201,7 @@ def test_an_epoch_is_every_row_once_and_a_stop_changes_nothing(
     assert rest.rows == whole(example).rows[-len(rest.rows) :]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("example", DISTRIBUTED)
 def test_two_ranks_share_the_rows_and_train_the_same(
     example: str, data: Path, whole: Whole, tmp_path: Path

@@ -36,7 +36,8 @@ def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPat
         os.sched_setaffinity(0, {min(before)})
         other = multiprocessing.get_context("fork").Process(target=spin)
         other.start()
-        made = worker._serve(maker, worker.Request(None, 0), slot)  # type: ignore[arg-type]
+        request, counter = worker.Request(None, 0), SimpleNamespace(new=lambda: None)
+        made = worker._serve(maker, request, slot, counter)  # type: ignore[arg-type]
     finally:
         os.sched_setaffinity(0, before)
         os.kill(other.pid or 0, signal.SIGKILL)

@@ -175,7 +175,8 @@ def test_a_worker_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     def read(position: object) -> None:
         raise MemoryError
 
-    answer = worker._serve(SimpleNamespace(make=read), worker.Request(None, 0), None)  # type: ignore[arg-type]
+    request = worker.Request(None, 0)
+    answer = worker._serve(SimpleNamespace(make=read), request, None, None)  # type: ignore[arg-type]
     assert isinstance(answer, worker.Failure)
     assert isinstance(answer.error, LoaderError)
     assert "ran out of memory. Use fewer workers" in str(answer.error)

@@ -118,6 +118,7 @@ def test_a_killed_rank_is_restarted_and_the_run_goes_on_from_its_checkpoint(
     assert_ends_alike(run_dir, undisturbed)
 
 
+@pytest.mark.long
 def test_a_restart_leaves_another_run_alone(
     shards: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

@@ -87,7 +87,7 @@ def test_every_shape_gives_the_reference_ids() -> None:
     assert compare_shapes(rounds=1, texts=40) > 35
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_shape_gives_the_reference_ids_for_thousands_of_texts() -> None:
     assert compare_shapes(rounds=12, texts=400) > 400
 
