@@ -16,6 +16,7 @@ from delivery import (
     children_of,
     open_files,
     open_loader,
+    opened_since,
     spans,
     workers_of,
 )
@@ -84,7 +85,7 @@ def test_refused_shared_memory_is_an_error_that_names_the_way_without(
     with pytest.raises(LoaderError, match=r"cannot be started: .*`num_workers`=0") as caught:
         list(loader)
     assert "\n" not in str(caught.value)
-    assert open_files() == before
+    assert opened_since(before) == []
     loader.num_workers = 0
     assert len(list(loader)) > 5
 
@@ -104,7 +105,7 @@ def test_each_descriptor_that_is_refused_is_an_error_in_one_line(
             LoaderError, match=r"cannot be started: Too many open .*`num_workers`=0"
         ):
             starve(loader, limit, spare)
-        assert open_files() == before
+        assert opened_since(before) == []
         assert children_of("self") == children
 
 
@@ -131,7 +132,7 @@ def test_too_few_processes_are_an_error_in_one_line(
     monkeypatch.setattr(subprocess, "Popen", refuse(errno.EAGAIN))
     with pytest.raises(LoaderError, match=r"cannot be started: Resource temp.*`num_workers`=0"):
         deliver(folder, num_workers=1)
-    assert open_files() == before
+    assert opened_since(before) == []
 
 
 def test_ctrl_c_while_a_worker_starts_leaves_nothing(
@@ -146,10 +147,10 @@ def test_ctrl_c_while_a_worker_starts_leaves_nothing(
         loader = open_loader(folder, num_workers=2)
         with pytest.raises(KeyboardInterrupt):
             next(iter(loader))
-    assert open_files() == before
+    assert opened_since(before) == []
     assert len(list(loader)) > 5
     loader.close()
-    assert open_files() == before
+    assert opened_since(before) == []
 
 
 def test_memory_that_is_refused_to_a_worker_is_an_error_and_no_bug(

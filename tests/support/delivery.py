@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = [
     "memfds",
     "open_files",
     "open_loader",
+    "opened_since",
     "realistic_lengths",
     "resident",
     "row_tokens",
@@ -281,6 +283,11 @@ def open_files() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # that of the listing itself
             links.append(os.readlink(f"/proc/self/fd/{name}"))
     return sorted(link for link in links if not link.startswith("/proc/"))
+
+
+def opened_since(before: list[str]) -> list[str]:
+    """What is open and was not; what others, as servers, have closed since is no matter."""
+    return sorted((Counter(open_files()) - Counter(before)).elements())
 
 
 def resident(pid: int | str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from data_sets import random_rows, rows_of_ids
-from delivery import MakeDataset, open_files, open_loader, spans, tokens_of
+from delivery import MakeDataset, open_files, open_loader, opened_since, spans, tokens_of
 from places import FORMAT_1
 from pyarrow import ipc
 
@@ -236,4 +236,4 @@ def test_small_shards_hold_no_descriptor(make_dataset: MakeDataset) -> None:
     before = open_files()
     reader = WindowReader(open_splits([folder], "train"))
     reader.read(np.arange(60))
-    assert open_files() == before
+    assert opened_since(before) == []
