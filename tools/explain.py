@@ -173,7 +173,11 @@ class _Saved:
         path = path / _CHECKPOINT_FILE if path.is_dir() else path
         try:
             content = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise ConfigError(
+                f"`--state` {path}: {error.strerror}. Give a file that there is, or a checkpoint."
+            ) from None
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"`--state` {path}: is no JSON ({error}). Give what `state_dict()` gave, saved by "
                 "`json.dump`, or a checkpoint of `train`."
