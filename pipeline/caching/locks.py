@@ -11,6 +11,8 @@ import struct
 import time
 from collections.abc import Iterator
 
+from tokenfeed.pipeline.format.locking import hold
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -62,19 +64,8 @@ def alone(path: str) -> Iterator[int]:
     descriptor = os.open(path, _FLAGS, 0o600)
     give_up_s = time.monotonic() + _PATIENCE_S
     try:
-        while not _flock(descriptor) and time.monotonic() < give_up_s:
+        while not hold(descriptor) and time.monotonic() < give_up_s:
             time.sleep(_LOOK_AGAIN_S)
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _flock(descriptor: int) -> bool:
-    """Whether nobody else holds a file now; without such locks all are let in."""
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno not in _IS_HELD
-    return True

@@ -17,8 +17,8 @@ __all__ = ["alone_in", "hold"]
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 
 
-def hold(file: IO[Any]) -> bool:
-    """Hold an open, writable file until it is closed, at the latest when the process ends.
+def hold(file: IO[Any] | int) -> bool:
+    """Hold an open, writable file, or its descriptor, until it is closed or the process ends.
 
     False where another process, or this one by another opening, holds it. A system or file system
     without such locks keeps nobody out.
