@@ -4,6 +4,8 @@ BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
+# Tests of commands wait as long as they compute: half a process more for each core.
+MORE := $(shell $(PYTHON) -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
 STEPS := 200
 
 .PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve clean
@@ -33,7 +35,7 @@ demo: setup
 
 # What test-fast and test-slow run: all but what takes minutes.
 test: setup
-	$(RUN_CHECKS) pytest -q -m 'not long' $(PARALLEL)
+	$(RUN_CHECKS) pytest -q -m 'not long' $(PARALLEL) -n $(MORE)
 
 # What runs in process and is not slow: under 90 s on two cores.
 test-fast: setup
@@ -41,11 +43,11 @@ test-fast: setup
 
 # The rest: what starts processes, and what is slow.
 test-slow: setup
-	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL)
+	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL) -n $(MORE)
 
 # Before a release: kills by the dozen, every part of benchmarks/gpu.py on a CPU, launchers.
 test-long: setup
-	$(RUN_CHECKS) pytest -q -m long $(PARALLEL)
+	$(RUN_CHECKS) pytest -q -m long $(PARALLEL) -n $(MORE)
 
 # For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
 gpu: setup

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS = ("pipeline", "tools")
-"""Whose source files are the corpus: enough for several windows."""
+ROOMS = ("pipeline/format", "pipeline/planning")
+"""Whose source files are the corpus, cut into documents: every run of a page reads all of it."""
+PIECE_LINES = 12
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
     r"(?P<indent>^ *)```(?P<language>\w*)(?: title=\"(?P<title>[\w.]+)\")?\n"
@@ -120,6 +122,13 @@ def script_of(blocks: list[Block]) -> str:
     return "\n".join(lines)
 
 
+def pieces_of(text: str) -> Iterator[str]:
+    """A few lines each: of so many documents some are for validation, as with a real corpus."""
+    lines = iter(text.splitlines(keepends=True))
+    while piece := "".join(islice(lines, PIECE_LINES)):
+        yield piece
+
+
 def write_lines(path: Path, records: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
@@ -141,7 +150,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, st
     folder = tmp_path_factory.mktemp("reader")
     (folder / "corpus").mkdir()
     for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
-        (folder / "corpus" / "_".join(path.relative_to(ROOT).parts)).write_bytes(path.read_bytes())
+        name = "_".join(path.relative_to(ROOT).with_suffix("").parts)
+        for number, piece in enumerate(pieces_of(path.read_text(encoding="utf-8"))):
+            (folder / "corpus" / f"{name}_{number}.py").write_text(piece, encoding="utf-8")
     texts = [path.read_text(encoding="utf-8") for path in PAGES]
     write_lines(folder / "documents.jsonl", [{"text": text} for text in texts])
     sentences = [f"sentence {number} says a word or two" for number in range(60)]
