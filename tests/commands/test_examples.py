@@ -106,11 +106,18 @@ class Run:
     """What an example printed, and what its model was trained on."""
 
     def __init__(self, example: str, trace: Path, *options: object, ranks: int = 1) -> None:
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         tracer = trace.with_name("traced.py")
         tracer.write_text(TRACED)
-        program = [tracer, trace, EXAMPLES / f"{example}.py", *options]
-        where = {"cwd": trace.parent, "env": os.environ | ENVIRONMENT}
-        done = torchrun(ranks, program, where) if ranks > 1 else warm.run(program, **where)
+        command = [sys.executable, *(launch if ranks > 1 else []), tracer, trace]
+        done = subprocess.run(
+            [*map(str, command), str(EXAMPLES / f"{example}.py"), *map(str, options)],
+            cwd=trace.parent,
+            env=os.environ | ENVIRONMENT,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
         assert done.returncode == 0, done.stderr
         self.printed = done.stdout
         found = re.findall(r"step (\d+) loss (\S+)", self.printed)
