@@ -1,9 +1,11 @@
 """A damaged data set gives an error that names the file, or what it gave before: nothing else."""
 
+import json
 from pathlib import Path
 
 import pytest
-from delivery import MakeDataset, realistic_lengths, run_script
+import warm
+from delivery import MakeDataset, realistic_lengths
 from places import SUPPORT
 
 DAMAGE = """
@@ -81,9 +83,9 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
     Only flips that Arrow itself ignores may pass: padding between buffers, and the like.
     """
-    outcomes: dict[str, int] = run_script(
-        DAMAGE, folder, first, count, num_workers, SUPPORT, seconds=280
-    )
+    ended = warm.run(["-c", DAMAGE, folder, first, count, num_workers, SUPPORT], timeout=280)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    outcomes: dict[str, int] = json.loads(ended.stdout)
     assert sum(outcomes.values()) == count
     return outcomes
 

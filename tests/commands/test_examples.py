@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from places import ROOT
 from pyarrow import feather
 
@@ -106,18 +107,14 @@ class Run:
     """What an example printed, and what its model was trained on."""
 
     def __init__(self, example: str, trace: Path, *options: object, ranks: int = 1) -> None:
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         tracer = trace.with_name("traced.py")
         tracer.write_text(TRACED)
-        command = [sys.executable, *(launch if ranks > 1 else []), tracer, trace]
-        done = subprocess.run(
-            [*map(str, command), str(EXAMPLES / f"{example}.py"), *map(str, options)],
-            cwd=trace.parent,
-            env=os.environ | ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
+        program = [tracer, trace, EXAMPLES / f"{example}.py", *options]
+        env = os.environ | ENVIRONMENT
+        if ranks == 1:
+            done = warm.run(program, cwd=trace.parent, env=env)
+        else:
+            done = torchrun(ranks, program, trace.parent, env)
         assert done.returncode == 0, done.stderr
         self.printed = done.stdout
         found = re.findall(r"step (\d+) loss (\S+)", self.printed)
@@ -126,6 +123,14 @@ class Run:
         assert all(map(math.isfinite, self.losses.values()))
         files = sorted(trace.parent.glob(f"{trace.name}[0-9]"))
         self.rows = [line for file in files for line in file.read_text().splitlines()]
+
+
+def torchrun(
+    ranks: int, program: list[object], folder: Path, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [sys.executable, *launch, *map(str, program)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
 
 
 Whole = Callable[[str], Run]

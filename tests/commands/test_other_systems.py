@@ -1,10 +1,9 @@
 """What other systems lack: names are taken away before tokenfeed is imported, in a new process."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from command import run, texts
 
 POORER = """
@@ -76,9 +75,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def output_of(code: str, shards: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", POORER + code, str(shards)], capture_output=True, text=True
-    )
+    done = warm.run(["-c", POORER + code, shards])
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from places import SUPPORT
 from training import RUNS, load_weights, read_metrics, write_every_task
 
@@ -42,12 +43,7 @@ Run = tuple[int, dict[str, Any]]
 def train(runs: list[Run]) -> tuple[list[list[int]], str]:
     """Exit codes of each run's ranks, and what they said."""
     given = json.dumps(runs, default=str)
-    result = subprocess.run(
-        [sys.executable, str(PROGRAM), given],
-        env=os.environ | {"PYTHONPATH": PATHS},
-        capture_output=True,
-        text=True,
-    )
+    result = warm.run([PROGRAM, given])
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1]), result.stderr
 
