@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 
 import tokenfeed
@@ -202,14 +203,7 @@ def test_every_block_of_a_page_runs(
     ignored = shutil.ignore_patterns("out") if makes_out else None
     shutil.copytree(prepared, folder, ignore=ignored)
     (folder / "page.py").write_text(script)
-    done = subprocess.run(
-        [sys.executable, "page.py"],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = warm.run(["page.py"], cwd=folder, env=environment, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 __all__ = ["run"]
 
@@ -63,6 +65,8 @@ def run(
     Raises:
         subprocess.TimeoutExpired: It was killed after that time.
     """
+    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
+        forkserver.ensure_running()
     given = [str(word) for word in words]
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         streams = _Inherited(output.fileno()), _Inherited(errors.fileno())
