@@ -101,13 +101,15 @@ class RangedShard:
         Raises:
             ShardFormatError: The bytes are not those of this record batch.
         """
-        expected = self.expected
+        expected, source = self.expected, pa.BufferReader(self.head + data)
         options = ipc.IpcReadOptions(use_threads=False, included_fields=expected.kept)
         try:
-            stream = ipc.open_stream(pa.py_buffer(self.head + data), options=options)
+            stream = ipc.open_stream(source, options=options)
             batch, metadata = stream.read_next_batch_with_custom_metadata()
         except (*UNDECODABLE, StopIteration) as error:
             raise expected.undecodable(batch_index, error) from error
+        if rest := source.size() - source.tell():  # a good one, of a shard that took its place
+            raise damaged(expected.path, f"record batch {batch_index} is {rest:,} bytes too short")
         return expected.rows(batch, metadata or {}, batch_index)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_sets import MakeDataset
+from data_sets import VOCABULARY_SIZE, MakeDataset
 from delivery import flip_bit, realistic_lengths, small_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +17,8 @@ from ranged_folder import RangedFolder, cached_files
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.expected import ExpectedShard
+from tokenfeed.pipeline.format.ranged import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
@@ -202,3 +204,27 @@ def test_a_mixture_may_be_half_remote(
     local = open_splits([first, second], "train")
     batches = np.arange(sum(split.batches for split in local))
     assert same(WindowReader(stores).read(batches), WindowReader(local).read(batches))
+
+
+def test_no_record_batch_of_a_shard_that_took_its_place_is_read(
+    folder: Path, make_dataset: MakeDataset
+) -> None:
+    """Each of its record batches is good, and the footer of the first one is known."""
+    (split,) = open_splits([folder], "train")
+    (other,) = open_splits([make_dataset(realistic_lengths()[::-1], num_shards=3)], "train")
+    read = 0
+    for info in split.split.shards:
+        columns = split.manifest.columns
+        expected = ExpectedShard.of(info.file, info, VOCABULARY_SIZE, columns, None)
+        shard = RangedShard.from_end(expected, split.store.read(info.file))
+        there = other.store.read(info.file)
+        for number in range(info.batches):
+            start, length = shard.span(number, 1)
+            for shift in (0, 8):  # what came is shorter, or longer, than what was meant
+                with pytest.raises(ShardFormatError, match=r"Copy"):
+                    shard.rows(number, there[start : start + length + shift])
+            mine = split.store.read(info.file)[start : start + length]
+            read += len(shard.rows(number, mine)[0])
+            with pytest.raises(ShardFormatError, match="is 8 bytes too short"):
+                shard.rows(number, mine + bytes(8))
+    assert read == split.rows
