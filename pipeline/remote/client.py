@@ -43,7 +43,7 @@ class Connection:
 
     @property
     def reads(self) -> "Client":
-        """For what is repeated by us: the client tries once.
+        """For all that is small, and repeated by us: the client tries once.
 
         Raises:
             ConfigError: This process must not use it; or the credentials asked for are not there.
@@ -51,23 +51,23 @@ class Connection:
         check_process()
         with self._lock:
             if self._reads is None:
-                self._reads = self._made(max_retries=0)
+                self._reads = self._made(self.timing, max_retries=0)
             return self._reads
 
     @property
     def writes(self) -> "Client":
-        """For objects of several parts; errors are those of `reads`."""
+        """For large objects, which take their time; errors are those of `reads`."""
         check_process()
         with self._lock:
             if self._writes is None:
-                self._writes = self._made(max_retries=_WRITE_TRIES - 1)
+                self._writes = self._made(self.timing.uploading, max_retries=_WRITE_TRIES - 1)
             return self._writes
 
-    def _made(self, max_retries: int) -> "Client":
+    def _made(self, timing: Timing, max_retries: int) -> "Client":
         from obstore.exceptions import BaseError
 
         try:
-            return _client(self.address, self.timing, max_retries)
+            return _client(self.address, timing, max_retries)
         except (BaseError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise

@@ -31,7 +31,9 @@ XXH3_KEY = "tokenfeedxxh3"
 PIECE_BYTES = 8 << 20
 """Of an object that is larger, this much is read by one request."""
 _ONE_REQUEST_BYTES = 64 << 20
-_PART_BYTES = 16 << 20
+_PART_BYTES, _PARTS_AT_ONCE = 16 << 20, 4
+_QUICK_BYTES = 1 << 20
+"""So much is sent before anybody has to wait."""
 _PAGE = 1000
 """Names that a store lists at once."""
 
@@ -172,24 +174,27 @@ class ObjectStore:
     def write(self, name: str, data: bytes | Path, metadata: dict[str, str] | None = None) -> str:
         """Put an object, whole or not at all, whatever was there; returns its ETag.
 
-        Above 64 MiB it goes in parts of 16 MiB, each repeated alone.
+        Above 64 MiB it goes in parts of 16 MiB, each repeated alone. What takes long to send has
+        its time: no byte comes back meanwhile.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        large = size > _ONE_REQUEST_BYTES
+        in_parts, is_quick = size > _ONE_REQUEST_BYTES, size <= _QUICK_BYTES
 
         def attempt() -> str:
-            content = data.read_bytes() if isinstance(data, Path) and not large else data
-            result = self._connection.writes.put(
+            content = data.read_bytes() if isinstance(data, Path) and not in_parts else data
+            client = self._connection.reads if is_quick else self._connection.writes
+            result = client.put(
                 name,
                 content,
                 attributes=metadata,
-                use_multipart=large,
+                use_multipart=in_parts,
                 chunk_size=_PART_BYTES,
+                max_concurrency=_PARTS_AT_ONCE,
             )
             self._connection.meter.add(Traffic(bytes=size))
             return self._etag(result)
 
-        return self._persist(attempt, name)
+        return self._persist(attempt, name, self.timing if is_quick else self.timing.uploading)
 
     def create(self, name: str, data: bytes) -> bool:
         """Put an object if there is none; whether it is now there with this content.
@@ -224,24 +229,24 @@ class ObjectStore:
         return ObjectInfo(name, meta["size"], self._etag(meta), modified_s, metadata)
 
     def _etag(self, said: Mapping[str, Any]) -> str:
-        return said.get(self._etag_key) or ""
+        return _strong(said.get(self._etag_key))
 
     @property
     def _connection(self) -> Connection:
         return connection(self.address, self.timing)
 
-    def _persist(self, attempt: Callable[[], T], name: str) -> T:
+    def _persist(self, attempt: Callable[[], T], name: str, timing: Timing | None = None) -> T:
         place, meter = self.path(name), self._connection.meter
 
         def cause_of(error: Exception) -> str:
             return cause_of_failure(error, place, has_talked=meter.read().bytes > 0)
 
-        return persist(attempt, cause_of, place, self.timing, meter)
+        return persist(attempt, cause_of, place, timing or self.timing, meter)
 
-    def _small(self, name: str) -> tuple[int, str | None, bytes | None]:
+    def _small(self, name: str) -> tuple[int, str, bytes | None]:
         """Size, ETag, and the content if it is not large."""
         result = self._connection.reads.get(name)
-        size, etag = result.meta["size"], result.meta["e_tag"]
+        size, etag = result.meta["size"], _strong(result.meta["e_tag"])
         if size > PIECE_BYTES:
             return size, etag, None
         return size, etag, self._counted(bytes(result.bytes()))
@@ -301,3 +306,8 @@ class ObjectStore:
         if refused or type(error).__name__ == "AlreadyExistsError":
             return False
         raise error
+
+
+def _strong(etag: str | None) -> str:
+    """An ETag that a request can ask for; a weak one matches nothing, and says less than a time."""
+    return "" if etag is None or etag.startswith("W/") else etag

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
@@ -43,6 +43,13 @@ class Timing:
     """Without a byte, a connection counts as dead."""
     request_s: float = 60.0
     """For one request with its body."""
+    upload_s: float = 240.0
+    """For one request that sends much: four of 64 MiB at once by a network of 1.2 MB/s."""
+
+    @property
+    def uploading(self) -> Self:
+        """The same for such requests: no byte comes back while they last."""
+        return replace(self, read_s=self.upload_s, request_s=self.upload_s)
 
     @classmethod
     def from_environment(cls) -> Self:

@@ -184,3 +184,14 @@ def test_forty_seconds_without_an_answer_cost_no_byte(
     assert 28 < store.traffic.outage_s - before < 60  # a stall is noticed after ten seconds
     (told,) = caplog.messages
     assert re.search(r"/x: fails for 1\d s now \(.*\); given up after 540 s$", told)
+
+
+def test_what_is_large_may_take_long_to_send(remote: Remote) -> None:
+    """No byte comes back while it is sent."""
+    store = replace(remote.store, timing=replace(FAST, read_s=0.3))
+    for size, times in ((1000, 2), (3 << 20, 1)):
+        remote.proxy.seen.clear()
+        remote.proxy.schedule.append(Fault("slow", seconds=1.0))
+        store.write("x", bytes(size))
+        assert len(remote.content("x")) == size
+        assert len(remote.proxy.seen) == times
