@@ -35,7 +35,11 @@ class Address:
         Raises:
             ConfigError: It names no bucket or host, or has a part that means nothing here.
         """
-        shown, parts = hide_password(url), urlsplit(url)
+        shown = hide_password(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise ConfigError(f"{shown}: is no address ({error}).") from None
         if not parts.netloc:
             raise ConfigError(f"{shown}: names no {'host' if parts.scheme in _WEB else 'bucket'}.")
         if parts.query not in ("", _ANONYMOUS) or parts.fragment:

@@ -17,9 +17,12 @@ _SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")
 _PASSING = re.compile(r"RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
 """S3 calls these mistakes too: what was sent came late, cut short or damaged."""
 _SAID_BY_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
+_BAD_NAME = "Could not parse path"
+"""What the client says of a name before it asks anybody."""
 _RIGHTS = "the store refuses access ({cause}). Check the credentials and what they may do"
 _CHANGED = "was changed while it was read ({cause}). Start again"
 _UNABLE = "the store cannot do this ({cause})"
+_NAME = "a name of an object cannot be used here ({cause}). Give it another one"
 _FINAL: dict[str, tuple[int, str]] = {
     "400": (errno.EINVAL, "the store takes the request for a mistake ({cause})"),
     "401": (errno.EACCES, _RIGHTS),
@@ -32,7 +35,7 @@ _FINAL: dict[str, tuple[int, str]] = {
     "PermissionDeniedError": (errno.EACCES, _RIGHTS),
     "PreconditionError": (errno.ESTALE, _CHANGED),
     "NotSupportedError": (errno.EOPNOTSUPP, _UNABLE),
-    "InvalidPathError": (errno.EINVAL, "no object can have this name"),
+    "InvalidPathError": (errno.EINVAL, _NAME),
 }
 """By HTTP status, or the class of the client's error."""
 _NO_CREDENTIALS = (
@@ -67,6 +70,8 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
     """
     if isinstance(error, FileNotFoundError):
         raise RemoteMissingError(errno.ENOENT, "not found", place) from None
+    if isinstance(error, ValueError) and _BAD_NAME in str(error):
+        raise RemoteError(errno.EINVAL, _NAME.format(cause=first_line(error)), place) from None
     if isinstance(error, TokenfeedError) or not type(error).__module__.startswith("obstore"):
         raise error
     cause = _cause(str(error))

@@ -6,6 +6,7 @@ out. A web server has no lists: its files are given one by one.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from urllib.parse import unquote
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.store import open_store
@@ -30,6 +31,8 @@ def object_at(url: str) -> RemoteFile | None:
     _object_store(url)
     base, mark, query = url.rstrip("/").partition("?")
     parent, _, name = base.rpartition("/")
+    if url.startswith(_WEB):
+        name = unquote(name)  # as the client does with the rest: what it asks for it quotes itself
     if parent.endswith("/"):
         return None  # a whole bucket
     store = _object_store(f"{parent}{mark}{query}")

@@ -7,6 +7,7 @@ import lzma
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,6 +16,7 @@ import zstandard
 from command import files_of, texts
 from fault_proxy import FAULTS, Fault
 from machines import make
+from object_server import StoredObject
 from remote_stores import Remote, remote_store
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
@@ -177,3 +179,22 @@ def test_a_saved_data_set_is_refused(remote: Remote) -> None:
     remote.put("set/dataset_info.json", b"{}")
     with pytest.raises(CorpusError, match=r"/set: looks like a saved data set"):
         find_corpus((f"s3://{remote.prefix}",), out=None, field="text")
+
+
+def test_the_url_of_a_file_is_quoted_as_urls_are(remote: Remote) -> None:
+    host, name = f"http://127.0.0.1:{remote.proxy.port}/{remote.prefix}", "ä b+100%.txt"
+    remote.put(name, b"one")
+    for said in (name, quote(name)):
+        (source,) = find_corpus((f"{host}/{said}",), out=None, field="text").sources
+        assert b"".join(Blocks(source.path)) == b"one"
+
+
+def test_a_file_of_a_server_with_weak_etags_is_read(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredObject, "etag", 'W/"1"')
+    remote.put("x.txt", b"one")
+    url = f"http://127.0.0.1:{remote.proxy.port}/{remote.prefix}/x.txt"
+    (source,) = find_corpus((url,), out=None, field="text").sources
+    assert b"".join(Blocks(source.path)) == b"one"
+    source.check_unchanged()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fault_proxy import Fault
+from object_server import StoredObject
 from remote_stores import DATA, FAST, Remote
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
@@ -40,7 +41,9 @@ def test_a_scheme_without_its_package_names_the_extra(monkeypatch: pytest.Monkey
         open_store("s3://b/x")
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///x", "https:///x", "s3://b/x?y", "s3://b/x#y"])
+@pytest.mark.parametrize(
+    "url", ["s3://", "s3:///x", "https:///x", "s3://b/x?y", "s3://b/x#y", "http://[::1/x"]
+)
 def test_an_address_that_cannot_be_one_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match=r"^[^\n]+$"):
         open_store(url)
@@ -101,3 +104,21 @@ def test_the_time_to_give_up_is_a_number_of_the_environment(
         monkeypatch.setenv(said, wrong)
         with pytest.raises(ConfigError, match=f"^{said}={wrong}: expected seconds"):
             open_store(scheme)
+
+
+def test_a_name_that_cannot_be_one_is_told(remote: Remote) -> None:
+    for name in ("tab\tx", "two//x", "../x"):
+        with pytest.raises(RemoteError, match=r"^[^\n]*a name of an object cannot be used here"):
+            remote.store.read(name)
+    remote.put("deep//x", DATA)
+    with pytest.raises(RemoteError, match=r"cannot be used here \(.*deep//x.*Give it another one"):
+        list(remote.store.list())
+
+
+def test_a_weak_etag_is_none(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers refuse to compare it: `If-Match` wants a strong one."""
+    monkeypatch.setattr(StoredObject, "etag", 'W/"1"')
+    monkeypatch.setattr("tokenfeed.pipeline.remote.object_store.PIECE_BYTES", 1000)
+    remote.put("x", DATA)
+    assert remote.store.head("x").etag == ""
+    assert remote.store.read("x") == DATA
