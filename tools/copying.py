@@ -6,7 +6,6 @@ a copy that has lost some. A file of an object store is known by the checksum it
 """
 
 import contextlib
-import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import IO, Annotated, NamedTuple, Protocol
 import tyro
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
@@ -26,12 +25,16 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
     ShardInfo,
 )
+from tokenfeed.pipeline.format.proof import stored
 from tokenfeed.pipeline.format.reading import damaged, refused
 from tokenfeed.pipeline.format.storage import atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.console import print_json
+from tokenfeed.tools.outputs.output import FolderOutput, open_output
+from tokenfeed.tools.outputs.store import StoreOutput
 from tokenfeed.tools.run.crew import Progress
+from tokenfeed.tools.run.parts import is_begun
 from tokenfeed.tools.run.progress import Bar
 
 __all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "data_files", "fetch"]
@@ -93,7 +96,10 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     """
     started = time.perf_counter()
     source, target = open_store(source_path), _target(to)
-    manifest = Manifest.read(source)
+    raw = stored(
+        source, MANIFEST_FILE
+    )  # what is proved is what is written: it may change meanwhile
+    manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
     _check_places(source, target, manifest)
     files = list(data_files(manifest))
     with _threads() as threads:
@@ -110,7 +116,7 @@ def copy_data_set(source_path: str, to: str) -> Copied:
                 if isinstance(store, ObjectStore):
                     store.abandon()
             raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
-    target.finish(source.read(MANIFEST_FILE))
+    target.finish(raw)
     return Copied(
         to=target.store.name,
         fingerprint=manifest.fingerprint,
@@ -158,18 +164,20 @@ class _Target(Protocol):
         """Bring it there."""
         ...
 
+    def is_unfinished(self) -> bool:
+        """Whether a run of `pretokenize` is on its way there."""
+        ...
+
     def finish(self, manifest: bytes) -> None:
         """Say that all is there."""
         ...
 
 
 def _target(to: str) -> _Target:
-    store = open_store(to)
-    if isinstance(store, LocalStore):
-        return _Folder(store)
-    if isinstance(store, ObjectStore):
-        return _Bucket(store)
-    raise ConfigError(f"{to}: can only be read. Copy to a folder, or to an object store.")
+    output = open_output(to, is_shared=False)
+    if isinstance(output, StoreOutput):
+        return _Bucket(output.store)
+    return _Folder(LocalStore.from_path(to))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +194,10 @@ class _Folder:
 
     def put(self, file: DataFile, source: Store, bar: Bar) -> None:
         fetch(file, source, self._path(file), bar)
+
+    def is_unfinished(self) -> bool:
+        folder = Path(self.store.root)
+        return (folder / JOURNAL_FILE).exists() or is_begun(FolderOutput(folder))
 
     def finish(self, manifest: bytes) -> None:
         atomic_write(Path(self.store.root, MANIFEST_FILE), manifest)
@@ -212,6 +224,9 @@ class _Bucket:
             path = Path(folder, "file")
             fetch(file, source, path, bar, synced=False)
             self.store.write(file.info.file, path, {XXH3_KEY: file.info.xxh3})
+
+    def is_unfinished(self) -> bool:
+        return is_begun(StoreOutput(self.store))
 
     def finish(self, manifest: bytes) -> None:
         self.store.write(MANIFEST_FILE, manifest)
@@ -264,19 +279,31 @@ def _check_places(source: Store, target: _Target, manifest: Manifest) -> None:
     to = target.store
     if to.name == source.name:
         raise ConfigError(f"{to.name}: is the place to copy from. Give another one.")
-    if isinstance(to, LocalStore) and os.path.exists(os.path.join(to.root, JOURNAL_FILE)):
-        raise ConfigError(f"{to.name}: holds an unfinished run. Give another folder.")
-    try:
-        there = Manifest.read(to)
-    except ManifestError as error:
-        if isinstance(error.__cause__, RemoteError):
-            raise
-        return
-    if there.fingerprint != manifest.fingerprint:
+    if target.is_unfinished():
+        raise ConfigError(f"{to.name}: holds an unfinished run. Give another place.")
+    there = _manifest_at(to)
+    if there and there.fingerprint != manifest.fingerprint:
         raise ConfigError(
             f"{to.name}: holds another data set, with the fingerprint {there.fingerprint}; "
             f"{source.name} has {manifest.fingerprint}. Give another place."
         )
+
+
+def _manifest_at(store: Store) -> Manifest | None:
+    """The manifest at a place; None where there is none.
+
+    Raises:
+        ConfigError: It says nothing here, so nobody knows of what data set it is.
+    """
+    file = store.path(MANIFEST_FILE)
+    try:
+        return Manifest.decoded(store.read(MANIFEST_FILE), file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ManifestError as error:
+        raise ConfigError(
+            f"{error} To have this place completed by a copy all the same, delete {file}."
+        ) from error
 
 
 @contextlib.contextmanager

@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.format.reading import error_line
-from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
+from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.format.proof import CHECKSUM_KEY, canonical, proved, stored
+from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, open_store
+from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = [
     "JOURNAL_FILE",
@@ -43,7 +43,6 @@ PARTS_FOLDER = ".parts"
 """A folder that has one of them holds an unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
-_CHECKSUM = "manifest_xxh3"
 _ADDED = ("seal", "routed", "verified", "shuffled")
 """Keys that the first manifests lack: left out where nothing is known, so that these keep their
 fingerprints."""
@@ -179,7 +178,7 @@ class Manifest:
     @property
     def fingerprint(self) -> str:
         """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
-        return xxhash.xxh3_64_hexdigest(_canonical(self.content()))
+        return xxhash.xxh3_64_hexdigest(canonical(self.content()))
 
     def content(self) -> dict[str, Any]:
         """What the file holds beside its checksum."""
@@ -194,7 +193,7 @@ class Manifest:
 
     def encoded(self) -> bytes:
         """What manifest.json holds."""
-        content = self.content() | {_CHECKSUM: self.fingerprint}
+        content = self.content() | {CHECKSUM_KEY: self.fingerprint}
         return json.dumps(content, indent=1).encode() + b"\n"
 
     def write(self, folder: Path) -> None:
@@ -209,24 +208,12 @@ class Manifest:
             ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
         """
         store = open_store(path)
-        file = store.path(MANIFEST_FILE)
-        content = _load_json(store, file)
-        version = content.get("format_version")
-        if version != FORMAT_VERSION:
-            raise ManifestError(
-                f"{file}: expected format version {FORMAT_VERSION}, got {version!r}. "
-                "Run `pretokenize` again, or use the tokenfeed release that wrote it."
-            )
-        checksum = content.pop(_CHECKSUM, None)
-        try:
-            actual = xxhash.xxh3_64_hexdigest(_canonical(content))
-        except RecursionError as error:
-            raise _no_json(file, error) from error
-        if checksum != actual:
-            raise ManifestError(
-                f"{file}: the content has checksum {actual}, but the file says {checksum!r}: it is "
-                "damaged or was edited. Restore it, or run `pretokenize` again."
-            )
+        return cls.decoded(stored(store, MANIFEST_FILE), store.path(MANIFEST_FILE))
+
+    @classmethod
+    def decoded(cls, raw: bytes, file: str) -> "Manifest":
+        """Check what a manifest.json holds; messages name it as `file`, errors are of `read`."""
+        content = proved(raw, file)
         try:
             manifest = msgspec.convert(content, cls)
         except msgspec.ValidationError as error:
@@ -272,32 +259,3 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
 
 def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in items if value is not None or name not in _ADDED}
-
-
-def _canonical(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-
-
-def _load_json(store: Store, path: str) -> dict[str, Any]:
-    try:
-        raw = store.read(MANIFEST_FILE)
-    except (FileNotFoundError, NotADirectoryError):
-        raise ManifestError(
-            f"{path}: not found, so this folder holds no finished data set. "
-            "Point at the output folder of `pretokenize`, or run it to the end."
-        ) from None
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:  # of the second kind are names with a NUL
-        raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise _no_json(path, error) from error
-    if not isinstance(content, dict):
-        raise ManifestError(f"{path}: expected a JSON object, got {type(content).__name__}.")
-    return content
-
-
-def _no_json(path: str, error: Exception) -> ManifestError:
-    return ManifestError(f"{path}: is not JSON ({error}). Restore it, or run `pretokenize` again.")

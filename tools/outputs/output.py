@@ -6,6 +6,7 @@ Files have names below the output, with forward slashes. Each comes to be whole 
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -91,13 +92,25 @@ def open_output(path: str, *, is_shared: bool) -> Output:
         is_shared: Whether others may write the same files at the same time.
 
     Raises:
-        ConfigError: There is no such store, or it can only be read.
+        ConfigError: There is no such store, or it can only be read; or the path is a slip.
     """
     if "://" not in path:
+        _check_meant(path)
         return FolderOutput(Path(path), is_shared)
     from tokenfeed.tools.outputs.store import StoreOutput
 
     return StoreOutput.from_url(path)
+
+
+def _check_meant(folder: str) -> None:
+    """Refuse the slip of a shell, and of an address: both would name a folder of this machine."""
+    if not folder:
+        raise ConfigError("the output has no name. Give a folder, or the address of a bucket.")
+    if scheme := re.match("([a-z][a-z0-9+.-]*):/", folder):
+        raise ConfigError(
+            f"{folder}: looks like an address, which begins with `{scheme[1]}://`. Write it so, or "
+            f"`./{folder}` for a folder."
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """`shards copy`: every byte is there or the copy says so, and the same command continues it."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import call, files_of
@@ -18,7 +20,8 @@ from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.remote import object_store, process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools import copying
+from tokenfeed.tools.copying import copy_data_set, fetch
 from tokenfeed.tools.shards import main
 
 pytest.importorskip("obstore")
@@ -183,3 +186,55 @@ def test_the_commands_read_a_bucket_as_a_folder(
     assert f"{remote.store.path('train/00001.arrow')}: " in damage
     error = call(main, "inspect", f"{remote.store.name}x", expect=1).stderr
     assert error.startswith(f"error: {remote.store.name}x/manifest.json: not found")
+
+
+def test_a_manifest_that_is_replaced_while_a_copy_is_made_is_not_copied(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, to = tmp_path / "source", tmp_path / "to"
+    shutil.copytree(documents, source)
+    manifest = Manifest.read(documents)
+
+    def replaced(*arguments: Any) -> None:
+        fetch(*arguments)
+        if arguments[0].info == manifest.tokenizer:
+            replace(manifest, label_names=("another",)).write(source)
+
+    monkeypatch.setattr(copying, "fetch", replaced)
+    assert copy_data_set(str(source), str(to)).fingerprint == manifest.fingerprint
+    assert data_of(to) == data_of(documents)
+
+
+@pytest.mark.parametrize("content", ["no json", '{"format_version": 2}', "{}"])
+def test_a_manifest_that_says_nothing_here_is_not_written_over(
+    documents: Path, tmp_path: Path, content: str
+) -> None:
+    to = tmp_path / "to"
+    shutil.copytree(documents, to)
+    (to / "manifest.json").write_text(content)
+    (to / "train/00000.arrow").write_bytes(b"of another data set")
+    before = files_of(to)
+    with pytest.raises(ConfigError, match=r"^[^\n]*completed by a copy all the same, delete "):
+        copy_data_set(str(documents), str(to))
+    assert files_of(to) == before
+
+
+def test_a_run_that_is_on_its_way_is_not_written_into(
+    documents: Path, remote: Remote, tmp_path: Path
+) -> None:
+    remote.put(".parts/job.json", b"{}")
+    (tmp_path / "to/.parts").mkdir(parents=True)
+    (tmp_path / "to/.parts/job.json").touch()
+    for to in (remote.store.name, str(tmp_path / "to")):
+        with pytest.raises(ConfigError, match=f"{re.escape(to)}: holds an unfinished run"):
+            copy_data_set(str(documents), to)
+
+
+@pytest.mark.parametrize("to", ["", "s3:/bucket/out", "http://127.0.0.1/out"])
+def test_a_slip_is_no_place_to_copy_to(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no name|begins with `s3://`|can only be read"):
+        copy_data_set(str(documents), to)
+    assert not list(tmp_path.iterdir())
