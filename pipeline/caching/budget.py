@@ -9,6 +9,8 @@ __all__ = ["Budget"]
 
 _FILE = ".bytes"
 _SUM = struct.Struct("<q")
+_UNKNOWN = 1 << 60
+"""Above any bound: the first file that is added to such a cache has it swept, and so counted."""
 
 
 class Budget:
@@ -19,11 +21,12 @@ class Budget:
         self._path = os.path.join(folder, _FILE)
 
     def read(self) -> int:
-        """The sum now; 0 where the disk has no room for it."""
+        """The sum now; 0 where nothing says it."""
         try:
-            return self.add(0)
+            total = self.add(0)
         except OSError:
             return 0
+        return total if total < _UNKNOWN else 0
 
     def add(self, count: int) -> int:
         """Change the sum; gives the new one."""
@@ -40,5 +43,7 @@ class Budget:
 
 
 def _read(descriptor: int) -> int:
+    """The sum; that of a new file is not known, nor one that can be none."""
     stored = os.pread(descriptor, _SUM.size, 0)
-    return int(_SUM.unpack(stored)[0]) if len(stored) == _SUM.size else 0
+    total = int(_SUM.unpack(stored)[0]) if len(stored) == _SUM.size else _UNKNOWN
+    return total if 0 <= total <= 2 * _UNKNOWN else _UNKNOWN

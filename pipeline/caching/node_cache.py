@@ -82,16 +82,17 @@ class NodeCache:
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._has_told:
             self._has_told = True
-            remedy = "Give it room, or a lower" if error.errno in _NO_ROOM else "Mend it, or give a"
+            no_room = error.errno in _NO_ROOM
+            remedy = "it room, or a lower `cache_bytes`" if no_room else "another `cache_dir`"
             _log.warning(
                 "%s: the cache cannot be written (%s): record batches come from the store each "
-                "time. %s `cache_bytes`.",
+                "time. Give %s.",
                 *(self.settings.folder, error.strerror, remedy),
             )
 
     def _sweep(self) -> None:
         with alone(os.path.join(self.settings.folder, ".evict")):
-            if (before := self._budget.read()) > self.settings.bytes:
+            if (before := self._budget.add(0)) > self.settings.bytes:
                 left = sweep(self.settings.folder, self.settings.bytes, self._until)
                 self._budget.correct(before, left)
 

@@ -15,6 +15,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.caching.budget import Budget
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.reading import error_line
 
 __all__ = ["Need", "resolve_cache"]
 
@@ -99,8 +100,9 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
     try:
         (place / _VERSION).mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = place.stat().st_uid
-    except OSError as error:
-        raise ConfigError(f"{said}={place}: {error.strerror}. Give a folder to write to.") from None
+    except (OSError, ValueError) as error:  # of the second kind are names with a NUL
+        why = error_line(error)
+        raise ConfigError(f"{said}={place}: {why}. Give a folder to write to.") from None
     if not given and owner != _user():
         raise ConfigError(f"{place} belongs to another user. Give a folder of yours: `cache_dir`.")
     if (kind := _file_system(place)) in _FAR:

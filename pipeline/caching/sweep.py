@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -14,6 +15,7 @@ __all__ = ["Until", "sweep"]
 Until = Callable[[np.ndarray], np.ndarray]
 """How many windows it is until record batches are read, by their numbers; shape (K,) each."""
 
+_NUMBER = re.compile("0|[1-9a-f][0-9a-f]{,11}")
 _KEPT_SHARE = 0.9
 """Of the bound, so that not every file has to make room for itself."""
 _STALE_S = 600.0
@@ -78,11 +80,12 @@ def _is_used(folder: str) -> bool:
 
 def _folders(folder: str) -> Iterator[str]:
     with os.scandir(folder) as entries:
-        yield from (entry.name for entry in entries if entry.is_dir())
+        yield from (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def _files(folder: str) -> tuple[int, list[int], list[int]]:
-    """Bytes of what stays in a set's folder, and number and size of every record batch."""
+    """Bytes of what stays in a set's folder, and number and size of every record batch; what has
+    another name than a cache gives is somebody else's."""
     stays, numbers, sizes = 0, [], []
     for name in _folders(folder):
         with os.scandir(f"{folder}/{name}") as entries:
@@ -91,10 +94,15 @@ def _files(folder: str) -> tuple[int, list[int], list[int]]:
                     size = _size(entry)
                     if name == "ends" or "." in entry.name:
                         stays += size
-                    else:
+                    elif _is_batch(name, entry.name):
                         numbers.append(int(entry.name, 16))
                         sizes.append(size)
     return stays, numbers, sizes
+
+
+def _is_batch(folder: str, name: str) -> bool:
+    """Whether a file is a record batch by its name, and lies where it belongs."""
+    return bool(_NUMBER.fullmatch(name)) and folder == f"{int(name, 16) & 255:02x}"
 
 
 def _size(entry: "os.DirEntry[str]") -> int:

@@ -18,6 +18,7 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache, place
 from tokenfeed.pipeline.caching.budget import Budget
 from tokenfeed.pipeline.caching.locks import alone, try_lock
+from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.place import Need, resolve_cache
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.caching.sweep import sweep
@@ -290,9 +291,13 @@ def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
         assert again
 
 
-def test_the_sum_of_a_cache_counts_from_nothing(tmp_path: Path) -> None:
+def test_the_sum_of_a_cache_is_not_known_until_it_was_counted(tmp_path: Path) -> None:
     budget = Budget(str(tmp_path))
-    assert [budget.read(), budget.add(5), budget.add(-2), budget.read()] == [0, 5, 3, 3]
+    before = budget.add(0)
+    assert budget.add(5) == before + 5 > 10**18
+    assert budget.read() == 0
+    budget.correct(before, counted=0)
+    assert [budget.read(), budget.add(-2), budget.read()] == [5, 3, 3]
     budget.correct(before=3, counted=10)
     assert budget.read() == 10
     with alone(str(tmp_path / ".bytes")) as descriptor:
@@ -308,3 +313,38 @@ def test_windows_are_those_of_a_folder(store: RangedFolder, tmp_path: Path) -> N
             one, other = (maker.make(Position(epoch, window, 0)) for maker in (cached, local))
             assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
             assert np.array_equal(one.index.rounds.digests, other.index.rounds.digests)
+
+
+@pytest.mark.parametrize(
+    "stored", [b"", b"xx", b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(7) + b"\x80"]
+)
+def test_a_sum_that_is_lost_or_damaged_is_counted_anew(tmp_path: Path, stored: bytes) -> None:
+    cache = settings_of(tmp_path, 1000)
+    files = CacheSet(NodeCache(cache, {"set": lambda numbers: numbers}), "set")
+    for number in range(8):
+        files.write(files.batch(number), bytes(100))
+    (tmp_path / "v1/.bytes").write_bytes(stored)
+    assert Budget(cache.folder).read() == 0
+    for number, there in enumerate((900, 1000, 900, 1000), start=8):
+        files.write(files.batch(number), bytes(100))
+        assert Budget(cache.folder).read() == there == 100 * len(cached_files(tmp_path))
+
+
+def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/00").mkdir(parents=True)
+    (tmp_path / "elsewhere/00/0").write_bytes(bytes(100))
+    cache = tmp_path / "cache"
+    foreign = [
+        cache / "set/00/README",
+        cache / "set/00/1",
+        cache / "other/zz/1",
+        cache / "set/00/0x0",
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+    (cache / "link").symlink_to(tmp_path / "elsewhere")
+    (cache / "set/00/0").write_bytes(bytes(100))
+    assert sweep(str(cache), 0, {"set": lambda numbers: numbers}) == 0
+    assert not (cache / "set/00/0").exists()
+    assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))
