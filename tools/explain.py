@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import tyro
 
+from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.store import StorePath
@@ -70,7 +71,8 @@ class Explain:
         position = Delivered.from_state(plan, state).position
         number = saved.step + 1 if self.step is None else self.step
         reader = WindowReader(sources)
-        step = _find(WindowMaker(plan, reader, 0, 1), position, number - saved.step - 1, number)
+        dealt = WindowMaker(plan, reader, 0, self.world_size // saved.num_streams)
+        step = _find(dealt, position, number - saved.step - 1, number)
         maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size)
         for micro_batch in _micro_batches(maker, sources, step):
             self._say(number, micro_batch)
@@ -138,10 +140,14 @@ class _Settings(msgspec.Struct, frozen=True):
     windows: Annotated[int, msgspec.Meta(ge=1)]
     batching: str
     micro_batches_per_step: int
-    stream: int
-    num_streams: int
+    stream: Annotated[int, msgspec.Meta(ge=0)]
+    num_streams: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
     shuffle: bool
+
+    def __post_init__(self) -> None:
+        if {len(self.weights), *map(len, self.phases)} != {len(self.data)} or not self.phases:
+            raise ValueError("not as many weights and phases as data sets")
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> "_Settings":
@@ -186,7 +192,7 @@ class _Saved:
         if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
             return cls(content, 0)
         if {"version", "streams"} & meta["loader"].keys():
-            return cls(meta["loader"], int(meta["step"]))
+            return cls(meta["loader"], _step_of(meta, path))
         if task not in meta["loader"]:
             raise ConfigError(
                 f"`--state` {path}: is of a run that learned several tasks. Name one by `--task`: "
@@ -198,7 +204,22 @@ class _Saved:
     def num_streams(self) -> int:
         """Streams that the state is of, if it is one of several."""
         streams = self.state.get("streams") if isinstance(self.state, dict) else None
-        return len(streams) if streams else 1
+        return len(streams) if streams and isinstance(streams, list) else 1
+
+
+def _step_of(meta: dict[str, Any], path: Path) -> int:
+    """After which step of its run a checkpoint was saved.
+
+    Raises:
+        ConfigError: It does not say.
+    """
+    step = checks.as_int(meta.get("step"))
+    if step is None:
+        raise ConfigError(
+            f"`--state` {path}: a checkpoint that says no step (step={meta.get('step')!r}). Give "
+            "one as `train` left it."
+        )
+    return step
 
 
 def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:
@@ -246,27 +267,29 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str
 
 def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) -> _Step:
     """The step so many after the one that comes next at a position."""
-    epoch, window, done = position
-    ends = _step_ends(maker, epoch, window)
-    index = int(np.searchsorted(ends, done, side="right")) + steps_on
+    begin = position if steps_on >= 0 else position._replace(micro_batch=0)
+    ends = _step_ends(maker, begin)
+    index = int(np.searchsorted(ends, position.micro_batch, side="right")) + steps_on
     while index >= len(ends):
         index -= len(ends)
-        epoch, window, _ = maker.plan.next_window(Position(epoch, window, 0))
-        ends = _step_ends(maker, epoch, window)
+        begin = maker.plan.next_window(begin)
+        ends = _step_ends(maker, begin)
     while index < 0:
-        epoch, window = divmod(epoch * maker.plan.num_windows + window - 1, maker.plan.num_windows)
-        if epoch < 0:
+        windows = begin.epoch * maker.plan.num_windows + begin.window - 1
+        if windows < 0:
             raise ConfigError(f"`--step` {number}: is before the first step of the run.")
-        ends = _step_ends(maker, epoch, window)
+        begin = Position(*divmod(windows, maker.plan.num_windows), 0)
+        ends = _step_ends(maker, begin)
         index += len(ends)
-    goes_on = (epoch, window) == position[:2] and steps_on >= 0
-    first = int(ends[index - 1]) if index else 0
-    return _Step(Position(epoch, window, done if goes_on else 0), first, int(ends[index]))
+    first = int(ends[index - 1]) if index else begin.micro_batch
+    return _Step(begin, first, int(ends[index]))
 
 
-def _step_ends(maker: WindowMaker, epoch: int, window: int) -> np.ndarray:
-    """How many micro-batches of a window there are up to the end of each step of it."""
-    rounds = maker.make(Position(epoch, window, 0)).index.rounds
+def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:
+    """How many micro-batches of a window there are up to the end of each step of it, where ranks
+    begin to share it at a position. With more ranks than a step has micro-batches, they take
+    several at once, and these are one."""
+    rounds = maker.make(begin).index.rounds
     ends: np.ndarray = rounds.position[rounds.ends_step]
     return ends
 
