@@ -7,13 +7,14 @@ is read back, for some stores take any that should be refused.
 """
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, TokenfeedError
 from tokenfeed.pipeline.remote.object_store import ObjectStore
@@ -25,6 +26,22 @@ _BEAT_S = 30.0
 _DEAD_AFTER_S = 300.0
 
 
+class _Claim(msgspec.Struct, frozen=True):
+    """Who says to be at work, and when it said so."""
+
+    run: str
+    host: str
+    pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    alive_at: float
+    """By the clock of that machine."""
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since then; one that is to come, by a clock that is wrong, counts as far."""
+        return abs(time.time() - self.alive_at)
+
+
+_NOBODY = _Claim("", "", 1, 0.0)
 _held: set[str] = set()
 """Runs of this process that have a claim."""
 
@@ -97,11 +114,11 @@ class Lease:
         return self.store.read(CLAIM_FILE) == content
 
     def _is_mine(self) -> bool:
-        return _decoded(self.store.read(CLAIM_FILE)).get("run") == self._run
+        return _decoded(self.store.read(CLAIM_FILE)).run == self._run
 
     def _content(self) -> bytes:
-        who = {"run": self._run, "host": socket.gethostname(), "pid": os.getpid()}
-        return json.dumps(who | {"alive_at": time.time()}).encode()
+        claim = _Claim(self._run, socket.gethostname(), os.getpid(), time.time())
+        return msgspec.json.encode(claim)
 
     def _other(self) -> str:
         """Who has the place, and what to do."""
@@ -109,11 +126,10 @@ class Lease:
             claim = _decoded(self.store.read(CLAIM_FILE))
         except FileNotFoundError:
             return f"{self.store.name}: another run was writing here. Repeat the command."
-        silent_s = max(time.time() - claim.get("alive_at", 0), 0)
         return (
-            f"{self.store.name}: another run is writing here: process {claim.get('pid')} on "
-            f"{claim.get('host')}, last heard of {silent_s:.0f} s ago. Wait for it or end it; the "
-            f"same command takes over what was silent for {_DEAD_AFTER_S:.0f} s."
+            f"{self.store.name}: another run is writing here: process {claim.pid} on {claim.host}, "
+            f"last heard of {claim.silent_s:.0f} s ago. Wait for it or end it; the same command "
+            f"takes over what was silent for {_DEAD_AFTER_S:.0f} s."
         )
 
 
@@ -124,17 +140,18 @@ def clear_away(store: ObjectStore) -> None:
             store.delete(CLAIM_FILE)
 
 
-def _is_dead(claim: dict[str, Any]) -> bool:
+def _is_dead(claim: _Claim) -> bool:
     """Whether its owner has ended, as far as anything says so."""
-    if time.time() - claim.get("alive_at", 0) > _DEAD_AFTER_S:
+    if claim.silent_s > _DEAD_AFTER_S:
         return True
-    if claim.get("host") != socket.gethostname():
+    if claim.host != socket.gethostname():
         return False
-    pid = claim.get("pid")
-    return claim.get("run") not in _held if pid == os.getpid() else not _is_running(pid)
+    if claim.pid == os.getpid():
+        return claim.run not in _held
+    return not _is_running(claim.pid)
 
 
-def _is_running(pid: Any) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -144,10 +161,8 @@ def _is_running(pid: Any) -> bool:
     return True
 
 
-def _decoded(content: bytes) -> dict[str, Any]:
-    """A claim; what is none is as old as can be."""
-    with contextlib.suppress(ValueError):
-        claim = json.loads(content)
-        if isinstance(claim, dict):
-            return claim
-    return {}
+def _decoded(content: bytes) -> _Claim:
+    """A claim; what is none is nobody's."""
+    with contextlib.suppress(msgspec.MsgspecError, ValueError):
+        return msgspec.json.decode(content, type=_Claim)
+    return _NOBODY

@@ -150,12 +150,11 @@ class Parts(Generic[ResultT]):
 
     def _job(self) -> dict[str, Any]:
         try:
-            job: dict[str, Any] = json.loads(self._output.read(_JOB_FILE))
+            return _job_in(self._output)
         except FileNotFoundError:
             raise ConfigError(
                 f"{self._output}: another run has finished it, or was withdrawn, meanwhile."
             ) from None
-        return job
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         self._job()  # or the folder would be made anew
@@ -189,10 +188,27 @@ def is_begun(output: Output) -> bool:
 def parts_in(output: Output) -> int | None:
     """How many parts a run was begun in; None where it was begun without."""
     try:
-        count: int | None = json.loads(output.read(_JOB_FILE))["parts"]
+        count: int | None = _job_in(output)["parts"]
     except FileNotFoundError:
         return None
     return count
+
+
+def _job_in(output: Output) -> dict[str, Any]:
+    """What the run there is.
+
+    Raises:
+        ConfigError: The file that says so is damaged.
+        FileNotFoundError: There is none.
+    """
+    with contextlib.suppress(ValueError):
+        job = json.loads(output.read(_JOB_FILE))
+        if isinstance(job, dict) and isinstance(job.get("recipe"), dict) and "parts" in job:
+            return job
+    raise ConfigError(
+        f"{output.path(_JOB_FILE)}: is damaged, so what was begun there is unknown. Give another "
+        f"output, or delete {PARTS_FOLDER} there and begin anew."
+    )
 
 
 def remove_parts(output: Output) -> None:

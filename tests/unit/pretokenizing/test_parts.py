@@ -234,3 +234,18 @@ def test_options_that_say_two_things_are_refused(
 def test_standard_input_is_of_one_machine(tmp_path: Path, tokenizer: Path) -> None:
     with pytest.raises(ConfigError, match="standard input is on this machine only"):
         part("0/2", Path("-"), tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"parts": 2}', '{"recipe": {}}'])
+def test_a_job_that_is_damaged_is_told(
+    lines: Path, tokenizer: Path, tmp_path: Path, content: str
+) -> None:
+    out = tmp_path / "out"
+    (out / ".parts").mkdir(parents=True)
+    (out / ".parts/job.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"job\.json: is damaged, so what was begun there is unkn"
+    ):
+        part("0/2", lines, out, tokenizer)
+    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+        make(lines, out, tokenizer, finish=True)

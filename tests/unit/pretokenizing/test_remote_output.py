@@ -302,3 +302,20 @@ def test_a_claim_beats_until_it_is_released(
     held.check()
     held.release()
     assert not objects_of(remote)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"alive_at": "x"}, {"alive_at": None}, {"pid": "x"}, {"pid": 2**70}, {"pid": 0}]
+)
+def test_what_is_no_claim_is_nobodys(remote: Remote, changes: dict[str, Any]) -> None:
+    claim_of(remote, **({"host": socket.gethostname()} | changes))
+    Lease.take(remote.store).release()
+    assert not objects_of(remote)
+
+
+def test_a_claim_of_a_clock_that_is_far_ahead_keeps_nobody_out_for_long(remote: Remote) -> None:
+    claim_of(remote, alive_at=time.time() + 200)
+    with pytest.raises(ConfigError, match=r"last heard of (199|200) s ago"):
+        Lease.take(remote.store)
+    claim_of(remote, alive_at=time.time() + 400)
+    Lease.take(remote.store).release()
