@@ -62,7 +62,7 @@ def remake(
         atomic_write(folder / TOKENIZER_FILE, json_bytes)
     with _scratch(folder) as scratch:
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
-        options = _options(recipe, manifest, corpus, scratch)
+        options = _options_of(folder, recipe, manifest, corpus, scratch)
         run = Prepared.from_options(options, options.output, "new", None).run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)
@@ -132,6 +132,26 @@ def _options(
     )
     options.check()
     return options
+
+
+def _options_of(
+    folder: Path, recipe: dict[str, Any], manifest: Manifest, corpus: tuple[str, ...], scratch: Path
+) -> Options:
+    """The same.
+
+    Raises:
+        ConfigError: The recipe does not say them all.
+    """
+    try:
+        return _options(recipe, manifest, corpus, scratch)
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{folder / MADE_BY_FILE}: does not say by what options the data set was made ({error} "
+            "is missing or odd). Copy that file from where it was made, or repair by `--from "
+            "MIRROR`."
+        ) from error
 
 
 def _fields(recipe: dict[str, Any]) -> tuple[str, ...]:

@@ -170,3 +170,18 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     make_shuffled_dataset(Options(paths=paths, tokenizer=str(tokenizer), shuffle=True))
     (tmp_path / "shuffled/train/00000.arrow").unlink()
     assert "its rows were shuffled" in repair(tmp_path / "shuffled", "--corpus", corpus, expect=2)
+
+
+@pytest.mark.parametrize("changes", [{"--task": "unknown"}, {"--split": None}])
+def test_a_recipe_that_is_damaged_is_told(
+    made: dict[str, Path], records: Path, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made["lm"], out)
+    next(out.glob("train/*")).unlink()
+    recipe = json.loads((out / ".made_by.json").read_text())
+    for damaged in (recipe | changes, {}):
+        (out / ".made_by.json").write_text(json.dumps(damaged))
+        said = repair(out, "--corpus", records, expect=2)
+        assert said.startswith(f"error: {out}/.made_by.json: does not say by what options")
+        assert said.count("\n") == 1
