@@ -21,6 +21,7 @@ from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     JOURNAL_FILE,
     MANIFEST_FILE,
+    PARTS_FOLDER,
     FileInfo,
     Manifest,
     ShardInfo,
@@ -31,10 +32,9 @@ from tokenfeed.pipeline.format.storage import atomic_file, atomic_write, file_xx
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.console import print_json
-from tokenfeed.tools.outputs.output import FolderOutput, open_output
+from tokenfeed.tools.outputs.output import open_output
 from tokenfeed.tools.outputs.store import StoreOutput
 from tokenfeed.tools.run.crew import Progress
-from tokenfeed.tools.run.parts import is_begun
 from tokenfeed.tools.run.progress import Bar
 
 __all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "data_files", "fetch"]
@@ -196,8 +196,7 @@ class _Folder:
         fetch(file, source, self._path(file), bar)
 
     def is_unfinished(self) -> bool:
-        folder = Path(self.store.root)
-        return (folder / JOURNAL_FILE).exists() or is_begun(FolderOutput(folder))
+        return any(Path(self.store.root, name).exists() for name in (JOURNAL_FILE, PARTS_FOLDER))
 
     def finish(self, manifest: bytes) -> None:
         atomic_write(Path(self.store.root, MANIFEST_FILE), manifest)
@@ -226,7 +225,7 @@ class _Bucket:
             self.store.write(file.info.file, path, {XXH3_KEY: file.info.xxh3})
 
     def is_unfinished(self) -> bool:
-        return is_begun(StoreOutput(self.store))
+        return next(self.store.list(PARTS_FOLDER), None) is not None
 
     def finish(self, manifest: bytes) -> None:
         self.store.write(MANIFEST_FILE, manifest)

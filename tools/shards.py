@@ -1,84 +1,13 @@
-"""`shards inspect|verify|cat|shuffle|copy|repair|explain`: look into a data set, prove it whole,
-read it back as text, shuffle it, bring it elsewhere, mend it, say what a step of a run held."""
+"""`shards`: the command for data sets that are made; its parts are in `shards_command`.
 
-from dataclasses import dataclass
-from typing import Any
+What this file imports is little, so that a Ctrl-C is met at once.
+"""
 
-import tyro
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
-from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.process import own_process
-from tokenfeed.tools.cat import Cat, DataSet
-from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.copying import Copy
-from tokenfeed.tools.explain import Explain
-from tokenfeed.tools.histogram import histogram_lines
-from tokenfeed.tools.repairing.command import Repair
-from tokenfeed.tools.shuffling.command import ShuffleRows
-from tokenfeed.tools.verify import find_problems
+from tokenfeed.tools.console import run_command
+from tokenfeed.tools.signals import signals_held
 
-__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "ShuffleRows", "Verify", "main"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Inspect:
-    """Show what is inside: splits, shards, tokenizer, ledger, lengths of rows."""
-
-    out: DataSet
-    """Output folder of `pretokenize`, or an address that a store is registered for."""
-    json: bool = False
-    """Print the manifest as JSON."""
-
-    def run(self) -> int:
-        """Print it."""
-        manifest = Manifest.read(self.out)
-        if self.json:
-            print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
-            return 0
-        console = Console()
-        console.print(_splits_table(manifest))
-        for name, split in manifest.splits.items():
-            _print_histogram(console, name, split)
-        _print_facts(console, manifest)
-        return 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verify:
-    """Check every checksum, every record batch and the ledger; exit code 1 if anything is wrong."""
-
-    out: DataSet
-    """Output folder of `pretokenize`, or an address that a store is registered for."""
-    json: bool = False
-    """Print the result as JSON."""
-
-    def run(self) -> int:
-        """Check it, print every problem."""
-        store = open_store(self.out)
-        try:
-            manifest = Manifest.read(store)
-        except ManifestError as error:
-            if not self.json:
-                raise
-            print_json({"ok": False, "problems": [str(error)]})
-            return 1
-        problems = list(find_problems(store, manifest))
-        num_shards = sum(len(split.shards) for split in manifest.splits.values())
-        num_batches = sum(split.batches for split in manifest.splits.values())
-        if self.json:
-            print_json({"ok": not problems, "problems": problems})
-        elif problems:
-            print("\n".join(problems))
-            print(f"{store.name}: damaged, problems found: {len(problems):,}")
-        else:
-            print(f"{store.name}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
-        return 1 if problems else 0
+__all__ = ["main"]
 
 
 def main() -> None:
@@ -88,87 +17,9 @@ def main() -> None:
 
 def _command() -> int:
     own_process()
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        {
-            "inspect": Inspect,
-            "verify": Verify,
-            "cat": Cat,
-            "shuffle": ShuffleRows,
-            "copy": Copy,
-            "repair": Repair,
-            "explain": Explain,
-        },
-        prog="shards",
-        description="Look into a data set that `pretokenize` made, shuffle it, copy it or mend it.",
-        config=(tyro.conf.FlagCreatePairsOff,),
-    )
-    return int(command.run())
-
-
-def _splits_table(manifest: Manifest) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("split", "shards", "batches", "rows", "tokens", "longest", "MB", "B/token"):
-        table.add_column(name, justify="left" if name == "split" else "right")
-    for name, split in manifest.splits.items():
-        num_bytes = sum(shard.bytes for shard in split.shards)
-        counts = len(split.shards), split.batches, split.rows, split.tokens, split.longest_row
-        table.add_row(
-            name,
-            *(f"{count:,}" for count in counts),
-            f"{num_bytes / 1e6:,.1f}",
-            f"{num_bytes / max(split.tokens, 1):.2f}",
-        )
-    return table
-
-
-def _print_histogram(console: Console, name: str, split: SplitInfo) -> None:
-    if split.rows:
-        console.print(f"tokens per row, {name}", style="bold")
-    for line in histogram_lines(split.length_histogram):
-        console.print(line, highlight=False)
-
-
-def _print_facts(console: Console, manifest: Manifest) -> None:
-    tokenizer, ledger = manifest.tokenizer, manifest.ledger
-    end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
-    labels = ", ".join(manifest.label_names) or "none"
-    facts = {
-        "task": f"{manifest.task}, columns {', '.join(_column_names(manifest))}",
-        "labels": f"{len(manifest.label_names):,}: {labels}" if manifest.label_names else labels,
-        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
-        "ids": _ids(manifest),
-        "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
-        f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
-        "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
-        "order": _order(manifest),
-        "fingerprint": manifest.fingerprint,
-    }
-    for name, text in facts.items():
-        console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
-
-
-def _ids(manifest: Manifest) -> str:
-    """How the ids were made, and how far that was checked."""
-    tokenizer = manifest.tokenizer
-    audit = f", {tokenizer.audited:,} texts compared with the reference, "
-    audit += f"{tokenizer.differences:,} different" if tokenizer.audited else ""
-    special = "with" if tokenizer.special_tokens_added else "without"
-    return (
-        f"by {tokenizer.engine} {tokenizer.engine_version}{audit if tokenizer.audited else ''}; "
-        f"{special} the tokenizer's template; special tokens in text: "
-        f"{tokenizer.special_tokens_in_text}"
-    )
-
-
-def _order(manifest: Manifest) -> str:
-    if manifest.shuffled is None:
-        return "that of the input"
-    seed, source = manifest.shuffled.seed, manifest.shuffled.source
-    return f"shuffled with seed {seed}, before that the data set of fingerprint {source}"
-
-
-def _column_names(manifest: Manifest) -> list[str]:
-    return list(shard_schema(manifest.tokenizer.vocabulary_size, manifest.columns).names)
+    with signals_held():  # extension modules turn an interruption into an ImportError
+        from tokenfeed.tools.shards_command import run_subcommand
+    return run_subcommand()
 
 
 if __name__ == "__main__":

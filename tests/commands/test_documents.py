@@ -26,7 +26,7 @@ import yaml
 import tokenfeed
 from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
-from tokenfeed.tools.shards import Explain, Inspect, Repair, Verify
+from tokenfeed.tools.shards_command import Explain, Inspect, Repair, Verify
 from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.train_command import Command
 

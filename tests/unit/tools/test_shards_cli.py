@@ -15,7 +15,8 @@ from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.shards import Cat, Verify, main
+from tokenfeed.tools.shards import main
+from tokenfeed.tools.shards_command import Cat, Verify
 from tokenfeed.tools.verify import find_problems
 
 
