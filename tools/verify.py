@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.format.reading import error_line
+from tokenfeed.pipeline.format.reading import error_line, gave_up
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store
@@ -49,6 +49,8 @@ def _check_file(
     try:
         content = store.read(info.file)
     except OSError as error:
+        if gave_up(error):
+            raise
         return [f"{path}: cannot be read: {error_line(error)}."]
     if len(content) != info.bytes:
         return [f"{path}: expected {info.bytes:,} bytes, got {len(content):,}."]
@@ -108,12 +110,18 @@ class _SplitCheck:
                 )
         return self._problems
 
+    def _note(self, error: ShardFormatError) -> None:
+        """Note what is wrong; where nobody answers, the next one would be waited for as long."""
+        if gave_up(error.__cause__):
+            raise error
+        self._problems.append(str(error))
+
     def _check_shard(self, info: ShardInfo) -> np.ndarray:
         """Check one shard and return the lengths of its good rows."""
         try:
             reader = ShardReader.open(self._store, self._manifest, info)
         except ShardFormatError as error:
-            self._problems.append(str(error))
+            self._note(error)
             return np.empty(0, np.int64)
         batches = [self._check_batch(reader, index) for index in range(info.batches)]
         good = [lengths for lengths in batches if lengths is not None]
@@ -128,7 +136,7 @@ class _SplitCheck:
         try:
             reader.verify_file()
         except ShardFormatError as error:
-            self._problems.append(str(error))
+            self._note(error)
         return lengths
 
     def _check_batch(self, reader: ShardReader, index: int) -> np.ndarray | None:
@@ -136,7 +144,7 @@ class _SplitCheck:
         try:
             rows, _ = reader.read(index)
         except ShardFormatError as error:
-            self._problems.append(str(error))
+            self._note(error)
             return None
         where = f"{reader.path}: record batch {index}"
         if (largest := int(rows.ids.max())) >= self._vocabulary_size:

@@ -9,7 +9,7 @@ import os
 
 from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 
-__all__ = ["damaged", "error_line", "refused"]
+__all__ = ["damaged", "error_line", "gave_up", "refused"]
 
 _MEMORY, _FILES, _RIGHTS, _DISK = (
     "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
@@ -60,6 +60,11 @@ def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
         return damaged(path, what, cause)
     reason = os.strerror(number)
     return ShardFormatError(f"{path}: {what}: {reason}. {_REMEDIES[number]}")
+
+
+def gave_up(cause: BaseException | None) -> bool:
+    """Whether a store was asked for all the time that there is, and did not answer."""
+    return isinstance(cause, RemoteError) and cause.errno == errno.ETIMEDOUT
 
 
 def error_line(cause: BaseException) -> str:

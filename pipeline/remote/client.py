@@ -2,6 +2,7 @@
 store's own tools would take."""
 
 import os
+import re
 import threading
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -24,6 +25,7 @@ __all__ = ["Connection", "connection"]
 _WRITE_TRIES = 4
 """Parts of a large object are sent again alone, by the client itself."""
 _AWS_KEY, _AWS_PROFILE = "AWS_ACCESS_KEY_ID", "AWS_PROFILE"
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     ("AWS_CONFIG_FILE", "~/.aws/config"),
@@ -95,11 +97,21 @@ def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
     }
     if address.scheme in ("http", "https"):
         return store.HTTPStore.from_url(address.url, **settings)
+    if address.scheme == "s3":
+        _check_endpoint()
     if address.anonymous:
         settings["skip_signature"] = True
     elif address.scheme == "s3" and (provider := _aws_profile()):
         settings["credential_provider"] = provider
     return store.from_url(address.url, **settings)
+
+
+def _check_endpoint() -> None:
+    """Refuse the name of a service that is no URL: the client ends in a panic there."""
+    for name in _ENDPOINTS:
+        said = os.environ.get(name)
+        if said and not re.match("https?://[^/]", said):
+            raise ConfigError(f"{name}={said}: expected a URL, like http://127.0.0.1:9000.")
 
 
 def _options(timing: Timing) -> "ClientConfig":

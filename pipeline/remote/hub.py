@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.address import require
+from tokenfeed.pipeline.remote.address import hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.process import check_process, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
@@ -51,7 +51,8 @@ class HubStore:
         match = _ADDRESS.fullmatch(url.rstrip("/"))
         if match is None:
             raise ConfigError(
-                f"{url}: expected hf://datasets/OWNER/NAME[@REVISION][/FOLDER], or hf://models/..."
+                f"{hide_password(url)}: expected hf://datasets/OWNER/NAME[@REVISION][/FOLDER], or "
+                "hf://models/..."
             )
         kind, revision = match["kind"].removesuffix("s"), match["revision"] or "main"
         folder = (match["folder"] or "").strip("/")
@@ -131,12 +132,17 @@ def _cause_of(error: Exception, place: str) -> str:
         RemoteError: Repetition is no use.
     """
     from huggingface_hub import errors
+    from huggingface_hub.utils import HFValidationError
 
     said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(
         error, errors.LocalEntryNotFoundError
     ):
         raise RemoteMissingError(errno.ENOENT, "not found", place) from None
+    if isinstance(error, HFValidationError):
+        raise RemoteError(
+            errno.EINVAL, f"there is no such repository: {said.rstrip('.')}", place
+        ) from None
     if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
         raise RemoteError(
             errno.EACCES,

@@ -10,6 +10,7 @@ import tyro
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.reading import gave_up
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.copying import DataFile, data_files, fetch
@@ -95,6 +96,8 @@ def _fetched(mirror: str, damaged: list[DataFile], folder: Path) -> list[str]:
             try:
                 fetch(file, store, folder / file.info.file, bar)
             except ShardFormatError as error:
+                if gave_up(error.__cause__):
+                    raise
                 problems.append(str(error))
             bar.count_unit()
     return problems

@@ -10,7 +10,8 @@ from remote_stores import DATA, FAST, Remote
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.remote import address
+from tokenfeed.pipeline.remote import address, process
+from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 
 pytest.importorskip("obstore")
@@ -122,3 +123,24 @@ def test_a_weak_etag_is_none(remote: Remote, monkeypatch: pytest.MonkeyPatch) ->
     remote.put("x", DATA)
     assert remote.store.head("x").etag == ""
     assert remote.store.read("x") == DATA
+
+
+@pytest.mark.parametrize("endpoint", ["127.0.0.1:9000", "http://", "ftp://host", "no url"])
+def test_an_endpoint_that_is_no_url_is_refused(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    store = ObjectStore.from_url("s3://bucket-of-no-service/x")
+    with pytest.raises(ConfigError, match=f"^AWS_ENDPOINT_URL={endpoint}: expected a URL, like"):
+        store.size("x")
+
+
+def test_a_repository_that_cannot_be_one_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "_ours", True)
+    store = replace(HubStore.from_url("hf://datasets/a b/c"), timing=FAST)
+    with pytest.raises(RemoteError, match="there is no such repository: Repo id must"):
+        store.read("x")
+    with pytest.raises(ConfigError, match=r"hf://someone:\*\*\*@datasets/a/b: expected"):
+        HubStore.from_url("hf://someone:hunter2@datasets/a/b")
