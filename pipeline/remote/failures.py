@@ -27,6 +27,7 @@ _FINAL: dict[str, tuple[int, str]] = {
     "400": (errno.EINVAL, "the store takes the request for a mistake ({cause})"),
     "401": (errno.EACCES, _RIGHTS),
     "403": (errno.EACCES, _RIGHTS),
+    "404": (errno.ENOENT, "there is no such bucket ({cause}). Make it, or mend the address"),
     "405": (errno.EOPNOTSUPP, _UNABLE),
     "412": (errno.ESTALE, _CHANGED),
     "416": (errno.EINVAL, "is shorter than it should be ({cause}). Copy it again"),

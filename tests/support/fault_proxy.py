@@ -23,6 +23,7 @@ Kind = Literal[
     "503",
     "429",
     "403",
+    "404",
     "400",
     "reset",
     "reset body",

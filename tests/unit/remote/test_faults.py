@@ -195,3 +195,14 @@ def test_what_is_large_may_take_long_to_send(remote: Remote) -> None:
         store.write("x", bytes(size))
         assert len(remote.content("x")) == size
         assert len(remote.proxy.seen) == times
+
+
+def test_a_bucket_that_is_not_there_is_told_at_once(remote: Remote) -> None:
+    """To list it is the first that `pretokenize` asks; a missing object has an error of its own."""
+    said = "<Error><Code>NoSuchBucket</Code></Error>"
+    remote.proxy.schedule.append(Fault("404", says=said))
+    with pytest.raises(
+        RemoteError, match=r"no such bucket \(404 Not Found, NoSuchBucket\)\. Make it"
+    ):
+        list(remote.store.list())
+    assert len(remote.proxy.seen) == 1
