@@ -132,14 +132,13 @@ def _cause_of(error: Exception, place: str) -> str:
         RemoteError: Repetition is no use.
     """
     from huggingface_hub import errors
-    from huggingface_hub.utils import HFValidationError
 
     said = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(
         error, errors.LocalEntryNotFoundError
     ):
         raise RemoteMissingError(errno.ENOENT, "not found", place) from None
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         raise RemoteError(
             errno.EINVAL, f"there is no such repository: {said.rstrip('.')}", place
         ) from None
