@@ -23,6 +23,7 @@ __all__ = [
     "largest_shape",
     "make_policy",
     "micro_batch_sizes",
+    "padding_remedy",
     "possible_sizes",
     "rows_of",
     "shapes",
@@ -53,6 +54,20 @@ def make_policy(config: TrainConfig, *, packed: bool, on_gpu: bool) -> Policy:
         return Fixed(config.rows, multiple_of=multiple_of)
     return Padded(
         config.micro_batch_slots, multiple_of=multiple_of, sequence_length=config.sequence_length
+    )
+
+
+def padding_remedy(config: TrainConfig, task: Learnt) -> str:
+    """What a run can do about padding: rows with one label cannot be packed, and what is packed
+    already leaves only the ends of rows."""
+    tasks = task.parts.values()
+    if all(is_packed(config, part) for part in tasks):
+        return "raise `--sequence-length`: ends of rows are less of longer ones"
+    if all(part.kind != "row" for part in tasks):
+        return "`--batching packed`"
+    return (
+        "rows with one label cannot be packed; lower `--micro-batch-tokens`: fewer rows of "
+        "nearer lengths are padded together"
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.batching import padding_remedy
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
@@ -172,6 +173,7 @@ class Trainer:
             skipped_steps=warmup_steps(config.steps - self.step),
             operations_per_token=self.learner.operations_per_token,
             devices=self.world.size,
+            padding_remedy=padding_remedy(config, self.task),
         )
         self._resources.callback(self.stall.close)
         self.progress_log = ProgressLog(

@@ -1,4 +1,4 @@
-"""What to change, and what that gains: from a report alone. Nothing is said when all is well.
+"""What to change, and what that gains: from a report. Nothing is said when all is well.
 
 Thresholds of data and launch are those of TensorFlow's input-pipeline analyzer; what should cost
 nothing is named from 1 % on.
@@ -10,7 +10,7 @@ from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.ranks import SlowestRank
 from tokenfeed.trainer.stall.report import Advice, StallReport
 
-__all__ = ["THRESHOLDS", "advise"]
+__all__ = ["PADDING_REMEDY", "THRESHOLDS", "advise"]
 
 THRESHOLDS: dict[Cause, tuple[float, float]] = {
     "data": (0.05, 0.20),
@@ -54,17 +54,20 @@ _OF_EXCHANGE = (
     "most of it is no late rank, but to exchange gradients: a larger `--step-tokens` does so less "
     "often, a quicker network sooner"
 )
+PADDING_REMEDY = "pack rows, or sort more of them by length"
+"""Of a loop of which no more is known."""
 _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
 _LITTLE_STALL = 0.02
 _MUCH_UNSEEN = 0.05
 
 
-def advise(report: StallReport) -> list[Advice]:
-    """Advice on a report, the largest gain first."""
+def advise(report: StallReport, padding_remedy: str = PADDING_REMEDY) -> list[Advice]:
+    """Advice on a report, the largest gain first; what to do about padding is for the loop to say,
+    which knows whether its rows can be packed."""
     if report.stall is None:
         return []
-    found = [*_on_causes(report), *_beside_stall(report, report.stall)]
+    found = [*_on_causes(report), *_beside_stall(report, report.stall, padding_remedy)]
     return sorted(found, key=lambda piece: -(piece.gain or 0.0))
 
 
@@ -120,13 +123,13 @@ def _lines(cause: Cause, report: StallReport) -> str:
     return "; " + ", ".join(f"{line} ({count:g} a step)" for line, count in list(waits.items())[:3])
 
 
-def _beside_stall(report: StallReport, stall: float) -> Iterator[Advice]:
+def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Iterator[Advice]:
     """What costs tokens a second and is no stall."""
     if report.padding is not None and report.padding >= _MUCH_PADDING:
         yield Advice(
             cause="padding",
             is_severe=report.padding >= 2 * _MUCH_PADDING,
-            text=f"padding {report.padding:.0%}: `--batching packed`, or sort more rows by length",
+            text=f"padding {report.padding:.0%}: {padding_remedy}",
             gain=report.padding / (1 - report.padding),
         )
     if report.at_most is not None and report.at_most - stall >= _MUCH_UNSEEN:

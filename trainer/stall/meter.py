@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall.advice import PADDING_REMEDY
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.clock import Clock, Moment
@@ -70,6 +71,7 @@ class StallMeter(Generic[Mark]):
             work takes when its kernels are queued beforehand. Without, idle time inside the work is
             known by an upper bound.
         clock: Another clock than the device's.
+        padding_remedy: What reports advise where padding is much.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class StallMeter(Generic[Mark]):
         devices: int = 1,
         calibrate: bool = True,
         clock: Clock[Mark] | None = None,
+        padding_remedy: str = PADDING_REMEDY,
     ) -> None:
         for name, value, least in (("devices", devices, 1), ("skipped_steps", skipped_steps, 0)):
             if value < least:
@@ -98,7 +101,7 @@ class StallMeter(Generic[Mark]):
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._thread = threading.get_ident()
-        self._ranks = Ranks()
+        self._ranks, self._padding_remedy = Ranks(), padding_remedy
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
@@ -196,7 +199,8 @@ class StallMeter(Generic[Mark]):
     def report(self) -> StallReport:
         """The same as a report, without waiting for the device."""
         reading, events, ranks = self.read(), self._events(), self._ranks.latest
-        return make_report(reading, self._ledger, self._machine, self.method, events, ranks)
+        known = reading, self._ledger, self._machine, self.method, events, ranks
+        return make_report(*known, self._padding_remedy)
 
     def gather(self, exchange: Exchange | None = None) -> None:
         """Learn what the meters of the other ranks know; reports have it from then on. All ranks

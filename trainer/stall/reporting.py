@@ -34,10 +34,11 @@ def make_report(
     machine: _Machine,
     method: str,
     events: dict[str, Any],
-    ranks: Sequence[RankStall] = (),
+    ranks: Sequence[RankStall],
+    padding_remedy: str,
 ) -> StallReport:
     """The report of a reading, and of the tails and batches of its ledger; beside it, what the
-    ranks of the loop have told each other."""
+    ranks of the loop have told each other, and what the loop can do about padding."""
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
     error = reading.reference_error / seconds if seconds else 0.0
@@ -64,7 +65,7 @@ def make_report(
         slowest_rank=slowest_rank(ranks),
         advice=[],
     )
-    report.advice.extend(advise(report))
+    report.advice.extend(advise(report, padding_remedy))
     return report
 
 
