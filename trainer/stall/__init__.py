@@ -8,6 +8,7 @@
     watchers      collector, compiler, memory                machine     the device
     batches       error bars; histogram: percentiles         reading     sums, and their differences
     reporting, report, table, advice                         ranks       the slowest of several
+    chain         marks, one after the other                 told        what a loop may say
     watched       a loader whose batches are waited for      step_times  how long steps take
     timeline      the latest segments, for Perfetto          exchange     from rank to rank
     warmup        steps that are left out

@@ -6,14 +6,12 @@
         meter.step(tokens=batch.num_tokens)
     print(meter.report())
 
-The marks form one chain, from the meter's making to its latest step; neighbours are the ends of
-segments, so causes and work sum to the wall time. Nothing here waits for the device: a segment is
-added up once its marks have passed.
+The marks form one chain, from the meter's making to its latest step, so causes and work sum to the
+wall time. Nothing here waits for the device.
 """
 
 import contextlib
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -22,7 +20,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall.advice import PADDING_REMEDY
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
-from tokenfeed.trainer.stall.clock import Clock, Moment
+from tokenfeed.trainer.stall.chain import Chain
+from tokenfeed.trainer.stall.clock import Clock
 from tokenfeed.trainer.stall.exchange import Exchange, Ranks
 from tokenfeed.trainer.stall.ledger import Ledger, StepEnd
 from tokenfeed.trainer.stall.machine import Machine, clock_of
@@ -41,17 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StallMeter"]
 
-_LINKS_AT_ONCE = 256
-"""So many segments are added up together: code that runs again at once runs several times faster
-than after a step has filled the caches with its own."""
-
 Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
-
-
-_Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, bool]
-"""The mark that ends a segment, host time before and after it, what the segment is; the step that
-ends here, and whether it is a mark inside the work. Nothing dearer: one is made at each mark."""
 
 
 class StallMeter(Generic[Mark]):
@@ -94,8 +84,8 @@ class StallMeter(Generic[Mark]):
         self._ledger = Ledger(is_beside_host=beside, skipped_steps=skipped_steps)
         self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
-        self._links: deque[_Link] = deque()
-        self._append, self._mark = self._links.append, self._clock.mark
+        self._chain = Chain(self._clock, self._ledger, self._timeline)
+        self._append, self._mark = self._chain.append, self._clock.mark
         self._left_to_skip = skipped_steps
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
@@ -107,9 +97,6 @@ class StallMeter(Generic[Mark]):
         self._compiler = CompilerWatch(self)
         self._compiler.attach()
         self._allocator = AllocatorWatch(self._machine.allocator_statistics())
-        self._last_mark: Any
-        self._last_mark, before, after = self._clock.mark()
-        self._last = Moment(0.0, before, after)
 
     @property
     def method(self) -> str:
@@ -176,7 +163,7 @@ class StallMeter(Generic[Mark]):
             self._step_of_device(tokens, slots)
         else:
             self._cut(self._phase, StepEnd(tokens, slots))
-        if len(self._links) >= _LINKS_AT_ONCE:
+        if self._chain.is_long:
             self._resolve()
             self._compiler.attach()
 
@@ -291,19 +278,5 @@ class StallMeter(Generic[Mark]):
     def _resolve(self) -> None:
         """Add up the segments whose marks have passed."""
         self._is_busy = True
-        links, clock, add, draw = self._links, self._clock, self._ledger.add, self._timeline.add
-        last_mark, last = self._last_mark, self._last
-        while links and clock.passed(links[0][0][0]):
-            (mark, before, after), phase, end, is_inside = links.popleft()
-            moment = Moment(last.device + clock.seconds(last_mark, mark), before, after)
-            clock.recycle(last_mark)
-            add(phase, last, moment)
-            draw(phase, last.device, moment.device)
-            last_mark, last = mark, moment
-            if is_inside:
-                self._ledger.mark()
-            if end is not None:
-                self._ledger.end_step(end)
-                self._timeline.end_step(end.tokens, moment.device)
-        self._last_mark, self._last = last_mark, last
+        self._chain.add_up()
         self._is_busy = False
