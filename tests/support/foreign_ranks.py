@@ -27,9 +27,10 @@ def batches(rank: int, seconds: float, steps: int) -> Iterator[torch.Tensor]:
         yield torch.ones(16, 8)
 
 
-def loop(rank: int, seconds: float, steps: int) -> None:
+def loop(rank: int, seconds: float, steps: int) -> tuple[StallMeter[object], float]:
+    """The meter, and how long the second rank has slept a step."""
     model = DistributedDataParallel(torch.nn.Linear(8, 8))
-    meter = StallMeter("cpu", skipped_steps=2)
+    meter = StallMeter[object]("cpu", skipped_steps=2)
     for batch in meter.watch(batches(rank, seconds, steps)):
         with meter.cause("communication"):
             dist.all_reduce(torch.zeros(1))
@@ -40,21 +41,22 @@ def loop(rank: int, seconds: float, steps: int) -> None:
     if rank:
         slept = [sum(_slept[2:]) / (steps - 2)]
     dist.broadcast_object_list(slept, 1)
-    if rank == 0:
-        report = meter.report()
-        print(report)
-        print(json.dumps({"slept": slept[0], "stall": report.to_dict()}))
+    return meter, slept[0]
 
 
 def main(seconds: float, steps: int, folder: str) -> None:
     torch.set_num_threads(1)  # no threads, which forks would lack
     rank = int(os.fork() == 0)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    loop(rank, seconds, steps)
+    meter, slept = loop(rank, seconds, steps)
     dist.destroy_process_group()
     if rank:
         os._exit(0)
     os.wait()
+    meter.gather()  # alone by now, it keeps what both told
+    report = meter.report()
+    print(report)
+    print(json.dumps({"slept": slept, "stall": report.to_dict()}))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,16 @@ class Ranks:
         self._group: Any = None
 
     def tell(self, reading: StallReading, exchange: Exchange | None) -> None:
-        """Tell the others, and learn from them."""
+        """Tell the others, and learn from them; who is alone keeps what was told before."""
         told = (exchange or self._by_gloo)(numbers_of(reading))
-        self.latest = rank_stalls(told)
+        self.latest = rank_stalls(told) or self.latest
 
     def _by_gloo(self, numbers: list[float]) -> list[list[float]]:
         """By a group of its own, for the default one may wait for a GPU."""
         import torch.distributed as dist
 
         if not (dist.is_available() and dist.is_initialized()):
+            self._group = None  # of ranks that have parted; others may meet
             return [numbers]
         if self._group is None:
             self._group = dist.new_group(backend="gloo")

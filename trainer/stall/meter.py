@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall import told
 from tokenfeed.trainer.stall.advice import PADDING_REMEDY
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
@@ -75,9 +75,9 @@ class StallMeter(Generic[Mark]):
         clock: Clock[Mark] | None = None,
         padding_remedy: str = PADDING_REMEDY,
     ) -> None:
-        for name, value, least in (("devices", devices, 1), ("skipped_steps", skipped_steps, 0)):
-            if value < least:
-                raise ConfigError(f"`{name}`={value}: expected at least {least}.")
+        devices = told.whole("devices", devices, least=1)
+        skipped_steps = told.whole("skipped_steps", skipped_steps)
+        operations_per_token = told.operations(operations_per_token)
         self._machine = Machine(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         self._is_beside_host = beside = self._clock.is_beside_host
@@ -105,13 +105,13 @@ class StallMeter(Generic[Mark]):
 
     def watch(self, batches: Iterable[Batch]) -> "Watched[Batch]":
         """The same batches; to wait for one is charged to `data`."""
+        told.check_batches(batches)
         return Watched(self, batches)
 
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
         """Bracket code that queues nothing of the training; of nested brackets the inner counts."""
-        if name not in CAUSES:
-            raise ConfigError(f"`cause({name!r})`: expected one of {', '.join(CAUSES)}.")
+        told.check_cause("cause", name)
         outer = self.enter(name)
         try:
             yield
@@ -120,6 +120,8 @@ class StallMeter(Generic[Mark]):
 
     def enter(self, name: Cause) -> Phase:
         """Open a bracket; what it returns is for `leave`."""
+        if name not in CAUSES:
+            told.check_cause("enter", name)
         if self._calibration is not None:
             self._close_work(self._calibration)
         outer: Phase = self._phase
@@ -140,6 +142,7 @@ class StallMeter(Generic[Mark]):
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the mark before to a cause, where no bracket can stand."""
+        told.check_cause("charge", name)
         self._cut(name)
 
     def mark(self) -> None:
@@ -157,8 +160,13 @@ class StallMeter(Generic[Mark]):
         Args:
             tokens: Real tokens trained in it.
             slots: Token slots, padding included; None where there is none.
+
+        Raises:
+            ConfigError: They are no whole numbers.
         """
         slots = tokens if slots is None else slots
+        if type(tokens) is not int or type(slots) is not int:  # a call would cost more
+            tokens, slots = told.whole("tokens", tokens), told.whole("slots", slots)
         if self._is_beside_host:
             self._step_of_device(tokens, slots)
         else:
@@ -170,6 +178,7 @@ class StallMeter(Generic[Mark]):
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
         shows that there are any, the meter does so by itself, once."""
+        steps = told.whole("steps", steps, least=1)
         if self._clock.is_beside_host:
             self._waits.begin(steps)
 
@@ -196,15 +205,18 @@ class StallMeter(Generic[Mark]):
         Args:
             exchange: Gives what every rank gave; None for `torch.distributed`.
         """
+        told.check_exchange(exchange)
         with self.cause("communication"):
             self._ranks.tell(self.read(), exchange)
 
     def write(self, folder: Path | str) -> None:
         """Write the report so far; see `StallReport.write`."""
+        told.check_folder(folder)
         self.report().write(folder)
 
     def write_trace(self, folder: Path | str) -> Path:
         """Write the latest segments of device time as trace.json, for perfetto.dev."""
+        told.check_folder(folder)
         self._resolve()
         return self._timeline.write(Path(folder))
 

@@ -5,10 +5,12 @@ import gc
 import json
 import time
 import warnings
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -345,3 +347,43 @@ def test_steps_are_timed_since_somebody_asked() -> None:
 def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"`{name}`={value}: expected at least"):
         StallMeter("cpu", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m.step("x"), "`tokens`='x': expected a whole number"),
+        (lambda m: m.step(1.5), "`tokens`=1.5: expected a whole number"),
+        (lambda m: m.step(True), "`tokens`=True: expected a whole number"),
+        (lambda m: m.step(torch.tensor(5)), "`tokens`=tensor(5): expected a whole number"),
+        (lambda m: m.step(5, slots="8"), "`slots`='8': expected a whole number"),
+        (lambda m: m.step(None), "`tokens`=None: expected a whole number"),
+        (lambda m: m.watch(5), "`batches`=5: expected a loader"),
+        (lambda m: m.charge("x"), "`charge('x')`: expected one of data"),
+        (lambda m: m.enter(["x"]), "`enter(['x'])`: expected one of data"),
+        (lambda m: m.find_waits(0), "`steps`=0: expected at least 1"),
+        (lambda m: m.find_waits("x"), "`steps`='x': expected a whole number"),
+        (lambda m: m.gather("gloo"), "`exchange`='gloo': expected a function"),
+        (lambda m: m.write(5), "`folder`=5: expected a path"),
+        (lambda m: m.write_trace(None), "`folder`=None: expected a path"),
+        (lambda m: StallMeter("cpu", skipped_steps="x"), "`skipped_steps`='x': expected a whole"),
+        (lambda m: StallMeter("cpu", devices=1.5), "`devices`=1.5: expected a whole number"),
+        (
+            lambda m: StallMeter("cpu", operations_per_token="6N"),
+            "`operations_per_token`='6N': expected a number above 0",
+        ),
+    ],
+)
+def test_what_a_meter_cannot_take_is_refused_in_one_line_and_changes_nothing(
+    call: Callable[[Any], object], said: str
+) -> None:
+    device = exact()
+    meter = meter_of(device)
+    with pytest.raises(ConfigError) as error:
+        call(meter)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+    device.launch(0.1)
+    meter.step(np.int64(3), slots=np.uint16(4))  # type: ignore[arg-type]
+    device.wait()
+    assert (meter.read().tokens, meter.read().slots) == (3, 4)

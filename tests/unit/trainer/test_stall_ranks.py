@@ -268,3 +268,12 @@ def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
     assert "<th>63 (late)</th>" in page
     assert rank_table({"ranks": []}) == [] == rank_table({})
     assert rank_table_of_page({"stall": {}}) == ""
+
+
+def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:
+    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
+    meter.gather(lambda numbers: [numbers, numbers])
+    before = meter.report().ranks
+    meter.gather()  # the group is gone
+    assert len(before) == 2
+    assert meter.report().ranks == before

@@ -1,0 +1,72 @@
+"""What a run is advised to do about padding: what its tasks take, and what helps."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from training import LONGEST, RUNS, make_config, write_every_task
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.batching import is_packed, make_policy, padding_remedy
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeds import feeds_by_task
+from tokenfeed.trainer.tasks.registry import learnt_by
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_task(tmp_path_factory.mktemp("data"))
+
+
+def remedy(config: TrainConfig) -> str:
+    return padding_remedy(config, learnt_by(config, CPU))
+
+
+def takes_packing(config: TrainConfig) -> bool:
+    packed = dataclasses.replace(config, batching="packed")
+    try:
+        feeds_by_task(packed, learnt_by(packed, CPU), CPU, torch.float32)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_packing_is_advised_where_it_is_taken_and_would_change_something(
+    data: Path, tmp_path: Path, way: str
+) -> None:
+    settings = dict(RUNS[way])
+    config = make_config(data / settings.pop("shards"), tmp_path, **settings)
+    is_padded = config.batching == "padded"
+    assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
+
+
+def test_of_several_tasks_all_have_to_take_it(data: Path, tmp_path: Path) -> None:
+    both = {str(data / "tag"): 1.0, str(data / "classify"): 1.0}
+    words = {str(data / "tag"): 1.0, str(data / "lm"): 1.0}
+    for shards, expected in ((both, False), (words, True)):
+        config = make_config(shards, tmp_path, model="training:branched_model")
+        assert takes_packing(config) == expected
+        assert ("--batching packed" in remedy(config)) == expected
+
+
+def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) -> None:
+    config = make_config(data / "classify", tmp_path)
+    assert "lower `--micro-batch-tokens`" in remedy(config)
+    sizes = [rows * LONGEST for rows in (16, 8, 4, 2)]
+    wastes = [waste(dataclasses.replace(config, micro_batch_tokens=size)) for size in sizes]
+    assert wastes == sorted(wastes, reverse=True)
+    assert wastes[-1] < 0.7 * wastes[0]
+
+
+def waste(config: TrainConfig) -> float:
+    """The padding of an epoch."""
+    task = learnt_by(config, CPU)
+    (part,) = task.parts.values()
+    policy = make_policy(config, packed=is_packed(config, part), on_gpu=False)
+    epoch = EpochShapes.of_split(part.manifest.split("train"), policy, config.seed)
+    return 1 - epoch.tokens / epoch.slots

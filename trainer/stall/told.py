@@ -1,0 +1,59 @@
+"""What a loop says to a meter, refused in one line where it is something else."""
+
+from collections.abc import Iterable
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any
+
+from tokenfeed.pipeline.checks import refusal
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall.causes import CAUSES
+
+__all__ = [
+    "check_batches",
+    "check_cause",
+    "check_exchange",
+    "check_folder",
+    "operations",
+    "whole",
+]
+
+
+def whole(name: str, value: object, *, least: int = 0) -> int:
+    """A whole number that is on the host: to ask a tensor would wait for its device."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise refusal(name, value, "a whole number; of a tensor `int(...)`, which waits for it")
+    if value < least:
+        raise refusal(name, value, f"at least {least}")
+    return int(value)
+
+
+def operations(value: object) -> float | None:
+    """Operations of a token, where they are known."""
+    if value is not None and (not isinstance(value, Real) or not float(value) > 0):
+        raise refusal("operations_per_token", value, "a number above 0, or None")
+    return None if value is None else float(value)
+
+
+def check_cause(call: str, name: object) -> None:
+    """A cause, or a ConfigError."""
+    if name not in CAUSES:
+        raise ConfigError(f"`{call}({name!r})`: expected one of {', '.join(CAUSES)}.")
+
+
+def check_batches(batches: object) -> None:
+    """Something to iterate over, or a ConfigError."""
+    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+        raise refusal("batches", batches, "a loader, or any other iterable")
+
+
+def check_exchange(exchange: Any) -> None:
+    """A function, or a ConfigError."""
+    if exchange is not None and not callable(exchange):
+        raise refusal("exchange", exchange, "a function of a list of numbers, or None")
+
+
+def check_folder(folder: object) -> None:
+    """A path, or a ConfigError."""
+    if not isinstance(folder, str | PathLike):
+        raise refusal("folder", folder, "a path")
