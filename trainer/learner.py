@@ -163,7 +163,9 @@ class Learner:
         return self.precision.step(self.optimizer, correction, self._config.clip_norm)
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step, counted from 1."""
+        """The learning rate of a step, counted from 1; behind the run, where steps are only tried,
+        that of its last."""
+        step = min(step, self._config.steps)
         return phase_at(self._phases, step).rate(step) * self._factor
 
     @property

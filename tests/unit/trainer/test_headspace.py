@@ -8,6 +8,7 @@ import torch
 from training import RUNS, make_config, read_metrics, run, write_every_task
 
 from tokenfeed.trainer import headspace
+from tokenfeed.trainer.config import ScheduleName
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.ranks.world import World
@@ -70,3 +71,15 @@ def test_the_bound_is_the_tokens_of_the_steps_by_their_time(
     assert steps[0] == 3 + 70
     assert found is not None
     assert 0.9 * 64 < found <= 64  # real tokens a micro-batch, which has hardly any padding
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(2, 2), (2, 3), (1, 1)])
+def test_more_steps_may_be_tried_than_the_run_and_its_warm_up_have(
+    data: Path, tmp_path: Path, schedule: ScheduleName, steps: int, warmup_steps: int
+) -> None:
+    settings = {"steps": steps, "warmup_steps": warmup_steps, "schedule": schedule}
+    config = make_config(data / "lm", tmp_path, headspace=steps + 4, model="bag", **settings)
+    found = ready_tokens_per_s(config, World(CPU))
+    assert found is not None
+    assert found > 0
