@@ -211,6 +211,8 @@ class Trainer:
                 self.tracer.after(step)
 
     def _trace(self, steps: range) -> None:
+        if self.step >= steps[-1]:
+            _log.info("--profile %s: these steps are trained already", self.config.profile)
         self.tracer = StepTracer(steps, self.config.run_dir / "profile")
         self._resources.callback(self.tracer.close)
         self.tracer.after(self.step)

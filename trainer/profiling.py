@@ -5,9 +5,25 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["StepTracer"]
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config import TrainConfig
+
+__all__ = ["StepTracer", "check_profile"]
 
 _log = logging.getLogger(__name__)
+
+
+def check_profile(config: TrainConfig) -> None:
+    """Refuse to trace what the run does not have.
+
+    Raises:
+        ConfigError: The first step to trace is behind the last of all.
+    """
+    steps = config.profiled_steps
+    if steps and steps[0] > config.steps:
+        raise ConfigError(
+            f"`--profile`={config.profile}: the run has {config.steps:,} steps. Give some of them."
+        )
 
 
 class StepTracer:

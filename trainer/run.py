@@ -13,6 +13,7 @@ from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.profiling import check_profile
 from tokenfeed.trainer.ranks.group import RankError, join_world
 from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.ranks.world import World
@@ -90,6 +91,7 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
         _upload(config)
         return config, report
     _check_folder(config, finished=report is not None)
+    check_profile(config)
     check_trackers(config.track)
     check_upload(config)
     check_export(config)

@@ -9,7 +9,7 @@ import torch
 from training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import PhaseSettings, TrainConfig
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +39,33 @@ def test_a_run_that_goes_on_within_the_steps_traces_the_rest(shards: Path, tmp_p
     assert optimizer_steps(tmp_path) == 2
 
 
-@pytest.mark.parametrize("span", [None, "20:23"])
-def test_other_steps_are_not_traced(
-    span: str | None, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("span", "said"), [(None, []), ("2:3", ["2:3"])])
+def test_steps_that_are_trained_already_are_not_traced_and_that_is_said(
+    span: str | None,
+    said: list[str],
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(torch.profiler, "profile", None)
-    run(make_config(shards, tmp_path, profile=span))
+    run(make_config(shards, tmp_path), stop_after=3)
+    with caplog.at_level("INFO"):
+        run(make_config(shards, tmp_path, profile=span, resume=True))
     assert not (tmp_path / "profile").exists()
+    lines = [r.getMessage() for r in caplog.records if "--profile" in r.getMessage()]
+    assert lines == [f"--profile {each}: these steps are trained already" for each in said]
+
+
+def test_steps_behind_the_last_are_refused_before_the_folder_is_made(
+    shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"`--profile`=9:12: the run has 8 steps\. Give some"):
+        run(make_config(shards, tmp_path / "run", profile="9:12"))
+    assert not (tmp_path / "run").exists()
+    phases = (PhaseSettings(steps=2), PhaseSettings(steps=4))
+    run(make_config(shards, tmp_path / "run", profile="5:6", phases=phases, steps=6))
+    assert optimizer_steps(tmp_path / "run") == 2
 
 
 @pytest.mark.parametrize("span", ["3", "3:2", "0:4", "1:101", "a:b", "-1:2", ":", "2:3:4"])
