@@ -116,9 +116,28 @@ def _part(kind: Any, content: Any, said: str) -> Any:
     return kind(**values)
 
 
+class _Repetition(Exception):
+    """A name that a mapping has twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses what YAML forbids and its readers let pass: of two values the last would count."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines:
+                raise _Repetition(f"line {line} says {name} again, after line {lines[name]}")
+            lines[name] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except _Repetition as error:
+        raise ConfigError(f"{path}: {error}. Leave one out.") from None
     except OSError as error:
         raise ConfigError(f"`--config`: {path}: {error.strerror}. Give a YAML file.") from error
     except (ValueError, yaml.YAMLError) as error:
