@@ -10,7 +10,6 @@ corrected once, there.
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import padding_remedy
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
@@ -32,6 +31,7 @@ from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import feeds_by_task
 from tokenfeed.trainer.headspace import ready_tokens_per_s
 from tokenfeed.trainer.host_memory import keep_freed_memory
+from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.outcome import report_of
 from tokenfeed.trainer.page.page import write_page
@@ -78,7 +78,7 @@ class Trainer:
         self.saver = saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.skipped = 0
         self.agreement = Agreement(self.world)
-        self.best: Best | None = None
+        self.judge = Judge(self.evaluator, self.task.best_by, self.saver)
         self.tracer: StepTracer | None = None
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
@@ -141,12 +141,14 @@ class Trainer:
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
-        found = {"validation": self.best.metrics} if self.best else {}
+        best = self.judge.best
+        found = {"validation": best.metrics} if best else {}
         if self.step == self.config.steps and self.evaluator.has("test"):
-            if self.best and self.best.step != self.step:
-                _, state = self._load(self.best.step)
+            if best and best.step != self.step:
+                _, state = self._load(best.step)
                 self.learner.load_weights(state["model"])
-            found["test"] = self.evaluator.metrics_of("test")
+            told = None if self.metrics.has_evaluation(self.step, "test") else self.metrics
+            found["test"] = self.judge.metrics_of("test", self.step, told)
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
@@ -180,7 +182,7 @@ class Trainer:
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
         self._resources.callback(self.progress_log.close)
-        is_missing = not self.metrics.has_evaluation(self.step)
+        is_missing = not self.metrics.has_evaluation(self.step, "validation")
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
         if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
@@ -235,27 +237,12 @@ class Trainer:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved
         they decide whether its checkpoint is the best; also on resuming, for a kill may have come
         before the decision."""
-        if not self.evaluator.has("validation"):
-            return
         with self.stall.cause("evaluation"):
-            metrics = self.evaluator.metrics_of("validation")
-            if not metrics:
-                _log.warning("the split validation has no target: nothing to evaluate")
-                return
-            if note:
-                named = {f"validation_{name}": value for name, value in metrics.items()}
-                self.metrics.write({"step": self.step} | named)
-                shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-                _log.info("step %d | validation %s", self.step, shown)
+            told = self.metrics if note else None
+            metrics = self.judge.metrics_of("validation", self.step, told)
         is_saved = self._is_due(self.config.save_every) and self.saved_step == self.step > 0
-        if is_saved and self._is_due(self.config.eval_every):
-            self._keep_if_best(metrics)
-
-    def _keep_if_best(self, metrics: Metrics) -> None:
-        best, before = Best(step=self.step, metric=self.task.best_by, metrics=metrics), self.best
-        if math.isfinite(best.rank) and (before is None or best.rank > before.rank):
-            self.saver.keep_best(best)
-            self.best = best
+        if metrics and is_saved and self._is_due(self.config.eval_every):
+            self.judge.keep_if_best(self.step, metrics)
 
     def _save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on."""
@@ -276,7 +263,7 @@ class Trainer:
             optimizer=self.config.optimizer,
             loader=self.course.state_dict(),
             first_lacks=self.evaluator.first,
-            best=self.best,
+            best=self.judge.best,
             config=self.config.as_dict(),
         )
 
@@ -302,7 +289,7 @@ class Trainer:
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         best = self.world.from_main(self.checkpoints.best)
-        self.best = best if best and best.step <= self.step else None
+        self.judge.best = best if best and best.step <= self.step else None
         self.agreement.begin(progress.tokens, progress.slots)
 
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:

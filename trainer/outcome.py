@@ -37,7 +37,7 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         validation_loss_last=validation[-1] if validation else None,
         task=run.task.name,
         metrics=_by_task(metrics, names) if names else dict(metrics),
-        best_step=run.best.step if run.best else None,
+        best_step=run.judge.best.step if run.judge.best else None,
         model=run.config.model,
         parameters=sum(parameter.numel() for parameter in run.learner.model.parameters()),
         vocabulary_size=run.task.manifest.tokenizer.vocabulary_size,

@@ -156,10 +156,10 @@ class MetricsFile:
         """All values of `key` so far, in order."""
         return [line[key] for line in self.read() if key in line]
 
-    def has_evaluation(self, step: int) -> bool:
-        """Whether the validation split was told of a step."""
+    def has_evaluation(self, step: int, split: str) -> bool:
+        """Whether the metrics of a split were told at a step."""
         return any(
-            line["step"] == step and any(key.startswith("validation_") for key in line)
+            line["step"] == step and any(key.startswith(f"{split}_") for key in line)
             for line in self.read()
         )
 

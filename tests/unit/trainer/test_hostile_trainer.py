@@ -14,7 +14,7 @@ from training import load_weights, make_config, read_metrics, run, write_countin
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer import learner, loop, progress_log
+from tokenfeed.trainer import judge, learner, loop, progress_log
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.phases import phases_of
@@ -144,7 +144,7 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
     watch(Transformer, "state_dict")
     watch(learner, "random_state")
     watch(MetricsFile, "write")
-    watch(loop._log, "info")
+    watch(judge._log, "info")
     watch(progress_log._log, "info")
     run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
     assert set(seen) == {

@@ -1,5 +1,6 @@
 """Trackers: told what metrics.jsonl is told, and no run ends by one."""
 
+import dataclasses
 import json
 import sys
 import types
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import make_config, run, write_labelled
+from training import make_config, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer import trackers
@@ -72,13 +73,29 @@ def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 def test_services_are_told_every_line_of_metrics(serve: Any, shards: Path, tmp_path: Path) -> None:
     services = [serve(name) for name in ("wandb", "trackio")]
-    run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
+    report = run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
     lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     expected = [(line.pop("step"), flat(line)) for line in lines]
     for service in services:
         assert service.called("log") == expected
         assert [name for name, _ in service.calls[:1] + service.calls[-1:]] == ["init", "finish"]
     assert any("validation_loss" in values for _, values in expected)
+    tested = {f"test_{name}": value for name, value in report.metrics["test"].items()}
+    assert expected[-1] == (4, tested)
+
+
+def test_the_metrics_of_the_test_split_are_told_once_however_often_a_run_ends(
+    serve: Any, shards: Path, tmp_path: Path
+) -> None:
+    service = serve("wandb")
+    config = make_config(shards, tmp_path / "run", track=("wandb",), steps=2)
+    run(config)
+    (tmp_path / "run" / "report.json").unlink()  # as a kill just before it leaves the run
+    run(dataclasses.replace(config, resume=True))
+    run(dataclasses.replace(config, resume=True, steps=4))
+    told = [step for step, values in service.called("log") if "test_loss" in values]
+    assert told == [2, 4]
+    assert [*read_metrics(tmp_path / "run", "test_loss")] == [2, 4]
 
 
 def test_a_resumed_run_goes_on_under_its_name(serve: Any, shards: Path, tmp_path: Path) -> None:

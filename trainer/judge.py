@@ -1,0 +1,54 @@
+"""What evaluations find: told where all figures go, and which step did best by them."""
+
+import logging
+import math
+
+from tokenfeed.trainer.checkpoints.meta import Best
+from tokenfeed.trainer.checkpoints.saver import Saver
+from tokenfeed.trainer.evaluation import Evaluator, Metrics
+from tokenfeed.trainer.telemetry import MetricsFile
+
+__all__ = ["Judge"]
+
+_log = logging.getLogger(__name__)
+
+
+class Judge:
+    """Judges the weights of a run.
+
+    Args:
+        evaluator: Knows the splits.
+        best_by: The metric that decides.
+        saver: Keeps the checkpoint of the best step.
+    """
+
+    def __init__(self, evaluator: Evaluator, best_by: str, saver: Saver) -> None:
+        self._evaluator, self._best_by, self._saver = evaluator, best_by, saver
+        self.best: Best | None = None
+        """Of all steps so far."""
+
+    def metrics_of(self, split: str, step: int, told: MetricsFile | None) -> Metrics:
+        """The metrics of a split at a step; nothing where there is no such split, or no target.
+
+        Args:
+            split: Of all data sets that have it.
+            step: The latest one.
+            told: Gets them as a line, as does the console; None where both have it already.
+        """
+        if not self._evaluator.has(split):
+            return {}
+        metrics = self._evaluator.metrics_of(split)
+        if not metrics:
+            _log.warning("the split %s has no target: nothing to evaluate", split)
+        elif told is not None:
+            told.write({"step": step} | {f"{split}_{name}": v for name, v in metrics.items()})
+            shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            _log.info("step %d | %s %s", step, split, shown)
+        return metrics
+
+    def keep_if_best(self, step: int, metrics: Metrics) -> None:
+        """Keep a step that is saved, if none did better before."""
+        best, before = Best(step=step, metric=self._best_by, metrics=metrics), self.best
+        if math.isfinite(best.rank) and (before is None or best.rank > before.rank):
+            self._saver.keep_best(best)
+            self.best = best
