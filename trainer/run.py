@@ -20,6 +20,7 @@ from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.step_gradients import is_out_of_memory
 from tokenfeed.trainer.trackers import check_trackers
+from tokenfeed.trainer.vocabularies import warn_of_other_ids
 
 __all__ = ["train"]
 
@@ -95,6 +96,7 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
     check_trackers(config.track)
     check_upload(config)
     check_export(config)
+    warn_of_other_ids(config)
     launch.begin(config.run_dir)
     return config, None
 

@@ -1,0 +1,74 @@
+"""Whether ids mean the same to weights that come from elsewhere as in the shards.
+
+An embedding fits by its shape, whatever tokenizer its rows were learnt with. Another tokenizer is
+no error, for the body may be wanted alone; but nobody should learn of it by a bad loss.
+"""
+
+import contextlib
+import logging
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.data_sets import first_of
+
+__all__ = ["warn_of_other_ids"]
+
+_log = logging.getLogger(__name__)
+
+
+def warn_of_other_ids(config: TrainConfig) -> None:
+    """Say so where --init-from learnt ids that are other tokens in the shards; nothing where its
+    tokenizer cannot be found."""
+    if config.init_from is None or config.resume:
+        return
+    with contextlib.suppress(TokenfeedError, OSError):
+        shards = first_of(config.shards)
+        (_, ours), (file, theirs) = _of_shards(shards), _before(Path(config.init_from))
+        others, known = _others(ours, theirs) if ours != theirs else (0, 0)
+        if others:
+            _log.warning(
+                "`--init-from`=%s: its tokenizer is not that of %s: %s of %s ids are other tokens, "
+                "so an embedding that is taken knows nothing of them. Shards that fit are made by "
+                "`pretokenize --tokenizer %s`",
+                config.init_from,
+                shards,
+                f"{others:,}",
+                f"{known:,}",
+                file,
+            )
+
+
+def _before(folder: Path) -> tuple[str, bytes]:
+    """The tokenizer of an exported folder, or of the shards of a run, and where it is."""
+    for pattern in (TOKENIZER_FILE, f"*/{TOKENIZER_FILE}"):  # several tasks have a folder each
+        for path in sorted(folder.glob(pattern)):
+            return str(path), path.read_bytes()
+    begun = TrainConfig.of_run(folder)
+    if begun is None:
+        raise FileNotFoundError(folder)
+    return _of_shards(first_of(begun.shards))
+
+
+def _of_shards(shards: StorePath) -> tuple[str, bytes]:
+    store, file = open_store(shards), Manifest.read(shards).tokenizer.file
+    return store.path(file), store.read(file)
+
+
+def _others(one: bytes, other: bytes) -> tuple[int, int]:
+    """How many ids are not the same token, of those that both have."""
+    ours, theirs = _tokens(one), _tokens(other)
+    known = ours.keys() & theirs.keys()
+    return sum(ours[id] != theirs[id] for id in known), len(known)
+
+
+def _tokens(content: bytes) -> dict[int, str]:
+    try:
+        tokenizer = Tokenizer.from_buffer(content)
+    except Exception:  # `tokenizers` raises nothing more exact
+        return {}
+    return {id: token for token, id in tokenizer.get_vocab().items()}
