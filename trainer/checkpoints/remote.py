@@ -24,15 +24,19 @@ from tokenfeed.trainer.checkpoints.format import CONTENT_FILE, files_of
 from tokenfeed.trainer.checkpoints.meta import Best
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["RemoteRun", "patiently", "reason"]
+__all__ = ["PROBE", "RemoteRun", "patiently", "reason"]
 
 Value = TypeVar("Value")
 
 PATIENCE_S = 30.0
 """So long is an answer tried for where a run cannot begin without one."""
+_ENDS_AT_ONCE = (PermissionError, NotADirectoryError, FileExistsError)
+"""What no patience mends."""
 _FIRST_WAIT_S = 0.5
 _FILE = re.compile(r"/step-(\d{8})/([^/]+)$")
 _ASIDE = CONTENT_FILE + ".damaged"
+PROBE = "may-be-written"
+"""A file that is there for a moment."""
 
 
 class RemoteRun:
@@ -62,6 +66,11 @@ class RemoteRun:
     def holds_shards(self) -> bool:
         """Whether it is a folder of this machine with a data set in it."""
         return "file" in self._protocols() and (Path(self._root) / MANIFEST_FILE).exists()
+
+    def check_writable(self) -> None:
+        """Write a small file as all others are, and delete it; raises what the store does."""
+        self.put(b"", PROBE)
+        self._files.rm_file(self._at(PROBE))
 
     def steps(self) -> list[int]:
         """Those of the whole checkpoints, in order."""
@@ -168,7 +177,7 @@ def patiently(job: Callable[[], Value]) -> Value:
     while True:
         try:
             return job()
-        except PermissionError:
+        except _ENDS_AT_ONCE:
             raise
         except Exception:
             if time.monotonic() + wait_s > give_up:

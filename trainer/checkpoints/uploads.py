@@ -9,6 +9,8 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.folder import BEST_FILE, Checkpoints, Held
@@ -32,6 +34,8 @@ _OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 FINISH_S, LAST_WAITS_S = 600.0, 5.0
 """So long does a run that ends wait for the last copy, and so long at most between two tries."""
+
+Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
 
@@ -156,10 +160,11 @@ class Uploads:
 
 
 def check_upload(config: TrainConfig) -> None:
-    """Refuse a URL that has gone further than the run's folder: it would lose what it has.
+    """Refuse a URL that has gone further than the run's folder: it would lose what it has; and one
+    that cannot be written, before hours are trained for it.
 
     Raises:
-        ConfigError: It has, or a new run cannot learn whether it has.
+        ConfigError: It has, or cannot be; or a new run cannot learn whether it has.
     """
     if config.upload is None:
         return
@@ -171,18 +176,25 @@ def check_upload(config: TrainConfig) -> None:
             f"`--upload`: {config.upload} holds shards, and a run would mix its files with them. "
             "Give another URL."
         )
-    try:
-        there = patiently(remote.steps)
-    except Exception as error:
-        if not steps:
-            raise ConfigError(
-                f"`--upload`: {config.upload} cannot be read ({reason(error)}). Mend this, or "
-                "leave --upload out."
-            ) from error
-        _log.warning("%s cannot be read (%s); the run goes on", config.upload, reason(error))
-        return
+    there = _tried(remote.steps, "read", config.upload, begins=not steps)
     if there and there[-1] > max(steps, default=0):
         raise ConfigError(
             f"`--upload`: {config.upload} holds step {there[-1]}, and {config.run_dir} does not. "
             "Add --resume auto to go on from there, or give another URL."
         )
+    if there is not None:
+        _tried(remote.check_writable, "written", config.upload, begins=not steps)
+
+
+def _tried(job: Callable[[], Value], done: str, url: str, *, begins: bool) -> Value | None:
+    """What the job returns; None where it fails, and a run that goes on may go on without."""
+    try:
+        return patiently(job)
+    except Exception as error:  # each file system has its own
+        if begins:
+            raise ConfigError(
+                f"`--upload`: {url} cannot be {done} ({reason(error)}). Mend this, or leave "
+                "--upload out."
+            ) from error
+        _log.warning("%s cannot be %s (%s); the run goes on", url, done, reason(error))
+        return None

@@ -292,7 +292,8 @@ def test_a_store_that_fails_for_a_while_has_all_at_the_end(
 
     def fail_often(operation: str, path: str) -> None:
         asked[operation, path] += 1
-        if operation != "find" and asked[operation, path] in (1, 2):
+        is_first = remote_module.PROBE in path  # before training it is waited for, for a while
+        if operation != "find" and not is_first and asked[operation, path] in (1, 2):
             refuse(operation, path)
 
     store.before = staticmethod(fail_often)
@@ -328,17 +329,58 @@ def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
 ) -> None:
     monkeypatch.setattr(uploads_module, "FINISH_S", 0.5)
 
-    def refuse_writes(operation: str, path: str) -> None:
-        if operation != "find":
+    def refuse_later_writes(operation: str, path: str) -> None:
+        if operation != "find" and remote_module.PROBE not in path:
             refuse(operation, path)
 
-    store.before = staticmethod(refuse_writes)
+    store.before = staticmethod(refuse_later_writes)
     config = config_of(shards, tmp_path / "run", upload=URL)
     assert run(config).finished
     assert "no checkpoint is there (ConnectionError: the line is dead)" in caplog.text
     store.before = staticmethod(lambda operation, path: None)
     run(dataclasses.replace(config, resume=True))
     assert_has_the_end(config.run_dir)
+
+
+@pytest.mark.parametrize("refused", ["pipe", "mv", "mv half", "rm"])
+def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of_after(
+    refused: str,
+    shards: Path,
+    tmp_path: Path,
+    store: type[FaultyStore],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(uploads_module, "FINISH_S", 0.2)
+
+    def refuse_some(operation: str, path: str) -> None:
+        if operation == refused:
+            raise PermissionError("Access Denied\nfor no reason")
+
+    store.before = staticmethod(refuse_some)
+    config = config_of(shards, tmp_path / "run", upload=URL, steps=2)
+    with pytest.raises(ConfigError) as error:
+        run(config)
+    line = f"`--upload`: {URL} cannot be written (PermissionError: Access Denied). Mend this, or"
+    assert str(error.value).startswith(line)
+    assert "\n" not in str(error.value)
+    assert not config.run_dir.exists()
+    run(dataclasses.replace(config, upload=None))
+    longer = dataclasses.replace(config, resume=True, steps=4)
+    assert run(longer).finished
+    assert f"{URL} cannot be written (PermissionError: Access Denied); the run" in caplog.text
+
+
+def test_a_place_below_a_file_is_refused_at_once(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    config = config_of(shards, tmp_path / "run", upload=f"file://{tmp_path}/file/run")
+    with pytest.raises(ConfigError, match=r"cannot be written \(NotADirectoryError: "):
+        run(config)
+
+
+def test_trying_to_write_leaves_nothing(tmp_path: Path, store: type[FaultyStore]) -> None:
+    RemoteRun(URL).check_writable()
+    assert files_at(URL) == {}
 
 
 def test_a_hanging_store_delays_the_end_by_its_bound(
@@ -350,7 +392,12 @@ def test_a_hanging_store_delays_the_end_by_its_bound(
 ) -> None:
     monkeypatch.setattr(uploads_module, "FINISH_S", 0.3)
     opened = threading.Event()
-    store.before = staticmethod(lambda operation, path: operation == "pipe" and opened.wait(60))
+
+    def hang(operation: str, path: str) -> None:
+        if operation == "pipe" and remote_module.PROBE not in path:
+            opened.wait(60)
+
+    store.before = staticmethod(hang)
     started = time.monotonic()
     assert run(config_of(shards, tmp_path / "run", upload=URL)).finished
     assert time.monotonic() - started < 30
