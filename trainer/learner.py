@@ -113,7 +113,7 @@ class Learner:
         """Compile the model for the shapes of some micro-batches, from which nothing is learnt, and
         for each choice of weights."""
         now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
-        compile_model(self.model, len(choices))
+        compile_model(self.model, len(choices), len(self.task.parts))
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)

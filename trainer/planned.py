@@ -119,9 +119,13 @@ class Planned:
         """Bytes of steps of the largest micro-batches; of more than two, the second is like all."""
         parts = min(2, config.accumulation)
         return max(
-            self.weightless.peak(planned.like, *planned.shape(config), parts)
-            for planned in self.tasks.values()
+            self.weightless.peak(planned.like, *planned.shape(config), parts, self._others(name))
+            for name, planned in self.tasks.items()
         )
+
+    def _others(self, name: str) -> list[MicroBatch]:
+        """A micro-batch of each task but one."""
+        return [planned.like for other, planned in self.tasks.items() if other != name]
 
     def fitting(self) -> tuple[int | None, int | None]:
         """Tokens of the largest micro-batch that fits the GPU, and its peak."""

@@ -7,7 +7,7 @@ allocator loses between blocks. A compiled model takes less.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,8 @@ __all__ = ["Weightless"]
 _CPU = torch.device("cpu")
 _STEPS = 2
 """The first makes the optimizer's state, and the second has it from its beginning."""
+_SMALL = 2, 8
+"""Rows and length of a micro-batch whose own memory is of no interest."""
 
 
 class Weightless:
@@ -44,21 +46,25 @@ class Weightless:
         self.learner.begin_phase(self.learner.largest_phase)
         _drop_values(self.learner.model, self._mode)
 
-    def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
-        """The most bytes that tensors take in steps of `parts` micro-batches of a shape."""
-        learner = self.learner
-        memory = PeakBytes()
+    def peak(
+        self,
+        like: MicroBatch,
+        rows: int,
+        length: int,
+        parts: int,
+        others: Sequence[MicroBatch] = (),
+    ) -> int:
+        """The most bytes that tensors take in steps of `parts` micro-batches of a shape; after one
+        of each of the `others`, tasks whose heads have moments of their own."""
+        model, memory = self.learner.model, PeakBytes()
         with self._mode, memory:
             self._begin()
-            for tensor in (*learner.model.parameters(), *learner.model.buffers()):
+            for tensor in (*model.parameters(), *model.buffers()):
                 memory.add(tensor)
-            for step in range(1, _STEPS + 1):
-                targets = torch.zeros((), dtype=torch.int64)
-                for number in range(parts):
-                    shown = self._task.prepare(like.blank_like(rows, length), number)
-                    targets = targets + learner.add_gradients(shown).targets
-                    del shown
-                learner.step(step, targets)
+            for other in others:
+                self._step(1, other, *_SMALL, parts=1)
+            for number in range(1, _STEPS + 1):
+                self._step(number, like, rows, length, parts)
         return memory.peak
 
     def state_bytes(self, *likes: MicroBatch) -> int:
@@ -67,7 +73,7 @@ class Weightless:
         with self._mode:
             self._begin()
             for like in likes:
-                self.learner.add_gradients(self._task.prepare(like.blank_like(2, 8), 0))
+                self.learner.add_gradients(self._task.prepare(like.blank_like(*_SMALL), 0))
             self.learner.step(1, torch.ones((), dtype=torch.int64))
             tensors = [*self.learner.kept_weights().values()]
         for values in self.learner.optimizer.state.values():
@@ -85,6 +91,14 @@ class Weightless:
                 self.learner.model(plain)
         forward = counter.get_total_flops() / shown.num_slots
         return 3 * forward - 2 * _frozen_products(self.learner.model)
+
+    def _step(self, number: int, like: MicroBatch, rows: int, length: int, parts: int) -> None:
+        targets = torch.zeros((), dtype=torch.int64)
+        for part in range(parts):
+            shown = self._task.prepare(like.blank_like(rows, length), part)
+            targets = targets + self.learner.add_gradients(shown).targets
+            del shown
+        self.learner.step(number, targets)
 
     def _begin(self) -> None:
         """An optimizer and a number format that know nothing yet."""

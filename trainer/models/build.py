@@ -20,7 +20,7 @@ from tokenfeed.trainer.models.words import words_of
 __all__ = ["compile_model", "make_model"]
 
 _MOST_GRAPHS = 4 * MOST_SHAPES
-"""Of one block: for training and evaluation, packed or padded."""
+"""Of one block for one task: for training and evaluation, packed or padded."""
 _VARIANTS = 3
 """Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
 
@@ -48,18 +48,21 @@ def make_model(
     return model
 
 
-def compile_model(model: nn.Module, choices: int) -> None:
+def compile_model(model: nn.Module, choices: int, tasks: int) -> None:
     """Have what repeats compiled when it is first used: once, for all layers; else the whole.
 
     Args:
         model: Compiled in place.
         choices: How many choices of weights are trained one after the other.
+        tasks: How many tasks it learns, each with shapes of its own.
     """
     from torch._dynamo import config as limits  # over a second, which only --compile pays
 
-    # Every shape is compiled twice: to train, and to evaluate. Beyond its limit the compiler would
-    # give up without a word.
-    limits.recompile_limit = max(_VARIANTS * choices * _MOST_GRAPHS, limits.recompile_limit)
+    # Every shape is compiled twice: to train, and to evaluate. Beyond either limit the compiler
+    # would give up without a word.
+    most = tasks * choices * _VARIANTS * _MOST_GRAPHS
+    limits.recompile_limit = max(most, limits.recompile_limit)
+    limits.accumulated_recompile_limit = max(most, limits.accumulated_recompile_limit)
     blocks = getattr(model, "repeated_blocks", None)
     for part in blocks() if blocks else [model]:
         part.compile(dynamic=False)

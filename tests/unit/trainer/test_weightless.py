@@ -11,12 +11,13 @@ from training import RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.batching import is_packed, make_policy
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.epoch_shapes import EpochShapes
 from tokenfeed.trainer.gpus import GPUS
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.peak_bytes import PeakBytes
-from tokenfeed.trainer.planned import Planned
+from tokenfeed.trainer.planned import Planned, PlannedTask
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks import vocabulary_loss
 from tokenfeed.trainer.tasks.task import Task
@@ -99,6 +100,33 @@ def allocated(profiler: Any) -> int:
         now += change
         most = max(most, now)
     return most
+
+
+@pytest.mark.slow
+def test_the_peak_of_a_task_has_the_moments_of_the_heads_of_the_others(data: Path) -> None:
+    shards = {str(data / name): 1.0 for name in ("classify", "tag")}
+    sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
+    config = make_config(shards, data / "run", **sizes)
+    planned = Planned(config, None)
+    learner = Learner(config, planned.task, Precision(planned.precision, CPU), CPU)
+    memory = PeakBytes()
+    with memory:
+        for weight in learner.model.parameters():
+            memory.add(weight)
+        for task in (*planned.tasks.values(), *planned.tasks.values()):
+            real_step(learner, planned, task, config)
+    heads = {name: w for name, w in learner.model.named_parameters() if "heads." in name}
+    assert sum(2 * weight.nbytes for weight in heads.values()) > 4 * 1024, "else it is not seen"
+    assert planned.peak(config) == pytest.approx(memory.peak, abs=1024)
+
+
+def real_step(learner: Learner, planned: Planned, task: PlannedTask, config: TrainConfig) -> None:
+    targets = torch.zeros((), dtype=torch.int64)
+    for number in range(2):
+        shown = planned.task.prepare(task.like.blank_like(*task.shape(config)), number)
+        targets = targets + learner.add_gradients(shown).targets
+        del shown
+    learner.step(1, targets)
 
 
 @pytest.mark.slow
