@@ -55,7 +55,8 @@ class StallMeter(Generic[Mark]):
         device: What the loop trains on; None for the first accelerator that is here, else the CPU.
         skipped_steps: Warm-up to leave out.
         operations_per_token: Floating-point operations to train on a token, for the MFU; `6 * N`
-            for a model of N parameters is a good guess.
+            for a model of N parameters is a good guess, without attention: `12 * L * C * T` more
+            for L layers of width C over rows of T tokens.
         devices: How many devices share the tokens that `step` is told.
         calibrate: Hold the device up now and then, for less than 0.5 % of the time, to see what the
             work takes when its kernels are queued beforehand. Without, idle time inside the work is
