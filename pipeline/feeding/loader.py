@@ -23,15 +23,13 @@ import torch
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
-from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.devices import resolve_device
 from tokenfeed.pipeline.feeding.feed import Feed
-from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
-from tokenfeed.pipeline.feeding.remote import cache_for, has_remote
+from tokenfeed.pipeline.feeding.placement import resolve_ranks
+from tokenfeed.pipeline.feeding.remote import cache_for
 from tokenfeed.pipeline.feeding.stats import Stats
-from tokenfeed.pipeline.feeding.tuner import Tuner
-from tokenfeed.pipeline.feeding.worker_maker import WorkerMaker
+from tokenfeed.pipeline.feeding.workshop import Workshop
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
@@ -39,12 +37,11 @@ from tokenfeed.pipeline.planning.estimate import estimate_rounds
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.planner import Planner
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
-from tokenfeed.pipeline.windows.compare import Maker, compare
-from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.windows.compare import compare
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
-from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = ["ShardLoader"]
 
@@ -132,14 +129,8 @@ class ShardLoader:
             )
         self.epochs = checks.epochs(epochs)
         self.device = resolve_device(device)
-        self._timeout = checks.number("timeout", timeout, unit="seconds")
-        self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
         self._sources = open_splits(paths_of(path), checks.text("split", split))
-        self._least_workers = int(has_remote(self._sources))
-        workers = 1 if num_workers == "auto" else num_workers
-        self._num_workers = resolve_workers(workers, least=self._least_workers)
-        self._step_size_is_given = micro_batches_per_step is not None
-        self._plan_with = partial(
+        make = partial(
             Plan.from_splits,
             self._sources,
             path if isinstance(path, Mixture) else None,
@@ -151,10 +142,12 @@ class ShardLoader:
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )
-        if micro_batches_per_step is None:
-            micro_batches_per_step = self._ranks.group_size
-        plan = self._plan_with(micro_batches_per_step=micro_batches_per_step)
-        self._cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
+        self._planner = Planner(make, micro_batches_per_step, self._ranks.group_size)
+        plan = self._planner.first()
+        cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
+        self._workshop = Workshop(
+            self._sources, cache, self._ranks, num_workers=num_workers, timeout=timeout
+        )
         self._delivery = Delivery(Delivered(plan))
         self._length: int | None = None
         if warning := unmixed(plan, self._sources):
@@ -189,13 +182,13 @@ class ShardLoader:
     def num_workers(self) -> int:
         """Reader processes now; may be set at any time, which ends "auto"."""
         running = self._delivery.num_workers
-        return self._num_workers if running is None else running
+        return self._workshop.num_workers if running is None else running
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
-        number = resolve_workers(number, least=self._least_workers)
+        number = self._workshop.able(number)
         self._delivery.resize(number)
-        self._num_workers, self._tuner = number, None
+        self._workshop.employ(number)
 
     def __iter__(self) -> Iterator[Batch]:
         return Pass(self._deliver)
@@ -213,7 +206,7 @@ class ShardLoader:
                 "for a number of steps"
             )
         if self._length is None:
-            self._length = self._one_by_one(plan).make(Position(0, 0, 0)).num_batches
+            self._length = self._workshop.one_by_one(plan).make(Position(0, 0, 0)).num_batches
         return self._length * self.epochs
 
     @property
@@ -249,7 +242,8 @@ class ShardLoader:
             ResumeError: The state belongs to other data, another seed or policy; says which.
         """
         state = own_stream(state, self._plan.stream)
-        delivered = Delivered.from_state(self._plan_of(state), state)
+        plan = self._planner.of_state(state, self._plan)
+        delivered = Delivered.from_state(plan, state)
         self._delivery.go_on_from(delivered)
         self._length = None
 
@@ -259,7 +253,8 @@ class ShardLoader:
         Raises:
             ResumeError: One of them is no state, or neither belongs to this loader's plan.
         """
-        return compare(self._one_by_one(self._plan_of(first)), first, second)
+        plan = self._planner.of_state(first, self._plan)
+        return compare(self._workshop.one_by_one(plan), first, second)
 
     def explain(self, batch: Batch) -> list[Origin]:
         """The file, the record and the tokens of it that each piece of a batch is made of, in the
@@ -287,30 +282,7 @@ class ShardLoader:
     def _deliver(self) -> tuple[Batch, bool]:
         return self._delivery.next(self._start_feed, self.epochs)
 
-    def _maker(self, plan: Plan) -> WindowMaker:
-        reader = WindowReader(self._sources, cache=self._cache)
-        return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
-
-    def _one_by_one(self, plan: Plan) -> Maker:
-        maker = self._maker(plan)
-        return WorkerMaker(maker, self._timeout) if self._least_workers else maker
-
-    def _plan_of(self, state: dict[str, Any]) -> Plan:
-        """This loader's plan, with the step size of a state where it was given none."""
-        step_size = None if self._step_size_is_given else saved_step_size(state)
-        if step_size is None:
-            return self._plan
-        return self._plan_with(micro_batches_per_step=step_size)
-
     def _start_feed(self) -> Feed:
         """A feed that goes on from the present position."""
-        return Feed(
-            self._maker(self._plan),
-            self.position,
-            self.device,
-            self.manifest.tokenizer.pad_id,
-            num_workers=self._num_workers,
-            timeout=self._timeout,
-            tuner=self._tuner,
-            counters=self._delivery.counters,
-        )
+        counters = self._delivery.counters
+        return self._workshop.feed(self._plan, self.position, self.device, counters)
