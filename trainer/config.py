@@ -7,7 +7,6 @@ itself is refused by `check`, before any file is read or written.
 import dataclasses
 import datetime
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -23,6 +22,7 @@ from tokenfeed.trainer.setting_checks import (
     keeps,
     require,
     require_multiple,
+    traced_steps,
 )
 from tokenfeed.trainer.settings import read_settings
 
@@ -67,9 +67,6 @@ PAGE_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
 """A --lora-target: every linear layer but the head."""
-
-_MOST_TRACED = 100
-"""Steps; a trace of more is too large to be looked at."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -249,14 +246,7 @@ class TrainConfig:
     @property
     def profiled_steps(self) -> range:
         """The steps to trace."""
-        found = re.fullmatch(r"(\d+):(\d+)", self.profile or "1:0")
-        steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-        if self.profile and not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
-            raise ConfigError(
-                f"`--profile`={self.profile}: expected the first and last of at most "
-                f"{_MOST_TRACED} steps, like 20:23."
-            )
-        return steps
+        return traced_steps(self.profile) if self.profile else range(0)
 
     @property
     def reads_again(self) -> bool:

@@ -8,7 +8,10 @@ import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["bounds", "check_pattern", "keeps", "require", "require_multiple"]
+__all__ = ["bounds", "check_pattern", "keeps", "require", "require_multiple", "traced_steps"]
+
+_MOST_TRACED = 100
+"""Steps; a trace of more is too large to be looked at."""
 
 
 def bounds(hint: Any) -> msgspec.Meta | None:
@@ -41,6 +44,18 @@ def check_pattern(pattern: str | None) -> None:
             f"`--trainable`={pattern}: is no regular expression ({error}). Write names, or parts "
             "of them, with | between."
         ) from error
+
+
+def traced_steps(span: str) -> range:
+    """The steps that --profile names, the last one included."""
+    found = re.fullmatch(r"(\d+):(\d+)", span)
+    steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    if not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
+        raise ConfigError(
+            f"`--profile`={span}: expected the first and last of at most {_MOST_TRACED} steps, "
+            "like 20:23."
+        )
+    return steps
 
 
 def _flag(name: str) -> str:
