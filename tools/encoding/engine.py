@@ -5,15 +5,12 @@ dtype; no token is ever a Python object. A fast engine is trusted only as far as
 with the reference: `audit` does that.
 """
 
-import contextlib
-import importlib.metadata
 import itertools
 import os
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
-import tokenizers
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.ragged import Ragged
@@ -34,8 +31,6 @@ __all__ = [
     "FastEngine",
     "ReferenceEngine",
     "Unencodable",
-    "engine_version",
-    "installed_engines",
 ]
 
 EngineName = Literal["tokenizers", "gigatoken"]
@@ -257,21 +252,6 @@ class FastEngine:
                 f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
             ) from None
         return gigatoken.Tokenizer.from_json(fast_json(shape, splits_special=self._splits_special))
-
-
-def installed_engines() -> list[str]:
-    """Names and versions of the engines that can be used here."""
-    engines: tuple[EngineName, ...] = ("tokenizers", "gigatoken")
-    found = []
-    for name in engines:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {engine_version(name)}")
-    return found
-
-
-def engine_version(name: EngineName) -> str:
-    """The version of an engine's package."""
-    return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
 
 
 class _raising:

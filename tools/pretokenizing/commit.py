@@ -27,7 +27,8 @@ from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.counts import UnitResult
-from tokenfeed.tools.encoding.engine import ReferenceEngine, engine_version
+from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.installed import engine_version
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.outputs.output import Output

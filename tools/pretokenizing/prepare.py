@@ -12,7 +12,8 @@ import xxhash
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine, installed_engines
+from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.installed import installed_engines
 from tokenfeed.tools.encoding.preloading import preload
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json

@@ -20,7 +20,8 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo, Manifest, ShardInfo
 from tokenfeed.pipeline.format.storage import atomic_write, sync_folder
-from tokenfeed.tools.encoding.engine import EngineRejected, engine_version
+from tokenfeed.tools.encoding.engine import EngineRejected
+from tokenfeed.tools.encoding.installed import engine_version
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
