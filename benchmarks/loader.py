@@ -21,10 +21,7 @@ Peers live where they are installed: the interpreter at hand, else --peer-python
 """
 
 import argparse
-import json
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -34,7 +31,7 @@ from loader_case import OURS, own_folder
 from loader_data import KINDS, make_data
 from loader_peers import PEERS
 from loader_plot import plot
-from loader_process import CaseError, bytes_in, run_case
+from loader_process import CaseError, bytes_in, find_peers, prepare, run_case
 from protocol import RESULTS, summary, write_result
 from rich.console import Console
 from rich.markup import escape
@@ -42,33 +39,8 @@ from rich.table import Table
 
 BOUND = "bound: memmap gather"
 MEASURED = ("mtok_s", "padding", "first_batch_s", "resume_s", "peak_memory_mb")
-WHERE = str(Path(__file__).with_name("loader_case.py"))
 
 Entry = dict[str, Any]
-
-
-def find_peers(pythons: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The interpreter of every loader, and the versions of the peers' packages."""
-    homes = dict.fromkeys(OURS, sys.executable)
-    versions: dict[str, str] = {}
-    for python in pythons:
-        done = subprocess.run(
-            [python, WHERE, "versions"], check=True, stdout=subprocess.PIPE, text=True
-        )
-        for name, packages in json.loads(done.stdout).items():
-            if name not in homes:
-                homes[name] = python
-                versions |= packages
-    return homes, versions
-
-
-def prepare(python: str, loader: str, kind: str, data: Path) -> None:
-    """Have the loader write its own copy of the rows, if it has not."""
-    own = own_folder(data, kind, loader)
-    if not (own / "written").exists():
-        shutil.rmtree(own, ignore_errors=True)
-        run_case(python, "write", loader, kind, data)
-        (own / "written").touch()
 
 
 def measure(python: str, loader: str, kind: str, options: argparse.Namespace) -> Entry:

@@ -1,27 +1,59 @@
-"""Runs loader_case.py in a process of its own, and watches the memory of all its processes."""
+"""Runs loaders in processes of their own, each by the interpreter that has it, and watches their
+memory."""
 
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loader_case import own_folder
+from loader_case import OURS, own_folder
 
-__all__ = ["CaseError", "bytes_in", "family_pss", "run_case"]
+__all__ = ["CaseError", "bytes_in", "family_pss", "find_peers", "prepare", "run", "run_case"]
+
+WHERE = str(Path(__file__).with_name("loader_case.py"))
 
 SAMPLE_SECONDS = 1.0
 """A sample takes 11 ms a process, of the cores that are being measured."""
 PATIENCE_SECONDS = 600
+ERROR = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
+"""Begins the line of a traceback that says what was wrong; some say more in lines after it."""
 
 
 class CaseError(Exception):
-    """A loader failed; the text is the last line it wrote."""
+    """A loader failed; the text is the line of its error, or the last it wrote."""
+
+
+def find_peers(pythons: list[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The interpreter of every loader, and the versions of the peers' packages."""
+    homes = dict.fromkeys(OURS, sys.executable)
+    versions: dict[str, str] = {}
+    for python in pythons:
+        done = subprocess.run(
+            [python, WHERE, "versions"], check=True, stdout=subprocess.PIPE, text=True
+        )
+        for name, packages in json.loads(done.stdout).items():
+            if name not in homes:
+                homes[name] = python
+                versions |= packages
+    return homes, versions
+
+
+def prepare(python: str, loader: str, kind: str, data: Path) -> None:
+    """Have the loader write its own copy of the rows, if it has not."""
+    own = own_folder(data, kind, loader)
+    if not (own / "written").exists():
+        shutil.rmtree(own, ignore_errors=True)
+        run_case(python, "write", loader, kind, data)
+        (own / "written").touch()
 
 
 def run_case(
@@ -33,34 +65,47 @@ def run_case(
     """
     home = own_folder(data, kind, loader) / "home"
     home.mkdir(parents=True, exist_ok=True)
-    command = [python, str(Path(__file__).with_name("loader_case.py"))]
-    command += [action, loader, kind, str(data), *map(str, options)]
-    environment = os.environ | {
-        "HOME": str(home),
-        "DATA_OPTIMIZER_CACHE_FOLDER": str(home / "optimizer"),  # else /tmp
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=errors, env=environment, start_new_session=True
-        )
-        peak = watch(process)
-        out.seek(0)
-        errors.seek(0)
-        lines = [line for line in out.read().splitlines() if line.startswith("{")]
-        said = errors.read().splitlines()
-    if not lines:
-        raise CaseError(said[-1] if said else f"ended with {process.returncode}")
-    result: dict[str, Any] = json.loads(lines[-1])
+    command = [python, WHERE, action, loader, kind, data, *options]
+    result, peak = run(command, home, SAMPLE_SECONDS)
     return result | {"peak_memory_mb": peak / 1e6}
 
 
-def watch(process: subprocess.Popen[bytes]) -> int:
+def run(
+    command: Sequence[object], home: Path, every_s: float = PATIENCE_SECONDS, **environment: str
+) -> tuple[dict[str, Any], int]:
+    """A process that ends in time, with `home` for its home folder: what it printed last, and the
+    most bytes that it and all below it had, where that is looked at from time to time."""
+    more: Mapping[str, str] = {
+        "HOME": str(home),
+        "DATA_OPTIMIZER_CACHE_FOLDER": str(home / "optimizer"),  # else /tmp
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*map(str, command)],
+            stdout=out,
+            stderr=errors,
+            env=os.environ | more,
+            start_new_session=True,
+        )
+        peak = watch(process, every_s)
+        out.seek(0)
+        errors.seek(0)
+        lines = [line for line in out.read().splitlines() if line.startswith("{")]
+        said = [line for line in errors.read().splitlines() if line.strip()]
+    if not lines:
+        named = [line for line in said if ERROR.match(line)]
+        raise CaseError((named or said or [f"ended with {process.returncode}"])[-1])
+    return json.loads(lines[-1]), peak
+
+
+def watch(process: subprocess.Popen[bytes], every_s: float) -> int:
     """Wait for the end of all; the most bytes the processes had together."""
     peak, deadline = 0, time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(SAMPLE_SECONDS)
+            process.wait(every_s)
         peak = max(peak, family_pss(process.pid))
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # a hung loader, and workers it left
