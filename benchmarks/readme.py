@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import remote_tables
 import shuffle_tables
 from protocol import RESULTS
 
@@ -213,6 +214,7 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "trainer": trainer_table,
     "scenarios": scenarios_table,
     "scenarios/front": scenarios_front,
+    **remote_tables.TABLES,
     **shuffle_tables.TABLES,
 }
 

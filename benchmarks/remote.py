@@ -1,74 +1,102 @@
-"""What does it cost that shards are 30 ms away? Documents from a server, and from a folder.
+"""What does it cost that shards are 30 ms away? Documents from a server, from a folder, by peers.
 
 A server in a process of its own (the client has the rest of the cores) answers each request 30 ms
 late. Each repeat runs, in new processes: the folder; the server with an empty cache; the same with
 the cache that this left (`warm`); the server without a cache; a resume in the middle of the epoch
-with an empty cache; and a loop that uses a batch in 20 ms, of the folder and of the server with an
-empty cache. Speed is that of the first epoch after its first window, and of the seconds after it;
-times are from before the loader is made, without imports. Refuted by an epoch below 100 M tokens/s,
-a first batch after 1 s, a resume after 1.5 s, a 99th percentile of waits above 1 ms in the loop, or
-a warm cache more than 20 % slower than the folder.
+with an empty cache; a loop that uses a batch in 20 ms, of the folder and of the server with an
+empty cache; and that loop where the server answers nothing for a minute, with a cache of half of
+the data (`outage`). Then peers, from the same server, which speaks enough of S3 for them:
+remote_peers.py says how. Speed is that of the first epoch after its first window, and of the
+seconds after it; times are from before the loader is made, without imports. Refuted by an epoch
+below 100 M tokens/s, a first batch after 1 s, a resume after 1.5 s, a 99th percentile of waits
+above 1 ms in a loop, a wait above a step's 20 ms in the outage, other batches than the folder's, a
+warm cache more than 20 % slower than the folder, or a peer that is faster.
 
-    python benchmarks/remote.py [--repeats 3] [--data FOLDER] [--delay-ms 30]
+    pip install torch mosaicml-streaming litdata boto3     # /tmp/peers
+    python benchmarks/remote.py [--peer-python /tmp/peers/bin/python] [--repeats 3] [--data FOLDER]
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from loader_data import VOCABULARY, pretokenize, standard_library, write_json_lines
+import remote_peers
+from loader_data import VOCABULARY, pretokenize, read_back, standard_library, write_json_lines
+from loader_process import CaseError, find_peers, prepare, run
 from protocol import RESULTS, summary, write_result
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 TOKENS = 160_000_000
-CASES = ("folder", "cold", "warm", "memory", "resume", "folder loop", "loop")
+CASES = ("folder", "cold", "warm", "memory", "resume", "folder loop", "loop", "outage")
+OWN = "tokenfeed"
 MEASURED = {
     "first_batch_s": 3,
     "epoch_mtok_s": 1,
     "mtok_s": 1,
     "cpu_s_per_gtok": 2,
     "wait_p99_ms": 3,
+    "wait_most_ms": 2,
 }
-SECONDS, STEPS, STEP_S = 3.0, 400, 0.02
+COUNTED = ("requests", "bytes", "retries", "outage_s", "lost_rows", "same_batches")
+"""Of the last repeat."""
+HERE = Path(__file__).parent
 
 Entry = dict[str, Any]
+Run = dict[tuple[str, str], Entry]
+"""Of each loader and case."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all cases of a repeat have in common."""
+
+    data: Path
+    """The folder of all data; what the server gives."""
+    workers: int
+    url: str
+    server: int
+    """Its process."""
+    kept: Path
+    """What cases leave to others. It stays to the end: ext4 is slow to make files within seconds of
+    others' removal."""
 
 
 def make_documents(folder: Path, tokens: float) -> None:
-    """The standard library's files again and again, unless they are there."""
-    if (folder / "manifest.json").exists():
+    """The standard library's files again and again, as shards and as ids, unless they are there."""
+    if (folder / "ids.npy").exists():
         return
-    corpus = folder.with_name("corpus.jsonl")
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus, trained_in = folder / "corpus.jsonl", folder / "tokenizer"
     texts = list(standard_library())
     write_json_lines(corpus, texts, len("".join(texts)))
-    trained = pretokenize(corpus, folder.with_name("tokenizer"), "--vocab-size", VOCABULARY)
+    trained = pretokenize(corpus, trained_in, "--vocab-size", VOCABULARY)
     write_json_lines(corpus, texts, int(tokens * trained["text_bytes_per_token"]))
-    pretokenize(corpus, folder, "--tokenizer", folder.with_name("tokenizer") / "tokenizer.json")
+    pretokenize(corpus, folder / "shards", "--tokenizer", trained_in / "tokenizer.json")
     corpus.unlink()
+    read_back(folder)
 
 
 @contextmanager
-def serving(folder: Path, delay_ms: float) -> Iterator[str]:
-    """The URL of a folder."""
-    server = Path(__file__).with_name("remote_server.py")
+def serving(folder: Path, delay_ms: float) -> Iterator[tuple[str, int]]:
+    """The URL of a folder, and the server's process."""
     process = subprocess.Popen(
-        [sys.executable, str(server), str(folder), str(delay_ms)],
+        [sys.executable, str(HERE / "remote_server.py"), str(folder), str(delay_ms)],
         stdout=subprocess.PIPE,
         text=True,
     )
     try:
         assert process.stdout
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}", process.pid
     finally:
         process.kill()
         process.wait()
@@ -80,139 +108,138 @@ def count(url: str) -> dict[str, int]:
     return found
 
 
-def run_case(case: str, path: str, cache: Path, state: Path, workers: int) -> Entry:
-    """One process; what it printed."""
-    command = [sys.executable, __file__, "--case", case, path, str(cache), str(state), str(workers)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: Entry = json.loads(done.stdout.splitlines()[-1])
+def run_own(case: str, setting: Setting) -> Entry:
+    """A case of tokenfeed."""
+    shards = Path(remote_peers.KIND) / "shards"
+    folder = str(setting.data / shards)
+    told = {
+        "name": case,
+        "path": folder if case.startswith("folder") else f"{setting.url}/{shards}",
+        "folder": folder,
+        "cache": str(setting.kept / ("cold" if case == "warm" else case)),
+        "state": str(setting.kept / "state.json"),
+        "workers": setting.workers,
+        "server": setting.server,
+    }
+    return run([sys.executable, HERE / "remote_case.py", json.dumps(told)], Path.home())[0]
+
+
+def run_peer(python: str, loader: str, case: str, setting: Setting) -> Entry:
+    """A case of a peer; where it failed, how. Its cache has one path, for states name it."""
+    own = setting.kept / loader
+    own.mkdir(exist_ok=True)
+    cache, state = own / "cache", own / "state.pickle"
+    if case == "resume" and not state.exists():
+        return {"failed": "saved no state"}
+    command = [python, HERE / "remote_peers.py", loader, case, setting.data, cache, state]
+    environment = s3_environment(setting.url) | {"TMPDIR": str(own)}  # some leave locks there
+    try:
+        return run([*command, setting.workers], own, **environment)[0]
+    except CaseError as error:
+        return {"failed": str(error)}
+    finally:
+        if cache.exists():
+            cache.rename(own / f"cache of {case}")
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    """What says to each client of S3 where it is, and who asks."""
+    return {
+        "S3_ENDPOINT_URL": url,
+        "AWS_ENDPOINT_URL": url,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+
+
+def measure(setting: Setting, cases: Sequence[str], peers: dict[str, str]) -> Run:
+    """Everything once; `warm` and `resume` need what those before leave."""
+    found: Run = {}
+    todo = [(OWN, case) for case in cases]
+    todo += [(name, case) for name in peers for case in remote_peers.CASES]
+    for loader, case in todo:
+        print(f"{loader}: {case}", file=sys.stderr, flush=True)
+        before = count(setting.url)
+        if loader == OWN:
+            entry = run_own(case, setting)
+        else:
+            entry = run_peer(peers[loader], loader, case, setting)
+        after = count(setting.url)
+        found[loader, case] = entry | {key: after[key] - before[key] for key in after}
     return found
 
 
-def case(name: str, path: str, cache: str, state: str, workers: str) -> Entry:
-    """One measurement in this process."""
-    from tokenfeed import Padded, ShardLoader
-
-    started = time.perf_counter()
-    loader = ShardLoader(
-        path,
-        batching=Padded(16_384),
-        epochs=None,
-        num_workers=int(workers),
-        cache_dir=cache,
-        cache_bytes=0 if name == "memory" else 1 << 30,
-    )
-    if name == "resume":
-        loader.load_state_dict(json.loads(Path(state).read_text()))
-    batches = iter(loader)
-    tokens = next(batches).num_tokens
-    found: Entry = {"first_batch_s": time.perf_counter() - started}
-    if name.endswith("loop"):
-        waits = []
-        for _ in range(STEPS):
-            time.sleep(STEP_S)
-            asked = time.perf_counter()
-            next(batches)
-            waits.append(time.perf_counter() - asked)
-        found["wait_p99_ms"] = sorted(waits)[int(0.99 * STEPS)] * 1000
-    elif name != "resume":
-        while loader.position.window == 0:
-            next(batches)
-        windows = len(loader._plan.order.phases) and loader._plan.num_windows
-        began, tokens = time.perf_counter(), 0
-        while loader.position.epoch == 0:
-            tokens += next(batches).num_tokens
-            if loader.position[:2] == (0, windows // 2) and name == "folder":
-                Path(state).write_text(json.dumps(loader.state_dict()))
-        found["epoch_mtok_s"] = tokens / (time.perf_counter() - began) / 1e6
-        began, tokens, cpu = time.perf_counter(), 0, cpu_seconds()
-        while time.perf_counter() < began + SECONDS:
-            tokens += next(batches).num_tokens
-        found["mtok_s"] = tokens / (time.perf_counter() - began) / 1e6
-        found["cpu_s_per_gtok"] = (cpu_seconds() - cpu) / tokens * 1e9
-    if remote := loader.stats().remote:
-        found |= {"hits": remote.hits, "retries": remote.retries}
-        found["bytes_at_hand_p99_s"] = remote.wait_s.p99
-    loader.close()
-    return found
-
-
-def cpu_seconds() -> float:
-    """Of this process and its workers."""
-    total = sum(os.times()[:2])
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            fields = Path(f"/proc/{child}/stat").read_text().rsplit(") ", 1)[1].split()
-            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return total
-
-
-def measure(
-    folder: Path, delay_ms: float, workers: int, cases: Sequence[str], kept: Path
-) -> dict[str, Entry]:
-    """The cases once; `warm` and `resume` need what those before leave.
-
-    Caches stay to the end: ext4 is slow to make files within seconds of others' removal.
-    """
-    found: dict[str, Entry] = {}
-    state = kept / "state.json"
-    with serving(folder, delay_ms) as url:
-        for each in cases:
-            cache = kept / ("cold" if each == "warm" else each)
-            before = count(url)
-            path = str(folder) if each.startswith("folder") else url
-            found[each] = run_case(each, path, cache, state, workers)
-            after = count(url)
-            found[each] |= {key: after[key] - before[key] for key in after}
-    return found
-
-
-def show(results: list[Entry]) -> None:
-    """The table a person reads."""
-    table = Table("case", *MEASURED, "requests", "MB")
-    for entry in results:
-        cells = [f"{entry[key]['median']:,}" if key in entry else "" for key in MEASURED]
-        table.add_row(
-            entry["case"], *cells, f"{entry['requests']:,}", f"{entry['bytes'] / 1e6:.1f}"
-        )
-    Console(width=130).print(table)
-
-
-def main() -> None:
-    if sys.argv[1:2] == ["--case"]:
-        print(json.dumps(case(*sys.argv[2:])))
-        return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
-    parser.add_argument("--tokens", type=float, default=TOKENS)
-    parser.add_argument("--delay-ms", type=float, default=30.0)
-    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = (options.data or Path(name)) / "documents"
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        make_documents(folder, options.tokens)
-        settings = (folder, options.delay_ms, options.workers, options.cases)
-        runs = []
-        for number in range(options.repeats):
-            kept = Path(name) / str(number)
-            kept.mkdir()
-            runs.append(measure(*settings, kept))
+def describe(runs: list[Run]) -> list[Entry]:
+    """Medians of the repeats, and what was counted in the last."""
     results = []
-    for each in options.cases:
-        of_case = [run[each] for run in runs]
-        medians = {
+    for loader, case in runs[0]:
+        of_case = [run[loader, case] for run in runs]
+        entry: Entry = {"loader": loader, "case": case}
+        results.append(entry)
+        if failed := [run["failed"] for run in of_case if "failed" in run]:
+            entry["failed"] = failed[0]
+            continue
+        entry |= {
             key: summary([run[key] for run in of_case], digits=digits)
             for key, digits in MEASURED.items()
             if key in of_case[0]
         }
-        last = {key: of_case[-1][key] for key in ("requests", "bytes")}
-        results.append({"case": each, **medians, **last})
+        entry |= {key: of_case[-1][key] for key in COUNTED if key in of_case[-1]}
+    return results
+
+
+def show(results: list[Entry]) -> None:
+    """The table a person reads."""
+    table = Table("loader", "case", *MEASURED, "requests", "MB", "retries")
+    console = Console(width=150)
+    for entry in results:
+        if "failed" in entry:
+            table.add_row(entry["loader"], entry["case"], "failed")
+            continue
+        cells = [f"{entry[key]['median']:,}" if key in entry else "" for key in MEASURED]
+        counts = [f"{entry['requests']:,}", f"{entry['bytes'] / 1e6:.1f}"]
+        table.add_row(
+            entry["loader"], entry["case"], *cells, *counts, f"{entry.get('retries', '')}"
+        )
+    console.print(table)
+    for entry in results:
+        if "failed" in entry:
+            console.print(escape(f"{entry['loader']}, {entry['case']}: {entry['failed']}"))
+        if not entry.get("same_batches", True):
+            console.print(f"{entry['case']}: other batches than those of the folder")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--peer-python", help="an interpreter that has the peers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--data", type=Path, help="keep the data here, and use what is there")
+    parser.add_argument("--tokens", type=float, default=TOKENS)
+    parser.add_argument("--delay-ms", type=float, default=30.0)
+    parser.add_argument("--cases", nargs="*", default=CASES, choices=CASES)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to write to")
+    options = parser.parse_args()
+    homes, versions = find_peers([sys.executable, *filter(None, [options.peer_python])])
+    peers = {name: homes[name] for name in remote_peers.NAMES if name in homes}
+    runs = []
+    with tempfile.TemporaryDirectory() as name:
+        data = options.data or Path(name) / "data"
+        make_documents(data / remote_peers.KIND, options.tokens)
+        for peer, python in peers.items():
+            prepare(python, peer, remote_peers.KIND, data)
+        for number in range(options.repeats):
+            with serving(data, options.delay_ms) as (url, server):
+                kept = Path(name) / str(number)
+                kept.mkdir()
+                setting = Setting(data, options.workers, url, server, kept)
+                runs.append(measure(setting, options.cases, peers))
+    results = describe(runs)
     show(results)
     more = {"delay_ms": options.delay_ms, "workers": options.workers, "tokens": options.tokens}
-    print(f"written to {write_result('remote', results, options.results, **more)}")
+    path = write_result("remote", results, options.results, peers=versions, **more)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":

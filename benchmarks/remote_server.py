@@ -1,7 +1,8 @@
 """A folder by HTTP, each answer late by some milliseconds: what benchmarks/remote.py reads from.
 
 One process without threads, so that its own work is little beside the client's. It knows GET, HEAD
-and ranges. It prints its port; GET /__count tells how many requests came, and how many bytes went.
+and ranges: enough for clients of S3 that read, to whom its folders are buckets. It prints its port;
+GET /__count tells how many requests came, and how many bytes went.
 
 usage: remote_server.py FOLDER DELAY_MS
 """
@@ -58,6 +59,9 @@ class Server(asyncio.Protocol):
             first, last = found.groups()
             start = int(first) if first else max(0, size - int(last))
             stop = min(size, int(last) + 1) if first and last else size
+            if start >= stop:
+                self.answer(416, [f"Content-Range: bytes */{size}"], b"")
+                return
             tags.append(f"Content-Range: bytes {start}-{stop - 1}/{size}")
             status = 206
         with open(file, "rb") as opened:
