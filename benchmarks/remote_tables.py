@@ -37,7 +37,7 @@ def peer_row(name: str, cold: Entry, resume: Entry, loop: Entry) -> list[str]:
 def own(results: list[Entry]) -> Rows:
     """Every case of tokenfeed."""
     header = ["case", "first batch", "M tokens/s of the epoch", "after it", "CPU s for 10^9 tokens"]
-    header += ["wait in a loop: p99", "longest", "requests", "MB", "repeated"]
+    header += ["wait in a loop: p99", "longest", "requests", "MB", "repeated", "batches"]
     return [header, *(own_row(entry) for entry in results if entry["loader"] == "tokenfeed")]
 
 
@@ -52,6 +52,7 @@ def own_row(entry: Entry) -> list[str]:
         figure(entry, "wait_most_ms", " ms"),
         *traffic(entry),
         f"{entry.get('retries', 0):,}",
+        {True: "the folder's", False: "others", None: NONE}[entry.get("same_batches")],
     ]
 
 
