@@ -136,6 +136,7 @@ class Blockless(nn.Module):
         return []
 
 
+@pytest.mark.slow
 def test_the_compiler_may_make_the_graphs_of_every_task() -> None:
     """Each has eight lengths, packed and padded, to train and to evaluate, and frozen in parts."""
     limits = torch._dynamo.config
@@ -150,7 +151,7 @@ def test_the_compiler_may_make_the_graphs_of_every_task() -> None:
     assert min(found[2]) >= 3 * 4 * least
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_several_tasks_compile_more_graphs_than_one_may_and_lose_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
