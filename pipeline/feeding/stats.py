@@ -38,7 +38,7 @@ class RemoteStats:
     bytes: int
     retries: int
     outage_s: float
-    """Seconds in which requests were being repeated."""
+    """Seconds in which requests were being repeated, summed over the workers."""
     hits: int
     """Record batches and footers that were in the cache."""
     damaged: int

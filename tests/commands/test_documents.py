@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -32,8 +33,9 @@ from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS = ("pipeline/format", "pipeline/planning")
-"""Whose source files are the corpus, cut into documents: every run of a page reads all of it."""
+ROOMS, MORE_ROOMS = ("pipeline/format", "pipeline/planning"), ("pipeline", "tools")
+"""Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
+is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
 BLOCK = re.compile(
     r"(?:<!-- not run: (?P<reason>[^\n]*) -->\n)?"
@@ -145,12 +147,26 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+Prepare = Callable[[bool], Path]
+
+
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Path:
-    """What a reader has: source files, documents, labelled records; and `out/` made of these."""
-    folder = tmp_path_factory.mktemp("reader")
+def prepared(tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str]) -> Prepare:
+    """What a reader of a page has; more of it for a long one."""
+
+    @cache
+    def prepare(is_long: bool) -> Path:
+        return prepare_reader(
+            tmp_path_factory.mktemp("reader"), MORE_ROOMS if is_long else ROOMS, environment
+        )
+
+    return prepare
+
+
+def prepare_reader(folder: Path, rooms: tuple[str, ...], environment: dict[str, str]) -> Path:
+    """Source files, documents, labelled records; and `out/` made of these."""
     (folder / "corpus").mkdir()
-    for path in sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+    for path in sorted(path for room in rooms for path in (ROOT / room).rglob("*.py")):
         name = "_".join(path.relative_to(ROOT).with_suffix("").parts)
         for number, piece in enumerate(pieces_of(path.read_text(encoding="utf-8"))):
             (folder / "corpus" / f"{name}_{number}.py").write_text(piece, encoding="utf-8")
@@ -195,13 +211,13 @@ def marks_of(name: str) -> list[pytest.MarkDecorator]:
     ],
 )
 def test_every_block_of_a_page_runs(
-    page: Path, prepared: Path, environment: dict[str, str], tmp_path: Path
+    page: Path, prepared: Prepare, environment: dict[str, str], tmp_path: Path
 ) -> None:
     script = script_of(blocks_of(page))
     folder = tmp_path / "reader"
     makes_out = re.search(r"pretokenize .* out/", script) is not None
     ignored = shutil.ignore_patterns("out") if makes_out else None
-    shutil.copytree(prepared, folder, ignore=ignored)
+    shutil.copytree(prepared(name_of(page) in LONG), folder, ignore=ignored)
     (folder / "page.py").write_text(script)
     done = warm.run(["page.py"], cwd=folder, env=environment, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
