@@ -5,18 +5,16 @@ state holds; so any step around it can be made again, and named. That reads the 
 those between it and the state.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_args
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 import numpy as np
 import tyro
 
-from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
 from tokenfeed.pipeline.format.store import StorePath
@@ -33,10 +31,9 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
 from tokenfeed.tools.console import print_json
+from tokenfeed.tools.saved_states import SavedState
 
 __all__ = ["Explain"]
-
-_CHECKPOINT_FILE = "checkpoint.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +58,7 @@ class Explain:
 
     def run(self) -> int:
         """Print them."""
-        saved = _Saved.read(self.state, self.task)
+        saved = SavedState.read(self.state, self.task)
         ranks = self._ranks(saved.num_streams)
         state = own_stream(saved.state, ranks.stream)
         plan_settings = plan_settings_of(state)
@@ -160,66 +157,6 @@ class _Settings(msgspec.Struct, frozen=True):
             return msgspec.convert(saved, cls)
         except msgspec.ValidationError as error:
             raise ResumeError(f"this is no loader state ({error}).") from error
-
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """A state, and after which step of a run it was saved; 0 where it does not say."""
-
-    state: dict[str, Any]
-    step: int
-
-    @classmethod
-    def read(cls, path: Path, task: str | None) -> Self:
-        """Read a state or a checkpoint.
-
-        Raises:
-            ConfigError: It is neither, or of several tasks, or not of this one.
-        """
-        path = path / _CHECKPOINT_FILE if path.is_dir() else path
-        try:
-            content = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ConfigError(
-                f"`--state` {path}: {error.strerror}. Give a file that there is, or a checkpoint."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"`--state` {path}: is no JSON ({error}). Give what `state_dict()` gave, saved by "
-                "`json.dump`, or a checkpoint of `train`."
-            ) from None
-        meta = content.get("meta", content) if isinstance(content, dict) else {}
-        if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
-            return cls(content, 0)
-        if {"version", "streams"} & meta["loader"].keys():
-            return cls(meta["loader"], _step_of(meta, path))
-        if task not in meta["loader"]:
-            raise ConfigError(
-                f"`--state` {path}: is of a run that learned several tasks. Name one by `--task`: "
-                f"{', '.join(meta['loader'])}."
-            )
-        return cls(meta["loader"][task], 0)
-
-    @property
-    def num_streams(self) -> int:
-        """Streams that the state is of, if it is one of several."""
-        streams = self.state.get("streams") if isinstance(self.state, dict) else None
-        return len(streams) if streams and isinstance(streams, list) else 1
-
-
-def _step_of(meta: dict[str, Any], path: Path) -> int:
-    """After which step of its run a checkpoint was saved.
-
-    Raises:
-        ConfigError: It does not say.
-    """
-    step = checks.as_int(meta.get("step"))
-    if step is None:
-        raise ConfigError(
-            f"`--state` {path}: a checkpoint that says no step (step={meta.get('step')!r}). Give "
-            "one as `train` left it."
-        )
-    return step
 
 
 def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:

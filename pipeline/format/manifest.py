@@ -23,6 +23,7 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = [
+    "JOB_FILE",
     "JOURNAL_FILE",
     "MANIFEST_FILE",
     "PARTS_FOLDER",
@@ -41,6 +42,8 @@ MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 JOURNAL_FILE = ".journal.jsonl"
 PARTS_FOLDER = ".parts"
 """A folder that has one of them holds an unfinished run."""
+JOB_FILE = f"{PARTS_FOLDER}/job.json"
+"""Says what run the parts are of; in a store, that there is one."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _ADDED = ("seal", "routed", "verified", "shuffled")

@@ -108,7 +108,8 @@ class RangedShard:
             batch, metadata = stream.read_next_batch_with_custom_metadata()
         except (*UNDECODABLE, StopIteration) as error:
             raise expected.undecodable(batch_index, error) from error
-        if rest := source.size() - source.tell():  # a good one, of a shard that took its place
+        rest = len(self.head) + len(data) - source.tell()
+        if rest:  # a good one, of a shard that took its place
             raise damaged(expected.path, f"record batch {batch_index} is {rest:,} bytes too short")
         return expected.rows(batch, metadata or {}, batch_index)
 

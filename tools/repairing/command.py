@@ -13,7 +13,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.reading import gave_up
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.console import print_json
-from tokenfeed.tools.copying import DataFile, data_files, fetch
+from tokenfeed.tools.fetching import DataFile, data_files, fetch
 from tokenfeed.tools.outputs.output import is_as_written
 from tokenfeed.tools.run.progress import Bar
 

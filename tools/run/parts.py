@@ -17,7 +17,7 @@ from typing import Any, Generic, Self
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import PARTS_FOLDER
+from tokenfeed.pipeline.format.manifest import JOB_FILE, PARTS_FOLDER
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.journal import recipe_in
 from tokenfeed.tools.run.recipe import differences
@@ -28,7 +28,6 @@ __all__ = ["Part", "Parts", "is_begun", "parts_in", "remove_parts"]
 
 _AT_ONCE = 16
 """Records that are read at the same time."""
-_JOB_FILE = f"{PARTS_FOLDER}/job.json"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
@@ -136,7 +135,7 @@ class Parts(Generic[ResultT]):
     def _enter_job(self, recipe: dict[str, Any], count: int | None) -> None:
         """Say what is being made, unless another has said it."""
         job = {"parts": count, "recipe": _named(recipe)}
-        self._output.create(_JOB_FILE, json.dumps(job).encode())
+        self._output.create(JOB_FILE, json.dumps(job).encode())
 
     def _check_job(self, recipe: dict[str, Any]) -> None:
         self._check_same(self._job()["recipe"], _named(recipe))
@@ -182,7 +181,7 @@ def _is_record(name: str, part: Part) -> bool:
 
 def is_begun(output: Output) -> bool:
     """Whether anything there says what run its records are of."""
-    return output.size(_JOB_FILE) is not None
+    return output.size(JOB_FILE) is not None
 
 
 def parts_in(output: Output) -> int | None:
@@ -202,11 +201,11 @@ def _job_in(output: Output) -> dict[str, Any]:
         FileNotFoundError: There is none.
     """
     with contextlib.suppress(ValueError):
-        job = json.loads(output.read(_JOB_FILE))
+        job = json.loads(output.read(JOB_FILE))
         if isinstance(job, dict) and isinstance(job.get("recipe"), dict) and "parts" in job:
             return job
     raise ConfigError(
-        f"{output.path(_JOB_FILE)}: is damaged, so what was begun there is unknown. Give another "
+        f"{output.path(JOB_FILE)}: is damaged, so what was begun there is unknown. Give another "
         f"output, or delete {PARTS_FOLDER} there and begin anew."
     )
 
@@ -215,8 +214,8 @@ def remove_parts(output: Output) -> None:
     """Delete what parts have left in an output, what says whose it is last: it is taken over, or
     of no use."""
     names = {f"{PARTS_FOLDER}/{name}" for name in output.names(PARTS_FOLDER)}
-    output.delete(*names - {_JOB_FILE})
-    output.delete(*names & {_JOB_FILE})
+    output.delete(*names - {JOB_FILE})
+    output.delete(*names & {JOB_FILE})
     output.prune(PARTS_FOLDER)
 
 

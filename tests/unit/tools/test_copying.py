@@ -21,7 +21,8 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.remote import object_store, process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools import copying
-from tokenfeed.tools.copying import copy_data_set, fetch
+from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools.fetching import fetch
 from tokenfeed.tools.shards import main
 
 pytest.importorskip("obstore")

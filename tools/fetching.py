@@ -1,0 +1,83 @@
+"""The files of a data set, brought from where it is, each proved on the way."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import xxhash
+
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
+from tokenfeed.pipeline.format.reading import damaged, refused
+from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.pipeline.format.store import Store
+from tokenfeed.tools.run.crew import Progress
+from tokenfeed.tools.run.progress import Bar
+
+__all__ = ["DataFile", "data_files", "fetch"]
+
+_PIECE_BYTES = 1 << 20
+_TRIES = 2
+"""A bit may flip on the way; a second time it is the file."""
+
+
+class DataFile(NamedTuple):
+    """A file that a manifest names."""
+
+    info: FileInfo
+    tokens: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """What it counts in the progress."""
+        return self.info.bytes
+
+
+def data_files(manifest: Manifest) -> Iterator[DataFile]:
+    """All of them but the manifest."""
+    side = (manifest.tokenizer, manifest.sources, manifest.rejects)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    for info in dict.fromkeys((*side, *shards)):
+        yield DataFile(info, info.tokens if isinstance(info, ShardInfo) else 0)
+
+
+def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+    """Copy a file into a folder; what is not as the manifest says is fetched a second time.
+
+    Raises:
+        ShardFormatError: It is missing, cannot be read, or is damaged at the source.
+    """
+    shown, actual = source.path(file.info.file), ""
+    for _ in range(_TRIES):
+        with contextlib.suppress(_AnotherError), atomic_file(path, synced=synced) as copy:
+            actual = _stream(file, source, copy, bar)
+            if actual != file.info.xxh3:
+                raise _AnotherError
+            return
+    raise damaged(shown, f"the file has checksum {actual}, expected {file.info.xxh3}")
+
+
+class _AnotherError(Exception):
+    """The bytes that came are not those of the manifest."""
+
+
+def _stream(file: DataFile, source: Store, copy: IO[bytes], bar: Bar) -> str:
+    """Write the content of a file; its checksum."""
+    digest, info = xxhash.xxh3_64(), file.info
+    for block in _blocks(source, info):
+        digest.update(block)
+        copy.write(block)
+        part = len(block) / max(info.bytes, 1)
+        bar.advance(Progress(len(block), round(part * file.tokens)))
+    return digest.hexdigest()
+
+
+def _blocks(source: Store, info: FileInfo) -> Iterator[bytes]:
+    try:
+        with source.open(info.file, info.bytes) as opened:
+            while block := opened.read(_PIECE_BYTES):
+                yield block
+    except FileNotFoundError:
+        raise damaged(source.path(info.file), "not found, but the manifest names it") from None
+    except OSError as error:
+        raise refused(source.path(info.file), "cannot be read", error) from error
