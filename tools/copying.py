@@ -6,6 +6,7 @@ a copy that has lost some. A file of an object store is known by the checksum it
 """
 
 import contextlib
+import logging
 import tempfile
 import time
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from tokenfeed.tools.run.progress import Bar
 __all__ = ["Copied", "Copy", "copy_data_set"]
 
 _AT_ONCE = 4
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,8 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     """
     started = time.perf_counter()
     source, target = open_store(source_path), _target(to)
-    raw = stored(
-        source, MANIFEST_FILE
-    )  # what is proved is what is written: it may change meanwhile
+    # What is proved here is what is written at the end: it may be replaced meanwhile.
+    raw = stored(source, MANIFEST_FILE)
     manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
     _check_places(source, target, manifest)
     files = list(data_files(manifest))
@@ -106,6 +107,8 @@ def copy_data_set(source_path: str, to: str) -> Copied:
                 job.result()
                 bar.count_unit()
         except KeyboardInterrupt:
+            if isinstance(target.store, ObjectStore):
+                _log.warning("what is being sent is sent to its end; a second Ctrl-C ends at once")
             for store in (source, target.store):
                 if isinstance(store, ObjectStore):
                     store.abandon()

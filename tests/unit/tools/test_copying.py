@@ -263,3 +263,18 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
             "error: .*00000.arrow: .*: failed for .*: nothing is lost.\n", result.stderr
         )
     assert len({line for line in remote.proxy.seen if ".arrow" in line and "PUT" not in line}) < 3
+
+
+def test_who_interrupts_a_copy_that_is_sent_is_told_how_to_end_it_at_once(
+    documents: Path,
+    remote: Remote,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def interrupted(jobs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(copying, "as_completed", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="the same command continues"):
+        copy_data_set(str(documents), f"{remote.store.name}-interrupted")
+    assert "a second Ctrl-C ends at once" in caplog.text
