@@ -43,8 +43,8 @@ def stored(store: Store, name: str) -> bytes:
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
 
 
-def proved(raw: bytes, path: str) -> dict[str, Any]:
-    """What a manifest says, without its checksum; messages name it as `path`.
+def proved(raw: bytes, path: str) -> tuple[dict[str, Any], str]:
+    """What a manifest says, without its checksum, and that; messages name it as `path`.
 
     Raises:
         ManifestError: It is no JSON, of another version, or altered.
@@ -66,7 +66,7 @@ def proved(raw: bytes, path: str) -> dict[str, Any]:
             f"{path}: the content has checksum {actual}, but the file says {checksum!r}: it is "
             "damaged or was edited. Restore it, or run `pretokenize` again."
         )
-    return content
+    return content, actual
 
 
 def _decoded(raw: bytes, path: str) -> dict[str, Any]:

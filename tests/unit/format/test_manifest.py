@@ -1,7 +1,9 @@
 """The manifest survives a round trip and nothing else."""
 
 import json
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ def test_a_manifest_comes_back_as_written(folder: Path, tmp_path: Path) -> None:
     manifest.write(tmp_path)
     assert Manifest.read(tmp_path) == manifest
     assert (tmp_path / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes()
+
+
+def test_a_manifest_reaches_another_process_with_its_fingerprint(folder: Path) -> None:
+    manifest = Manifest.read(folder)
+    assert replace(manifest).fingerprint == manifest.fingerprint, "it is that of the content"
+    copy, split = pickle.loads(pickle.dumps((manifest, manifest.split("train"))))
+    assert copy == manifest
+    assert copy.split("train") is split, "a loader has one copy of the shards, not two"
+    assert vars(copy)["fingerprint"] == manifest.fingerprint, "a worker need not compute it"
 
 
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
