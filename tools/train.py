@@ -13,6 +13,7 @@ import sys
 from types import FrameType
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.once import reading_once
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.train_command import read_command
 from tokenfeed.trainer.config import TrainConfig
@@ -59,6 +60,7 @@ def main() -> None:
     run_command(_run)
 
 
+@reading_once()
 def _run() -> int:
     if "--monitor-only" in sys.argv[1:]:
         from tokenfeed.tools.monitor import monitor

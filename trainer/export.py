@@ -30,6 +30,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.trainer.by_task import config_by_task, shards_by_task
@@ -213,7 +214,7 @@ def _sync(folder: Path) -> None:
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
     """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
-    content = open_store(first_of(config.shards)).read(manifest.tokenizer.file)
+    content = read_once(open_store(first_of(config.shards)), manifest.tokenizer.file)
     tokenizer = Tokenizer.from_buffer(content)
     special = SpecialIds.from_shards(first_of(config.shards), manifest)
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}

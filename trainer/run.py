@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
+from tokenfeed.pipeline.format.once import reading_once
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
@@ -30,10 +31,12 @@ _AFTER_ERROR_S = 20.0
 _log = logging.getLogger(__name__)
 
 
+@reading_once()
 def train(
     config: TrainConfig, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
 ) -> Report:
-    """Run a whole training; after each step it asks whether to stop, and whether to save.
+    """Run a whole training; after each step it asks whether to stop, and whether to save. Manifests
+    are read once: the data sets of a run are what they were at its start.
 
     A run that is finished already trains nothing and gives its report again: schedulers start
     commands twice.

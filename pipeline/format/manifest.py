@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,10 +19,11 @@ import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.format.once import once
 from tokenfeed.pipeline.format.proof import CHECKSUM_KEY, canonical, proved, stored
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 
 __all__ = [
     "JOB_FILE",
@@ -221,6 +222,10 @@ class Manifest:
             ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
         """
         store = open_store(path)
+        return once((store, cls), partial(cls._stored, store))
+
+    @classmethod
+    def _stored(cls, store: Store) -> "Manifest":
         return cls.decoded(stored(store, MANIFEST_FILE), store.path(MANIFEST_FILE))
 
     @classmethod

@@ -14,6 +14,7 @@ import pytest
 from fault_proxy import Fault
 from places import SUPPORT
 from remote_stores import FAST, Remote, remote_store
+from training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import process
@@ -99,6 +100,18 @@ def test_a_child_ends_with_its_parent(remote: Remote) -> None:
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+@pytest.mark.slow
+def test_a_run_asks_a_store_once_for_its_manifest_however_often_it_evaluates(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_data_set(str(write_labelled(tmp_path / "lm", "lm")), remote.store.name)
+    monkeypatch.setattr(process, "_started", False)  # as in a training process
+    remote.proxy.seen.clear()
+    run(make_config(remote.store.name, tmp_path / "run", eval_every=4, cache_dir=tmp_path / "c"))
+    (asked,) = [line for line in remote.proxy.seen if "manifest.json" in line]
+    assert asked.startswith("GET")
 
 
 def test_a_copy_that_is_interrupted_in_an_outage_ends(

@@ -1,6 +1,6 @@
 """A store of another kind than a folder, and how it is registered."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ class MemoryStore:
     """The files of a data set as bytes."""
 
     name: str
-    files: dict[str, bytes]
+    files: dict[str, bytes] = field(compare=False)
 
     def path(self, name: str) -> str:
         return f"{self.name}/{name}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = ["words_of"]
@@ -42,7 +43,7 @@ def _fold(text: str) -> str:
 def _read(shards: StorePath, file: str) -> Tokenizer:
     store = open_store(shards)
     try:
-        return Tokenizer.from_buffer(store.read(file))
+        return Tokenizer.from_buffer(read_once(store, file))
     except Exception as error:  # `tokenizers` raises nothing more exact
         raise ConfigError(
             f"{store.path(file)}: cannot be read ({error}). Take it from another copy of the data "

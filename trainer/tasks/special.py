@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.store import StorePath, open_store
 
 __all__ = ["SpecialIds"]
@@ -32,7 +33,7 @@ class SpecialIds:
         """
         store, file = open_store(shards), manifest.tokenizer.file
         try:
-            added = json.loads(store.read(file)).get("added_tokens") or []
+            added = json.loads(read_once(store, file)).get("added_tokens") or []
             ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(

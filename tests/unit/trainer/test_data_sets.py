@@ -11,6 +11,7 @@ from data_sets import random_rows, write_rows
 from hub_models import write_shards
 from hypothesis import given
 from hypothesis import strategies as st
+from stores import MemoryStore, keep_in_memory
 from training import assert_same_run, make_config, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
@@ -232,3 +233,38 @@ def test_a_run_on_several_is_exported_with_their_tokenizer(tmp_path: Path) -> No
 def test_masked_learns_from_several(folder: Path, tmp_path: Path) -> None:
     shards = weights(folder, code=1, prose=1)
     assert run(make_config(shards, tmp_path, objective="masked", steps=2)).finished
+
+
+@pytest.fixture
+def asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The small files that are read of `memory://`, which has the data set `code`."""
+    keep_in_memory(monkeypatch, folder / "code")
+    names: list[str] = []
+    read = MemoryStore.read
+
+    def noted(store: MemoryStore, name: str) -> bytes:
+        names.append(name)
+        return read(store, name)
+
+    monkeypatch.setattr(MemoryStore, "read", noted)
+    return names
+
+
+def small_files(asked: list[str]) -> list[str]:
+    return sorted(name for name in asked if not name.endswith(".arrow"))
+
+
+def test_a_run_reads_manifest_and_tokenizer_once_however_often_it_evaluates(
+    asked: list[str], tmp_path: Path
+) -> None:
+    run(make_config("memory://x", tmp_path, model="words", objective="masked", eval_every=2))
+    assert small_files(asked) == ["manifest.json", "tokenizer"]
+
+
+def test_each_run_reads_what_is_there(asked: list[str], tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        run(make_config("memory://x", tmp_path / name, steps=1))
+    assert small_files(asked) == ["manifest.json"] * 2
+    for _ in range(2):
+        Manifest.read("memory://x")
+    assert small_files(asked) == ["manifest.json"] * 4, "outside of a run nothing is kept"
