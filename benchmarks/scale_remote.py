@@ -1,6 +1,6 @@
 """What do 100,000 shards in a store cost one rank of 1,024?
 
-A manifest of 100,000 shards of 64 M tokens each (6.4 * 10^12 in all) is read from a server that
+A manifest of 100,000 shards of 47 M tokens each (4.7 * 10^12 in all) is read from a server that
 answers 30 ms late. Every one of them stands for a real shard of that size, footer, record batches
 and checksums included: only the file is the same for many. Each case is a new process with one
 worker and an empty cache: rank 0, rank 1,023, and rank 1,023 that goes on in the middle of the
@@ -13,6 +13,7 @@ usage: python benchmarks/scale_remote.py [--repeats 3] [--data FOLDER] [--shards
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +33,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenfeed import Manifest, Packed, ShardLoader
+from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.sweep import sweep
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 
 SHARDS, RANKS, DELAY_MS = 100_000, 1024, 30.0
 TOKENS, SHARD_SIZE = 140_000_000, "224MB"
-"""Of the real data set: two shards of 64 M tokens, as `pretokenize` makes them of large corpora, and
-a smaller one."""
+"""Of the real data set: three shards of 47 M tokens and 617 record batches."""
 WINDOWS = 12
 """Read after the first batch."""
 CACHE_BYTES = 4 << 30
@@ -59,11 +61,10 @@ Entry = dict[str, Any]
 
 
 def make_many(real: Path, large: Path, num_shards: int) -> None:
-    """A folder that names the full shards of another one again and again."""
+    """A folder that names the shards of another one again and again."""
     manifest = Manifest.read(real)
     split = manifest.split("train")
-    full = split.shards[:-1]
-    shards = tuple(full[number % len(full)] for number in range(num_shards))
+    shards = tuple(itertools.islice(itertools.cycle(split.shards), num_shards))
     rows = sum(shard.rows for shard in shards)
     histogram = tuple(count * rows // split.rows for count in split.length_histogram)
     ledger = replace(manifest.ledger, read=rows, written=rows, empty=0, rejected=0)
@@ -118,8 +119,11 @@ def asked(moment: str, url: str, before: dict[str, int]) -> Entry:
 def time_sweep(large: Path, folder: Path) -> Entry:
     """What a sweep takes that removes a tenth, and how much of it goes to ask the plan."""
     with ShardLoader(large, batching=Packed(2048, batch_size=8), num_workers=0) as loader:
-        plan = loader._plan
-    ahead = Ahead(plan, Position(0, plan.num_windows // 2, 0))
+        plan, infos = loader._plan, loader.manifest.split("train").shards
+    node = Node(None)
+    node.ahead = ahead = Ahead(plan, Position(0, plan.num_windows // 2, 0))
+    batch_ends = np.cumsum([info.batches for info in infos])
+    until = partial(node._windows_until, 0, batch_ends)
     batches = np.linspace(0, plan.order.sizes[0] - 1, SWEPT_BATCHES).astype(np.int64)
     names = [f"set/{number & 255:02x}/{number:x}" for number in batches.tolist()]
     names += [f"set/ends/{shard:x}" for shard in range(SWEPT_ENDS)]
@@ -131,7 +135,7 @@ def time_sweep(large: Path, folder: Path) -> Entry:
     ahead.until(0, batches)
     until_s = time.perf_counter() - started
     started = time.perf_counter()
-    left = sweep(str(folder), len(names) * SWEPT_BYTES, {"set": lambda some: ahead.until(0, some)})
+    left = sweep(str(folder), len(names) * SWEPT_BYTES, {"set": until})
     return {"sweep_s": time.perf_counter() - started, "until_s": until_s, "left_bytes": left}
 
 
