@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.caching.store import Fetched
-from tokenfeed.pipeline.caching.sweep import Until
+from tokenfeed.pipeline.caching.sweep import FIRST_END, Until
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 
@@ -64,19 +64,36 @@ class Node:
     def _cache(self) -> NodeCache | None:
         return NodeCache(self.settings, self._until) if self.settings else None
 
-    def open_set(self, name: str, source: int) -> CacheSet | None:
-        """The files of one split of one data set; None where nothing is kept."""
+    def open_set(self, name: str, source: int, batch_ends: np.ndarray) -> CacheSet | None:
+        """The files of one split of one data set; None where nothing is kept.
+
+        Args:
+            name: Its own.
+            source: Which of the plan's sources it is.
+            batch_ends: Where the record batches of each shard end, shape (shards,).
+        """
         if self._cache is None:
             return None
-        self._until[name] = lambda batches: self._windows_until(source, batches)
+        self._until[name] = partial(self._windows_until, source, batch_ends)
         return CacheSet(self._cache, name)
 
-    def _windows_until(self, source: int, batches: np.ndarray) -> np.ndarray:
+    def _windows_until(
+        self, source: int, batch_ends: np.ndarray, numbers: np.ndarray
+    ) -> np.ndarray:
+        """When pieces are read next. A footer is read with a record batch of its shard: the next
+        one in the cache, or any, as often as the plan has some of a shard."""
         if self.ahead is None:
-            return np.zeros(len(batches), np.int64)
+            return np.zeros(len(numbers), np.int64)
         epoch, window, _ = self.ahead.position
-        slowest = Position(epoch, max(0, window - _BEHIND), 0)
-        return Ahead(self.ahead.plan, slowest).until(source, batches)
+        ahead = Ahead(self.ahead.plan, Position(epoch, max(0, window - _BEHIND), 0))
+        is_end = numbers >= FIRST_END
+        batches, ends = numbers[~is_end], numbers[is_end] - FIRST_END
+        found = np.empty(len(numbers), np.int64)
+        found[~is_end] = ahead.until(source, batches)
+        of_shard = np.full(len(batch_ends), ahead.between(source, len(batch_ends)))
+        np.minimum.at(of_shard, np.searchsorted(batch_ends, batches, "right"), found[~is_end])
+        found[is_end] = of_shard[ends]
+        return found
 
     def count(self, counted: Fetched) -> None:
         """Count what no store knows of."""

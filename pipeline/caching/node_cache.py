@@ -4,7 +4,7 @@
       .bytes .evict        the sum of all sizes; held by whoever sweeps
       SET/                 one split of one data set
         .locks .used       byte i is locked by whoever fetches record batch i; when it was last read
-        ends/SHARD         the footer of a shard; stays
+        ends/SHARD         the footer of a shard
         HH/BATCH           the bytes of a record batch; HH spreads them over folders
 
 A file gets its name when it is whole. Nothing is synced: what a power cut leaves is found by its
@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager
 from tokenfeed.pipeline.caching.budget import Budget
 from tokenfeed.pipeline.caching.locks import alone, try_lock
 from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.sweep import Until, sweep
+from tokenfeed.pipeline.caching.sweep import ENDS, Until, sweep
 
 __all__ = ["CacheSet", "NodeCache", "read_file"]
 
@@ -42,7 +42,7 @@ class NodeCache:
         """
         Args:
             settings: Where, and how much.
-            until: Of each own set, when its record batches are read next.
+            until: Of each own set, when its pieces are read next.
         """
         self.settings = settings
         self._until = until
@@ -104,7 +104,7 @@ class CacheSet:
         self._cache = cache
         self._folder = os.path.join(cache.settings.folder, name)
         try:
-            os.makedirs(os.path.join(self._folder, "ends"), mode=0o700, exist_ok=True)
+            os.makedirs(os.path.join(self._folder, ENDS), mode=0o700, exist_ok=True)
         except OSError as error:
             cache.pause(error)
 
@@ -124,7 +124,7 @@ class CacheSet:
 
     def end(self, shard: int) -> str:
         """The path of a shard's footer."""
-        return f"{self._folder}/ends/{shard:x}"
+        return f"{self._folder}/{ENDS}/{shard:x}"
 
     def write(self, path: str, data: bytes) -> None:
         """Keep a file."""

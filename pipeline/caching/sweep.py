@@ -5,15 +5,21 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from tokenfeed.pipeline.planning.ahead import NEVER
 
-__all__ = ["Until", "sweep"]
+__all__ = ["ENDS", "FIRST_END", "Until", "sweep"]
 
 Until = Callable[[np.ndarray], np.ndarray]
-"""How many windows it is until record batches are read, by their numbers; shape (K,) each."""
+"""How many windows it is until pieces are read, by their numbers; shape (K,) each."""
+FIRST_END = 1 << 48
+"""The number of the first footer of a set, behind all record batches."""
+
+ENDS = "ends"
+"""The folder of a set that has its footers."""
 
 _NUMBER = re.compile("0|[1-9a-f][0-9a-f]{,11}")
 _KEPT_SHARE = 0.9
@@ -37,11 +43,11 @@ def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
     total, paths, sizes = 0, [], []
     sets: dict[str, np.ndarray] = {}
     for name in _folders(folder):
-        inside, numbers, found = _files(f"{folder}/{name}")
-        total += inside + sum(found)
-        paths += [f"{folder}/{name}/{number & 255:02x}/{number:x}" for number in numbers]
-        sizes += found
-        sets[name] = np.array(numbers, np.int64)
+        stays, found = _files(f"{folder}/{name}")
+        total += stays + sum(piece.size for piece in found)
+        paths += [piece.path for piece in found]
+        sizes += [piece.size for piece in found]
+        sets[name] = np.array([piece.number for piece in found], np.int64)
     for nth in np.argsort(-_until_of_all(folder, sets, until), kind="stable").tolist():
         if total <= bound * _KEPT_SHARE:
             break
@@ -52,7 +58,7 @@ def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
 
 
 def _until_of_all(folder: str, sets: dict[str, np.ndarray], until: dict[str, Until]) -> np.ndarray:
-    """Until of every record batch, set by set, shape (K,).
+    """Until of every piece, set by set, shape (K,).
 
     Nobody here knows the plan of another run: what it reads is spread over the time of this one, so
     that both lose their share.
@@ -83,26 +89,34 @@ def _folders(folder: str) -> Iterator[str]:
         yield from (entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
-def _files(folder: str) -> tuple[int, list[int], list[int]]:
-    """Bytes of what stays in a set's folder, and number and size of every record batch; what has
-    another name than a cache gives is somebody else's."""
-    stays, numbers, sizes = 0, [], []
+class _Piece(NamedTuple):
+    """A file of a set: a record batch, or a footer."""
+
+    path: str
+    number: int
+    size: int
+
+
+def _files(folder: str) -> tuple[int, list[_Piece]]:
+    """Bytes of what is being written in a set's folder, and all that is whole; what has a name
+    that no cache gives is somebody else's."""
+    stays, pieces = 0, []
     for name in _folders(folder):
+        first = FIRST_END if name == ENDS else 0
         with os.scandir(f"{folder}/{name}") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     size = _size(entry)
-                    if name == "ends" or "." in entry.name:
+                    if "." in entry.name:
                         stays += size
-                    elif _is_batch(name, entry.name):
-                        numbers.append(int(entry.name, 16))
-                        sizes.append(size)
-    return stays, numbers, sizes
+                    elif _is_piece(name, entry.name):
+                        pieces.append(_Piece(entry.path, first + int(entry.name, 16), size))
+    return stays, pieces
 
 
-def _is_batch(folder: str, name: str) -> bool:
-    """Whether a file is a record batch by its name, and lies where it belongs."""
-    return bool(_NUMBER.fullmatch(name)) and folder == f"{int(name, 16) & 255:02x}"
+def _is_piece(folder: str, name: str) -> bool:
+    """Whether a file is a record batch or a footer by its name, and lies where it belongs."""
+    return bool(_NUMBER.fullmatch(name)) and folder in (ENDS, f"{int(name, 16) & 255:02x}")
 
 
 def _size(entry: "os.DirEntry[str]") -> int:

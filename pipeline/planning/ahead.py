@@ -66,6 +66,12 @@ class Ahead:
                 np.minimum(found, away, out=found, where=is_there)
         return found
 
+    def between(self, source: int, parts: int) -> int:
+        """About how many windows it is from one that reads a part of a source to the next one that
+        does, where the source has so many parts."""
+        order = self.plan.order
+        return parts * order.num_windows // order.batches_read[source]
+
 
 def _first_place(order: EpochOrder, source: int, window: int) -> int:
     """The place in a source's epoch at which a window begins."""

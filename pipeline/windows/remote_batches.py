@@ -3,6 +3,7 @@
 import logging
 import os
 import threading
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
@@ -10,11 +11,13 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.shared import SharedPieces
 from tokenfeed.pipeline.caching.store import CountingStore, Fetched
+from tokenfeed.pipeline.caching.sweep import FIRST_END
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.expected import ExpectedShard
@@ -28,8 +31,6 @@ _OPEN_SHARDS = 2048
 """Footers in memory, of some 16 KB each; the others are in the cache."""
 _RUN_BYTES = 8 << 20
 """Neighbouring record batches come in one request of so many bytes, where all will be wanted."""
-_FIRST_END = 1 << 48
-"""The lock of the first footer; those before are of record batches."""
 _DAMAGED = "%s: %s was damaged in the cache or on its way: it was fetched again, and is whole."
 _log = logging.getLogger(__name__)
 
@@ -55,8 +56,8 @@ class RemoteBatches:
         self._only = only
         self._node = node
         self._infos = source.split.shards
-        self._batch_ends = list(accumulate(info.batches for info in self._infos))
-        self._row_ends = list(accumulate(info.rows for info in self._infos))
+        self._batch_ends = array("q", accumulate(info.batches for info in self._infos))
+        self._row_ends = array("q", accumulate(info.rows for info in self._infos))
         self._start()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,10 +69,12 @@ class RemoteBatches:
 
     def _start(self) -> None:
         name = f"{self._source.manifest.fingerprint} {self._infos[0].file}"
-        files = self._node.open_set(xxhash.xxh3_64_hexdigest(name.encode()), self._number)
+        files = self._node.open_set(
+            xxhash.xxh3_64_hexdigest(name.encode()), self._number, np.asarray(self._batch_ends)
+        )
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
-        self._ends = SharedPieces(self._node, files, files.end if files else str, _FIRST_END)
+        self._ends = SharedPieces(self._node, files, files.end if files else str, FIRST_END)
         self._opened: OrderedDict[int, RangedShard] = OrderedDict()
         self._opening = threading.Lock()
 

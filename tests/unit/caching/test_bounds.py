@@ -10,20 +10,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-from data_sets import MakeDataset
+from data_sets import MakeDataset, plan_in_memory, random_rows
 from delivery import realistic_lengths, small_batches
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ranged_folder import RangedFolder, cached_files
 
 from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache, place
 from tokenfeed.pipeline.caching.budget import Budget
 from tokenfeed.pipeline.caching.locks import alone, try_lock
+from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.place import Need, resolve_cache
 from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.sweep import sweep
+from tokenfeed.pipeline.caching.sweep import FIRST_END, sweep
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.ranged import end_bytes
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.reader import WindowReader
@@ -68,11 +74,22 @@ def settle(store: RangedFolder) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("num_shards", [1, 100])
 def test_a_cache_never_holds_more_than_its_bound(
-    store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_dataset: MakeDataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_shards: int,
 ) -> None:
-    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    small_batches(monkeypatch)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    folder = make_dataset(realistic_lengths(2000), num_shards=num_shards)
+    store = RangedFolder(folder, tmp_path / "requests")
+    (split,) = open_splits([folder], "train")
+    total = sum(shard.bytes for shard in split.split.shards)
     bound, most = total // 2, 0
+    if num_shards > 1:
+        assert sum(map(end_bytes, split.split.shards)) > bound, "footers alone are more"
     rename = os.replace
 
     def watched(source: str, target: str) -> None:
@@ -115,13 +132,15 @@ def test_a_sweep_removes_what_is_read_last_and_what_nobody_reads_first(tmp_path:
     temporary = tmp_path / "own/00/7.123.456"
     temporary.write_bytes(bytes(50))
     os.utime(temporary, (old, old))
-    (tmp_path / "own/ends/0").write_bytes(bytes(70))
-    left = sweep(str(tmp_path), 2_000, {"own": lambda numbers: numbers})
+    for name in ("own", "left"):
+        (tmp_path / name / "ends/0").write_bytes(bytes(70))
+    left = sweep(str(tmp_path), 2_000, {"own": lambda numbers: numbers % FIRST_END})
     sizes = [p.stat().st_size for p in tmp_path.glob("*/*/*")]
     assert left == sum(sizes) <= 1_800
     assert not list(tmp_path.glob("left/??/*"))
     assert not temporary.exists()
-    assert (tmp_path / "own/ends/0").exists()
+    assert (tmp_path / "own/ends/0").exists(), "a footer has its turn, as a record batch has"
+    assert not (tmp_path / "left/ends/0").exists()
     own = sorted(int(p.name, 16) for p in tmp_path.glob("own/??/*"))
     assert own == list(range(len(own))), "what is read soonest stays"
     assert 5 < len(own) < 15, "another run loses its share, and no more"
@@ -348,3 +367,24 @@ def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
     assert sweep(str(cache), 0, {"set": lambda numbers: numbers}) == 0
     assert not (cache / "set/00/0").exists()
     assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 60), st.data())
+def test_a_footer_goes_no_sooner_than_the_record_batches_that_need_it(
+    size: int, data: st.DataObject
+) -> None:
+    order = EpochOrder.of_one(size, data.draw(st.integers(1, size)), seed=0, shuffle=True)
+    plan, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))
+    cuts = data.draw(st.sets(st.integers(1, size)))
+    batch_ends = np.array(sorted(cuts | {size}))
+    node = Node(None)
+    window = data.draw(st.integers(0, order.num_windows - 1))
+    node.ahead = Ahead(replace(plan, order=order), Position(0, window, 0))
+    batches = np.array(sorted(data.draw(st.sets(st.integers(0, size - 1)))), np.int64)
+    shards = np.arange(len(batch_ends))
+    found = node._windows_until(0, batch_ends, np.concatenate([batches, FIRST_END + shards]))
+    of_batches, of_ends = found[: len(batches)], found[len(batches) :]
+    needing = np.searchsorted(batch_ends, batches, "right")
+    assert (of_ends[needing] <= of_batches).all()
+    assert (of_ends <= node.ahead.between(0, len(batch_ends))).all()

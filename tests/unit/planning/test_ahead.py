@@ -84,3 +84,11 @@ def test_the_windows_ahead_go_on_into_the_next_epoch() -> None:
     plan = plan_of(EpochOrder.of_one(5, 3, seed=0, shuffle=True), 0, 1)
     coming = Ahead(plan, Position(0, 1, 9)).windows()
     assert [next(coming) for _ in range(3)] == [(0, 2, 0), (1, 0, 0), (1, 1, 0)]
+
+
+def test_between_is_how_often_the_windows_of_an_epoch_come_to_a_shard() -> None:
+    order = EpochOrder.of_one(40_000, 10_000, seed=3, shuffle=True)
+    ahead = Ahead(plan_of(order, 0, 1), Position(0, 0, 0))
+    windows = ahead.until(0, np.arange(40_000)).reshape(1000, 40)
+    coming = [len(set(of_shard)) for of_shard in windows.tolist()]
+    assert ahead.between(0, 1000) == pytest.approx(10_000 / np.mean(coming), rel=0.03)
