@@ -49,6 +49,7 @@ __all__ = [
 
 _DEFAULTS = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 _ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "2",  # what threads that fetch have freed is there for the next window
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "OMP_NUM_THREADS": "1",  # importing numpy would start a thread a core, in every worker

@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ _OPEN_SHARDS = 256
 class SplitBatches(Protocol):
     """Record batches by their number within the split."""
 
-    def read(self, numbers: Sequence[int]) -> list[tuple[Rows, int]]:
-        """Decode some: the rows of each, and the number of its first row within the split.
+    def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
+        """Decode some, each when it is asked for: its rows, and the number of its first row within
+        the split.
 
         Raises:
             ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
@@ -68,9 +69,9 @@ class LocalBatches:
         self._batch_ends = list(accumulate(info.batches for info in source.split.shards))
         self._row_ends = list(accumulate(info.rows for info in source.split.shards))
 
-    def read(self, numbers: Sequence[int]) -> list[tuple[Rows, int]]:
+    def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
         """Decode some, one after the other."""
-        return [self._decoded(number) for number in numbers]
+        return map(self._decoded, numbers)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Nothing: the system keeps what a disk has read."""

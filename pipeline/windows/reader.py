@@ -1,6 +1,6 @@
 """Reading a window: several record batches, from any shards of any sources, decoded together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from tokenfeed.pipeline.format.schema import INPUT_IDS
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.windows.batches import LocalBatches, OpenShards, SplitBatches
+from tokenfeed.pipeline.windows.joining import Joiner
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.settings import CacheSettings
@@ -64,6 +65,7 @@ class WindowReader:
         self._sources = self._opened(sources, only)
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}
+        self._joiner = Joiner()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, as a worker gets it, decodes for itself."""
@@ -92,11 +94,12 @@ class WindowReader:
         """
         if self._remote:
             self._remote.begin(ahead)
-        parts, firsts = zip(*self._all(batches), strict=True)
+        numbers: list[tuple[int, int]] = []
+        rows = self._joiner.join(self._numbered(batches, numbers), len(batches))
         if self._remote:
             self._remote.go_on(self._prefetch)
-        numbers = ranges(np.array(firsts), np.array([len(part) for part in parts]))
-        return Window(Rows.concatenate(list(parts)), numbers)
+        firsts, sizes = np.array(numbers).T
+        return Window(rows, ranges(firsts, sizes))
 
     def _opened(
         self, sources: tuple[OpenedSplit, ...], only: tuple[str, ...] | None
@@ -109,10 +112,16 @@ class WindowReader:
             for number, source in enumerate(sources)
         ]
 
-    def _all(self, batches: np.ndarray) -> list[tuple[Rows, int]]:
+    def _numbered(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
+        """Each record batch; `numbers` gets the first of its rows and how many they are."""
+        for rows, first_row in self._all(batches):
+            numbers.append((first_row, len(rows)))
+            yield rows
+
+    def _all(self, batches: np.ndarray) -> Iterable[tuple[Rows, int]]:
         """Each record batch, and the number of its first row within all sources."""
         if not self._is_small:
-            return list(self._decoded(batches))
+            return self._decoded(batches)
         numbers = batches.tolist()
         missing = [number for number in numbers if number not in self._kept]
         if missing:

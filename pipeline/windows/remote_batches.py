@@ -6,7 +6,7 @@ import threading
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -29,6 +29,8 @@ __all__ = ["RemoteBatches"]
 
 _OPEN_SHARDS = 2048
 """Footers in memory, of some 16 KB each; the others are in the cache."""
+_AT_ONCE = 128
+"""Record batches in memory before they are decoded: as many as keep the threads of a node busy."""
 _RUN_BYTES = 8 << 20
 """Neighbouring record batches come in one request of so many bytes, where all will be wanted."""
 _DAMAGED = "%s: %s was damaged in the cache or on its way: it was fetched again, and is whole."
@@ -84,14 +86,17 @@ class RemoteBatches:
         store = self._store
         return Fetched(store.traffic) if isinstance(store, CountingStore) else Fetched()
 
-    def read(self, numbers: Sequence[int]) -> list[tuple[Rows, int]]:
-        """Decode some; what is not in the cache is asked for all at once."""
+    def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
+        """Decode some; those that are not in the cache are asked for many at once."""
         if self._files:
             self._files.touch()
-        with self._node.waiting():
-            shards = self._shards(numbers)
-            messages = self._batches.get(list(numbers), partial(self._fetch, shards))
-        return [self._decoded(shards, number, messages[number]) for number in numbers]
+        for start in range(0, len(numbers), _AT_ONCE):
+            part = list(numbers[start : start + _AT_ONCE])
+            with self._node.waiting():
+                shards = self._shards(part)
+                messages = self._batches.get(part, partial(self._fetch, shards))
+            for number in part:
+                yield self._decoded(shards, number, messages[number])
 
     def prefetch(self, numbers: Sequence[int]) -> None:
         """Put some into the cache, with their neighbours where it holds the whole split."""

@@ -84,6 +84,13 @@ def test_a_record_batch_is_one_request_and_a_shard_one_more(
     assert fetched.traffic.requests == len(batches) + 3
 
 
+def test_a_window_may_hold_a_record_batch_twice(
+    folder: Path, store: RangedFolder, cache: CacheSettings
+) -> None:
+    batches = np.array([2, 0, 2, 1, 2])
+    assert same(reader_of(store, cache).read(batches), reader_of(folder).read(batches))
+
+
 def test_a_copy_of_a_reader_reads_on_from_the_cache(
     folder: Path, store: RangedFolder, cache: CacheSettings
 ) -> None:
