@@ -6,7 +6,7 @@ from os import PathLike
 from tokenfeed.pipeline.caching.place import Need, resolve_cache
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.format.data_set import OpenedSplit
-from tokenfeed.pipeline.format.store import RangedStore
+from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 from tokenfeed.pipeline.planning.plan import Plan
 
 __all__ = ["cache_for", "has_remote"]
@@ -35,6 +35,6 @@ def cache_for(
     for source, read in zip(sources, plan.order.batches_read, strict=True):
         if isinstance(source.store, RangedStore):
             size = sum(shard.bytes for shard in source.split.shards)
-            total += size
+            total += 0 if isinstance(source.store, FetchingStore) else size
             window += size * read // source.batches // plan.order.num_windows
     return resolve_cache(cache_dir, cache_bytes, Need(total, max(1, window)))

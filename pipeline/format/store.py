@@ -17,7 +17,15 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
 
-__all__ = ["STORES", "LocalStore", "RangedStore", "Store", "StorePath", "open_store"]
+__all__ = [
+    "STORES",
+    "FetchingStore",
+    "LocalStore",
+    "RangedStore",
+    "Store",
+    "StorePath",
+    "open_store",
+]
 
 _SMALL_BYTES = 1 << 16
 """A file of no more is read at once; a loader keeps many of them."""
@@ -67,6 +75,15 @@ class RangedStore(Store, Protocol):
 
     def read_tail(self, name: str, length: int) -> bytes:
         """The last bytes of a file, or all where it has fewer."""
+        ...
+
+
+@runtime_checkable
+class FetchingStore(RangedStore, Protocol):
+    """One that brings files to this machine whole, and keeps them: no cache does so again."""
+
+    def fetch(self, name: str) -> None:
+        """Bring a file, unless it is there."""
         ...
 
 

@@ -97,6 +97,10 @@ class HubStore:
         size = self.size(name)
         return self.read_range(name, max(size - length, 0), length)
 
+    def fetch(self, name: str) -> None:
+        """Download a file, unless it is there."""
+        self._kept(name)
+
     def _kept(self, name: str) -> str:
         """Where a file is that was downloaded, of the same commit as the last one read."""
         from huggingface_hub import try_to_load_from_cache

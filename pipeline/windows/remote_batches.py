@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.expected import ExpectedShard
 from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.store import RangedStore
+from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
 
 __all__ = ["RemoteBatches"]
 
@@ -71,9 +71,10 @@ class RemoteBatches:
 
     def _start(self) -> None:
         name = f"{self._source.manifest.fingerprint} {self._infos[0].file}"
-        files = self._node.open_set(
-            xxhash.xxh3_64_hexdigest(name.encode()), self._number, np.asarray(self._batch_ends)
-        )
+        files = None
+        if not isinstance(self._store, FetchingStore):
+            own = xxhash.xxh3_64_hexdigest(name.encode())
+            files = self._node.open_set(own, self._number, np.asarray(self._batch_ends))
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
         self._ends = SharedPieces(self._node, files, files.end if files else str, FIRST_END)
@@ -99,7 +100,12 @@ class RemoteBatches:
                 yield self._decoded(shards, number, messages[number])
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Put some into the cache, with their neighbours where it holds the whole split."""
+        """Put some into the cache, with their neighbours where it holds the whole split; of a store
+        that keeps files itself, bring those that they are in."""
+        if isinstance(self._store, FetchingStore):
+            names = dict.fromkeys(self._infos[self._shard_of(number)].file for number in numbers)
+            for _ in self._node.threads_ahead.map(self._store.fetch, names):
+                pass
         files = self._files
         if files is None or files.is_paused:
             return

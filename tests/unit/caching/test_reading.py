@@ -3,23 +3,30 @@
 import logging
 import os
 import pickle
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from data_sets import VOCABULARY_SIZE, MakeDataset
+from data_sets import VOCABULARY_SIZE, MakeDataset, plan_in_memory, random_rows
 from delivery import flip_bit, realistic_lengths, small_batches
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranged_folder import RangedFolder, cached_files
 
+from tokenfeed import Fixed
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.feeding.remote import cache_for
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.expected import ExpectedShard
 from tokenfeed.pipeline.format.ranged import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 PLENTY = 1 << 30
@@ -89,6 +96,35 @@ def test_a_window_may_hold_a_record_batch_twice(
 ) -> None:
     batches = np.array([2, 0, 2, 1, 2])
     assert same(reader_of(store, cache).read(batches), reader_of(folder).read(batches))
+
+
+@dataclass(frozen=True)
+class FetchingFolder(RangedFolder):
+    """One that notes which files it is told to bring."""
+
+    def fetch(self, name: str) -> None:
+        self._note(f"{name} 0 0\n")
+
+
+def test_what_a_store_keeps_itself_is_not_kept_again_and_is_brought_ahead(
+    folder: Path, tmp_path: Path, cache: CacheSettings
+) -> None:
+    store = FetchingFolder(folder, tmp_path / "requests")
+    (split,) = open_splits([store], "train")
+    order = EpochOrder.of_one(split.batches, 8, seed=0, shuffle=True)
+    plan, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))
+    ahead = Ahead(replace(plan, order=order), Position(0, 0, 0))
+    reader, local = reader_of(store, cache), reader_of(folder)
+    assert same(reader.read(order.window(0, 0), ahead), local.read(order.window(0, 0)))
+    ends = np.cumsum([info.batches for info in split.split.shards])
+    coming = set(np.searchsorted(ends, order.window(0, 1), "right").tolist())
+    wanted = {f"{split.split.shards[shard].file} 0 0" for shard in coming}
+    deadline = time.monotonic() + 10
+    while not wanted <= set(store.requests()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert wanted <= set(store.requests())
+    assert not list(Path(cache.folder).glob("*/*/*")), "the store has it"
+    assert cache_for((split,), ahead.plan, tmp_path, 1), "nothing is refused for its size"
 
 
 def test_a_copy_of_a_reader_reads_on_from_the_cache(
