@@ -91,8 +91,9 @@ class Node:
         found = np.empty(len(numbers), np.int64)
         found[~is_end] = ahead.until(source, batches)
         of_shard = np.full(len(batch_ends), ahead.between(source, len(batch_ends)))
-        np.minimum.at(of_shard, np.searchsorted(batch_ends, batches, "right"), found[~is_end])
-        found[is_end] = of_shard[ends]
+        shards, last = np.searchsorted(batch_ends, batches, "right"), len(batch_ends) - 1
+        np.minimum.at(of_shard, np.minimum(shards, last), found[~is_end])
+        found[is_end] = of_shard[np.minimum(ends, last)]  # a foreign file may have any number
         return found
 
     def count(self, counted: Fetched) -> None:
