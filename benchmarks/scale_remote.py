@@ -26,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from loader_data import VOCABULARY, pretokenize, standard_library, write_json_lines
 from loader_process import family, pss
 from protocol import RESULTS, summary, write_result
-from remote import count, cpu_seconds, make_documents, serving
+from remote import count, serving
+from remote_case import cpu_seconds
 from rich.console import Console
 from rich.table import Table
 
@@ -39,7 +41,7 @@ from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 
 SHARDS, RANKS, DELAY_MS = 100_000, 1024, 30.0
-TOKENS, SHARD_SIZE = 140_000_000, "224MB"
+CHARACTERS, SHARD_SIZE = 660_000_000, "224MB"
 """Of the real data set: three shards of 47 M tokens and 617 record batches."""
 WINDOWS = 12
 """Read after the first batch."""
@@ -58,6 +60,16 @@ FIELDS = {
 """With how many digits."""
 
 Entry = dict[str, Any]
+
+
+def make_documents(folder: Path) -> None:
+    """The standard library's files again and again, unless they are there."""
+    if (folder / "manifest.json").exists():
+        return
+    corpus = folder.with_name("corpus.jsonl")
+    write_json_lines(corpus, list(standard_library()), CHARACTERS)
+    pretokenize(corpus, folder, "--vocab-size", VOCABULARY, "--shard-size", SHARD_SIZE)
+    corpus.unlink()
 
 
 def make_many(real: Path, large: Path, num_shards: int) -> None:
@@ -149,7 +161,7 @@ def run_case(*arguments: object) -> Entry:
 
 def measure(large: Path, delay_ms: float, kept: Path) -> dict[str, Entry]:
     """All cases once."""
-    with serving(large, delay_ms) as url:
+    with serving(large, delay_ms) as (url, _):
         return {name: run_case(name, url, kept / name, kept / "state") for name in CASES}
 
 
@@ -180,7 +192,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = options.data or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        make_documents(folder / "documents", TOKENS, "--shard-size", SHARD_SIZE)
+        make_documents(folder / "documents")
         make_many(folder / "documents", folder / "many", options.shards)
         runs = []
         for number in range(options.repeats):
