@@ -67,10 +67,13 @@ def false_engine() -> ModuleType:
 
 def sampled_document(word: str, times: int = 50_000) -> str:
     """A long text that the run's own sample will contain, with `word` beyond the first audit."""
+    begin = f"{'the lazy dog ' * times}{word} "
+    hash_of_begin = xxhash.xxh3_64(begin.encode())
     for number in range(100_000):
-        text = f"{'the lazy dog ' * times}{word} {number}"
-        if xxhash.xxh3_64_intdigest(text.encode()) % 1000 == 0:
-            return text
+        hash_of_text = hash_of_begin.copy()
+        hash_of_text.update(str(number).encode())
+        if hash_of_text.intdigest() % 1000 == 0:
+            return f"{begin}{number}"
     raise AssertionError("no text found")
 
 
