@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import first_of
@@ -56,7 +57,7 @@ def _before(folder: Path) -> tuple[str, bytes]:
 
 def _of_shards(shards: StorePath) -> tuple[str, bytes]:
     store, file = open_store(shards), Manifest.read(shards).tokenizer.file
-    return store.path(file), store.read(file)
+    return store.path(file), read_once(store, file)
 
 
 def _others(one: bytes, other: bytes) -> tuple[int, int]:

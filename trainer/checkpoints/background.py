@@ -7,7 +7,8 @@ __all__ = ["Background"]
 
 
 class Background:
-    """Does jobs one after another in threads; after one has failed, none until that is told.
+    """Does jobs one after another in threads; after one has failed, none that was asked for before
+    that is told.
 
     The threads do not keep the process alive.
     """
@@ -15,18 +16,21 @@ class Background:
     def __init__(self) -> None:
         self._last: threading.Thread | None = None
         self._error: Exception | None = None
+        self._failed = threading.Event()
+        """Of the jobs since an error was told last; those before have one of their own."""
 
     def do(self, job: Callable[[], object]) -> None:
         """Begin a job when those before are done; does not wait."""
-        before = self._last
+        before, failed = self._last, self._failed
 
         def work() -> None:
             if before is not None:
                 before.join()
-            if self._error is None:
+            if not failed.is_set():
                 try:
                     job()
                 except Exception as error:
+                    failed.set()
                     self._error = error
 
         thread = threading.Thread(target=work, daemon=True, name="checkpoint")
@@ -37,6 +41,7 @@ class Background:
         """Raise what a job has raised, once; does not wait."""
         error, self._error = self._error, None
         if error is not None:
+            self._failed = threading.Event()
             raise error
 
     def wait(self) -> None:
