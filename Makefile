@@ -4,8 +4,8 @@ BIN := .venv/bin
 RUN_CHECKS := $(BIN)/python -m
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow tests first: see conftest
-# Tests of commands wait as long as they compute: two processes more than cores.
-MORE := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 2)')
+# Tests of commands wait as long as they compute: one process more than cores.
+MORE := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 STEPS := 200
 
 .PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve clean
