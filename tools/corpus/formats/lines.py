@@ -20,6 +20,8 @@ __all__ = ["cut_lines"]
 _MOST_AT_ONCE = 8
 """Ranges of an object that are counted at the same time, and of a file as far as there are cores:
 each takes some 10 MB."""
+_COUNTED_BYTES = 1 << 18
+"""At once: what is compared stays in the cache of a core."""
 
 
 def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[Part]:
@@ -66,8 +68,10 @@ def _num_newlines(source: InputFile, start: int, stop: int) -> int:
 
 
 def _count(block: bytes) -> int:
-    """A third of the time of `bytes.count`, which looks at one byte after the other."""
-    return int(np.count_nonzero(np.frombuffer(block, np.uint8) == ord("\n")))
+    """Half the time of `bytes.count`, which looks at one byte after the other."""
+    characters = np.frombuffer(block, np.uint8)
+    pieces = (characters[at : at + _COUNTED_BYTES] for at in range(0, len(block), _COUNTED_BYTES))
+    return sum(int(np.count_nonzero(piece == ord("\n"))) for piece in pieces)
 
 
 def _range(source: InputFile, start: int, stop: int, first_record: int) -> Part:
