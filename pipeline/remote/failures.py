@@ -45,10 +45,15 @@ _NO_CREDENTIALS = (
 )
 _METADATA_SERVICE = "169.254.169.254"
 """Where a machine in a cloud is told its credentials."""
+_NO_RANGES = (
+    "the server gives no part of an object alone. Serve it by one that knows ranges, as nginx does "
+    "and `python -m http.server` does not"
+)
 _SAYING: dict[str, tuple[int, str]] = {
     _METADATA_SERVICE: (errno.EACCES, _NO_CREDENTIALS),
     "MissingAccessKeyId": (errno.EACCES, _NO_CREDENTIALS),
-    "NotPartial": (errno.EOPNOTSUPP, "the server gives no part of an object alone"),
+    "NotPartial": (errno.EOPNOTSUPP, _NO_RANGES),
+    "Range request not supported": (errno.EOPNOTSUPP, _NO_RANGES),
     "redirect without LOCATION": (
         errno.EREMOTE,
         "the bucket is in another region. Set AWS_REGION to that of the bucket",

@@ -3,8 +3,11 @@
 import io
 import json
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -225,3 +228,21 @@ def test_google_goes_by_the_number_of_a_version(
     assert keeps_conditions(store)
     store.delete("a/b")
     assert list(store.list()) == []
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """What `python -m http.server` answers with."""
+
+    def log_message(self, *given: object) -> None:
+        pass
+
+
+def test_a_web_server_without_ranges_is_told_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(DATA)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = ObjectStore.from_url(f"http://127.0.0.1:{server.server_port}")
+        assert store.read("x") == DATA
+        with pytest.raises(RemoteError, match=r"/x: the server gives no part .* knows ranges"):
+            store.read_range("x", 1, 2)
+        server.shutdown()
