@@ -30,11 +30,8 @@ def strayed(lengths: np.ndarray, plan: Any) -> float:
 
     def shares(order: np.ndarray) -> np.ndarray:
         step = (np.cumsum(lengths[order]) // STEP_TOKENS)[:-1]
-        of_tenth = [
-            np.bincount(step, np.where(tenth[order] == n, lengths[order], 0)[:-1])[:-1]
-            for n in range(10)
-        ]
-        return np.array(of_tenth) / STEP_TOKENS
+        tokens = np.bincount(step * 10 + tenth[order][:-1], lengths[order][:-1])
+        return tokens[: step[-1] * 10].reshape(-1, 10).T / STEP_TOKENS
 
     parts = []
     for window in range(plan.order.num_windows):
