@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import training
+import warm
 from training import (
     assert_same_run,
     load_weights,
@@ -24,6 +25,7 @@ from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 
 TRAIN = Path(sys.executable).with_name("train")
+MODULE = ("-m", "tokenfeed.tools.train")
 make_config = functools.partial(training.make_config, model="tiny")  # what a process finds
 
 
@@ -60,9 +62,9 @@ def test_a_stop_at_any_step_saves_and_loses_nothing(
     assert_same_run(run_dir, finished, 8)
 
 
-def command(config: TrainConfig) -> list[str]:
-    """The command line that means `config`."""
-    words = [str(TRAIN)]
+def words_of(config: TrainConfig) -> list[str]:
+    """The command line that means `config`, without the name of the command."""
+    words: list[str] = []
     for field in dataclasses.fields(config):
         value, flag = getattr(config, field.name), "--" + field.name.replace("_", "-")
         if value is True:
@@ -72,15 +74,19 @@ def command(config: TrainConfig) -> list[str]:
     return words
 
 
+def start(config: TrainConfig, program: Sequence[str] = MODULE) -> warm.Popen:
+    return warm.Popen(
+        [*program, *words_of(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
     number: signal.Signals, exit_code: int, shards: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     config = make_config(shards, run_dir, steps=100_000, save_every=100_000, json=True)
-    process = subprocess.Popen(
-        command(config), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = start(config)
     wait_for_step(2, run_dir, process)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)
@@ -101,7 +107,7 @@ def wait_for_step(step: int, run_dir: Path, process: subprocess.Popen[str]) -> N
 def test_sigusr1_saves_and_the_run_goes_on(shards: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = make_config(shards, run_dir, steps=100_000, save_every=100_000)
-    process = subprocess.Popen(command(config), stderr=subprocess.PIPE, text=True)
+    process = start(config)
     wait_for_step(2, run_dir, process)
     process.send_signal(signal.SIGUSR1)
     checkpoints = Checkpoints.of_run(run_dir)
@@ -135,11 +141,7 @@ def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
 ) -> None:
     run_dir = tmp_path / "run"
     config = make_config(shards, run_dir, save_every=2, eval_every=4)
-    process = subprocess.Popen(
-        [sys.executable, "-c", ON_A_DISK_THAT_HANGS, *command(config)[1:]],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = start(config, ("-c", ON_A_DISK_THAT_HANGS))
     wait_for_step(6, run_dir, process)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -154,7 +156,8 @@ def test_a_second_ctrl_c_ends_a_run_whose_disk_hangs_and_damages_nothing(
 
 def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -> None:
     config = make_config(shards, tmp_path / "run", steps=2)
-    result = subprocess.run(command(config), capture_output=True, text=True, check=True)
+    command = [TRAIN, *words_of(config)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "step 2/2 | loss " in result.stderr
     assert "real tok/s | stall " in result.stderr
     sections = [line.split()[0] for line in result.stdout.splitlines() if line[0] != " "]
@@ -171,7 +174,7 @@ def test_the_command_prints_progress_and_summary(shards: Path, tmp_path: Path) -
 
 def test_a_user_error_of_the_command_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     config = make_config(tmp_path / "nowhere", tmp_path / "run")
-    result = subprocess.run(command(config), capture_output=True, text=True)
+    result = warm.run([*MODULE, *words_of(config)])
     assert result.returncode == 1
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")

@@ -1,28 +1,29 @@
 """Python processes that start warm: forks of one that has imported what tokenfeed builds on.
 
-Imports take four seconds of a core, for an optimizer imports the compiler, and tests start hundreds
-of processes. What such a process does is its own: memory, descriptors, signals, environment, exit
-code. Two things differ from `python` on a command line, and tests of these start one: torch
-is there already, and the interpreter is not taken down at the end (exit functions run; what is left
-sees no `__del__`).
+Imports take from half a second to four seconds of a core, for an optimizer imports the compiler,
+and tests start hundreds of processes. What such a process does is its own: memory, descriptors,
+signals, environment, exit code. Three things differ from `python` on a command line, and tests of
+these start one: torch is there already, the parent is the process that forks, and the interpreter
+is not taken down at the end (exit functions run; what is left sees no `__del__`).
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
-import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 from unittest import mock
 
-__all__ = ["run"]
+__all__ = ["Popen", "run"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -47,6 +48,72 @@ class _Inherited:
         self.number = state.detach()
 
 
+class Popen(subprocess.Popen[str]):
+    """`python WORDS...`, started warm; to be used as what it derives from, with text in pipes."""
+
+    def __init__(
+        self,
+        words: Sequence[object],
+        *,
+        stdin: int = subprocess.DEVNULL,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        start_new_session: bool = False,
+    ) -> None:
+        """
+        Args:
+            words: `-c CODE`, `-m MODULE` or the path of a program, and what is given to it.
+            stdin, stdout, stderr: As of `subprocess.Popen`.
+            env: Its environment; None for that of this process.
+            cwd: Its folder; None for that of this process.
+            start_new_session: It leads a session and a group of its own.
+        """
+        super().__init__(
+            [sys.executable, *map(str, words)],
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env=env,
+            cwd=cwd,
+            start_new_session=start_new_session,
+            text=True,
+        )
+
+    def _execute_child(self, args: list[str], *rest: Any) -> None:
+        """Fork the warm process where `subprocess.Popen` would execute `args`."""
+        cwd, env, ends, is_leader = rest[4], rest[5], rest[9:15], rest[20]
+        read, _, _, write, _, error = ends
+        streams = [
+            _Inherited(standard if own == -1 else own)
+            for standard, own in enumerate((read, write, error))
+        ]
+        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
+            forkserver.ensure_running()
+        place, variables = str(cwd or Path.cwd()), dict(env or os.environ)
+        self._process = _context.Process(
+            target=_become, args=(args[1:], variables, place, streams, is_leader)
+        )
+        try:
+            self._process.start()
+        finally:
+            self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+        self._child_created = True
+        self.pid = self._process.pid or 0
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._process.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self._process.join(timeout)
+        if self.poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0)
+        return self.returncode
+
+
 def run(
     words: Sequence[object],
     *,
@@ -56,49 +123,43 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """What `python WORDS...` prints, and its exit code.
 
-    Args:
-        words: `-c CODE` or the path of a program, and what is given to it.
-        env: Its environment; None for that of this process.
-        cwd: Its folder; None for that of this process.
-        timeout: Seconds.
-
     Raises:
         subprocess.TimeoutExpired: It was killed after that time.
     """
-    with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
-        forkserver.ensure_running()
-    given = [str(word) for word in words]
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        streams = _Inherited(output.fileno()), _Inherited(errors.fileno())
-        place = str(cwd or Path.cwd())
-        process = _context.Process(
-            target=_become, args=(given, dict(env or os.environ), place, *streams)
-        )
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+    pipe = subprocess.PIPE
+    with Popen(words, stdout=pipe, stderr=pipe, env=env, cwd=cwd) as process:
+        try:
+            said = process.communicate(timeout=timeout)
+        except BaseException:
             process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(given, timeout)
-        said = []
-        for stream in (output, errors):
-            stream.seek(0)
-            said.append(stream.read().decode())
-        return subprocess.CompletedProcess([sys.executable, *given], process.exitcode, *said)
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
 
 
 def _become(
-    words: list[str], env: dict[str, str], cwd: str, output: _Inherited, errors: _Inherited
+    words: list[str],
+    env: dict[str, str],
+    cwd: str,
+    streams: list[_Inherited],
+    is_leader: bool,
 ) -> None:
-    for number, stream in enumerate((output, errors), 1):
+    gc.freeze()  # else collections would look at, and copy, all that was imported
+    if is_leader:
+        os.setsid()
+    for number, stream in enumerate(streams):
         os.dup2(stream.number, number)
         os.close(stream.number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ.update(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     os.chdir(cwd)
     try:
         _execute(words)
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
@@ -107,6 +168,9 @@ def _execute(words: list[str]) -> None:
         sys.argv = ["-c", *words[2:]]
         module = sys.modules["__main__"] = ModuleType("__main__")
         exec(compile(words[1], "<string>", "exec"), module.__dict__)
+    elif words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
