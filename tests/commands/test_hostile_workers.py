@@ -4,10 +4,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 from delivery import (
     PREAMBLE,
     eventually,
@@ -23,16 +23,10 @@ from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding import pool
 
 
-def start(script: str, folder: Path) -> "subprocess.Popen[str]":
+def start(script: str, folder: Path) -> warm.Popen:
     """A script in a session of its own, when it has said that it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PREAMBLE + script, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipe, words = subprocess.PIPE, ["-c", PREAMBLE + script, folder]
+    process = warm.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process

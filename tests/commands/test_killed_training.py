@@ -1,12 +1,11 @@
 """Whatever kills a training, also while it saves, it goes on to what it would have become."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import warm
 from places import SUPPORT
 from training import write_counting
 
@@ -34,14 +33,8 @@ def killed_training(
     tmp_path: Path, write_dataset: Callable[..., Path], kills: int, *options: str
 ) -> dict[str, int]:
     shards = write_counting(write_dataset, tmp_path / "shards", rows=400, validation_rows=20)
-    program = [sys.executable, str(SUPPORT / "killed_training.py")]
-    ended = subprocess.run(
-        [*program, str(shards), str(tmp_path), str(kills), *options],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    program = [SUPPORT / "killed_training.py", shards, tmp_path, kills, *options]
+    ended = warm.run(program, timeout=240)
     assert ended.returncode == 0, ended.stderr
     seen: dict[str, int] = json.loads(ended.stdout)
     assert seen["kills"] == kills

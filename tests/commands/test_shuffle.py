@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import warm
 from command import files_of, kill_at
 from data_sets import VOCABULARY_SIZE, random_rows, write_rows
 
@@ -22,7 +23,8 @@ from tokenfeed.tools.shuffling import run
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
 from tokenfeed.tools.shuffling.unit import PARTITIONS
 
-COMMAND = [sys.executable, "-m", "tokenfeed.tools.shards", "shuffle"]
+SHUFFLE = ("tokenfeed.tools.shards", "shuffle")
+COMMAND = [sys.executable, "-m", *SHUFFLE]
 
 
 MakeDataset = Callable[..., Path]
@@ -34,9 +36,7 @@ def shuffle(source: Path, out: Path, **settings: Any) -> Path:
 
 
 def command(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=100
-    )
+    result = warm.run(["-m", *SHUFFLE, *arguments])
     assert result.returncode == expect, result.stderr
     return result
 
@@ -182,7 +182,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_when_there_is_room(
 
 def large_set(tmp_path: Path) -> Path:
     """Work for processes."""
-    rows = random_rows(lengths_of(60_000, mean=500))
+    rows = random_rows(lengths_of(30_000, mean=500))
     return write_rows(tmp_path / "in", {"train": rows}, VOCABULARY_SIZE, 8)
 
 

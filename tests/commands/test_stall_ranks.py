@@ -3,12 +3,11 @@
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from places import SUPPORT
 from training import write_labelled
 
@@ -17,14 +16,7 @@ SECONDS, STEPS = 0.2, 20
 
 
 def python(*words: object) -> str:
-    ended = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    ended = warm.run(words, env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -75,9 +75,7 @@ def words_of(config: TrainConfig) -> list[str]:
 
 
 def start(config: TrainConfig, program: Sequence[str] = MODULE) -> warm.Popen:
-    return warm.Popen(
-        [*program, *words_of(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return warm.Popen([*program, *words_of(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

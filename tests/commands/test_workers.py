@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import warm
 from delivery import (
     POLICIES,
     PREAMBLE,
@@ -122,14 +123,10 @@ for step, batch in enumerate(loader):
 )
 
 
-def start(script: str, folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
+def start(script: str, folder: Path) -> warm.Popen:
+    pipe = subprocess.PIPE
+    process = warm.Popen(
+        ["-c", script, folder], stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
     )
     assert process.stdout
     assert process.stdout.readline() == "ready\n"

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import warm
+
 from tokenfeed.tools import console, pretokenize
 
 __all__ = [
@@ -151,7 +153,7 @@ from tokenfeed.tools.{module} import main
 main()
 """
     given = [*(["shuffle"] if command == "shuffle" else []), *map(str, arguments)]
-    result = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
+    result = warm.run(["-c", code, *given])
     assert result.returncode in (0, -signal.SIGKILL), result.stderr
     return result.returncode != 0
 

@@ -65,7 +65,7 @@ def false_engine() -> ModuleType:
     return module
 
 
-def sampled_document(word: str, times: int = 50_000) -> str:
+def sampled_document(word: str, times: int = 8_000) -> str:
     """A long text that the run's own sample will contain, with `word` beyond the first audit."""
     begin = f"{'the lazy dog ' * times}{word} "
     hash_of_begin = xxhash.xxh3_64(begin.encode())

@@ -8,6 +8,7 @@ is written. With --lose-disks the runs upload, slowly too, and after half of the
 the run is gone.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -130,6 +131,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     train(shards, undisturbed)  # not in a fork: each would import anew what is imported late
     slow_down(checkpoint_format)
     LocalFileSystem.put_file = upload_slowly
+    gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}
     while seen["kills"] < kills:
         run_dir = folder / str(seen["runs"])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from data_sets import plan_in_memory, random_rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.planning.ahead import NEVER, Ahead
