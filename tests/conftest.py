@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
+gc.disable()  # until all is imported: a fifth of that time
+
 settings.register_profile("tokenfeed", deadline=None)  # shared machines pause; that is no failure
 settings.load_profile("tokenfeed")
 
@@ -60,6 +62,7 @@ def pytest_collection_finish() -> None:
     """All is imported: collections skip it from now on, each 0.2 s with torch and hypothesis."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

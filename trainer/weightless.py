@@ -6,7 +6,6 @@ What is not in it: what kernels take for themselves while they run, CUDA's conte
 allocator loses between blocks. A compiled model takes less.
 """
 
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -106,7 +105,6 @@ class Weightless:
         learner.precision = Precision(self._precision, _CPU)
         learner.model.zero_grad(set_to_none=True)
         learner.optimizer = make_optimizer(learner.model, config.optimizer, config.weight_decay)
-        gc.collect()
 
 
 def _attention_flops(

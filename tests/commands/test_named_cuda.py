@@ -23,9 +23,9 @@ Seen = dict[str, Any]
 
 NARROW = {"bf16": "bfloat16", "fp16": "float16"}
 CASES: dict[str, dict[str, Any]] = {
-    f"{run} {precision}": settings | {"precision": precision}
+    f"{run} {precision}": settings | {"precision": precision, "step_tokens": tokens}
     for run, settings in RUNS.items()
-    for precision in NARROW
+    for precision, tokens in (("bf16", 256), ("fp16", 128))  # two micro-batches a step, and one
 } | {
     "chosen": RUNS["lm packed"] | {"num_workers": 1},
     "fp32": RUNS["complete packed"] | {"precision": "fp32"},
