@@ -90,16 +90,12 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
     return outcomes
 
 
-def test_a_few_damages_are_named_or_change_nothing(folder: Path) -> None:
-    outcomes = damage(folder, 10_000, 150)
-    assert min(outcomes.values()) > 0, outcomes
-    assert outcomes["unchanged"] < 50, "most of a shard is data"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_two_thousand_damages_are_named_or_change_nothing(folder: Path, part: int) -> None:
-    damage(folder, part * 500, 500)
+    outcomes = damage(folder, part * 500, 500)
+    assert min(outcomes.values()) > 0, outcomes
+    assert outcomes["unchanged"] < 170, "most of a shard is data"
 
 
 @pytest.mark.slow
