@@ -18,6 +18,7 @@ from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
 from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
+from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,10 +31,6 @@ XXH3_KEY = "tokenfeedxxh3"
 """In the metadata of an object: the checksum of its content. Azure takes no other signs."""
 PIECE_BYTES = 8 << 20
 """Of an object that is larger, this much is read by one request."""
-_ONE_REQUEST_BYTES = 64 << 20
-_PART_BYTES, _PARTS_AT_ONCE = 16 << 20, 4
-_QUICK_BYTES = 1 << 20
-"""So much is sent before anybody has to wait."""
 _PAGE = 1000
 """Names that a store lists at once."""
 
@@ -178,23 +175,12 @@ class ObjectStore:
         its time: no byte comes back meanwhile.
         """
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        in_parts, is_quick = size > _ONE_REQUEST_BYTES, size <= _QUICK_BYTES
+        timing = self.timing if is_quick(size) else self.timing.uploading
 
         def attempt() -> str:
-            content = data.read_bytes() if isinstance(data, Path) and not in_parts else data
-            client = self._connection.reads if is_quick else self._connection.writes
-            result = client.put(
-                name,
-                content,
-                attributes=metadata,
-                use_multipart=in_parts,
-                chunk_size=_PART_BYTES,
-                max_concurrency=_PARTS_AT_ONCE,
-            )
-            self._connection.meter.add(Traffic(bytes=size))
-            return self._etag(result)
+            return self._etag(put(self._connection, name, data, size, metadata))
 
-        return self._persist(attempt, name, self.timing if is_quick else self.timing.uploading)
+        return self._persist(attempt, name, timing)
 
     def create(self, name: str, data: bytes) -> bool:
         """Put an object if there is none; whether it is now there with this content.
@@ -280,32 +266,7 @@ class ObjectStore:
         return [self._info(meta["path"], meta, {}) for meta in page]
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
-        def attempt() -> bool:
-            try:
-                self._connection.reads.put(name, data, mode=mode, use_multipart=False)
-            except Exception as error:
-                return self._settled(name, data, error)
-            self._connection.meter.add(Traffic(bytes=len(data)))
-            return True
-
-        return self._persist(attempt, name)
-
-    def _settled(self, name: str, data: bytes, error: Exception) -> bool:
-        """What a write that did not succeed came to; raises where it may be tried again."""
-        from obstore.exceptions import PreconditionError
-
-        refused = isinstance(error, PreconditionError)
-        try:
-            found = bytes(self._connection.reads.get(name).bytes())
-        except FileNotFoundError:
-            if refused:
-                return False
-            raise error from None
-        if found == data:
-            return True
-        if refused or type(error).__name__ == "AlreadyExistsError":
-            return False
-        raise error
+        return self._persist(lambda: put_if(self._connection, name, data, mode), name)
 
 
 def _strong(etag: str | None) -> str:
