@@ -52,10 +52,14 @@ class SharedPieces:
         """A piece from the store, for the one in the cache is damaged, or came so."""
         self._node.count(Fetched(damaged=1))
         data = fetch(number)
+        self.replace(number, data)
+        return data
+
+    def replace(self, number: int, data: bytes) -> None:
+        """Have the cache hold this piece in place of the one that it has."""
         if self._files:
             self._files.remove(self._path(number))
             self._files.write(self._path(number), data)
-        return data
 
     def _fetch_all(self, missing: list[int], fetch: Fetch, got: dict[int, bytes]) -> None:
         patient_until = time.monotonic() + _PATIENCE_S

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.objects import Part
 
 __all__ = [
     "STORES",
@@ -69,11 +70,11 @@ class RangedStore(Store, Protocol):
     Safe to share between threads. It repeats a request that fails, and raises in the end.
     """
 
-    def read_range(self, name: str, start: int, length: int) -> bytes:
+    def read_range(self, name: str, start: int, length: int) -> Part:
         """Some bytes of a file."""
         ...
 
-    def read_tail(self, name: str, length: int) -> bytes:
+    def read_tail(self, name: str, length: int) -> Part:
         """The last bytes of a file, or all where it has fewer."""
         ...
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.address import hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
+from tokenfeed.pipeline.remote.objects import Part
 from tokenfeed.pipeline.remote.process import check_process, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
 
@@ -87,12 +88,12 @@ class HubStore:
         with open(self._download(name), "rb") as file:
             return file.read()
 
-    def read_range(self, name: str, start: int, length: int) -> bytes:
+    def read_range(self, name: str, start: int, length: int) -> Part:
         """Some bytes of a file, downloaded first if it is not yet there."""
         with open(self._kept(name), "rb") as file:
-            return os.pread(file.fileno(), length, start)
+            return Part(os.pread(file.fileno(), length, start), "")
 
-    def read_tail(self, name: str, length: int) -> bytes:
+    def read_tail(self, name: str, length: int) -> Part:
         """The last bytes of a file."""
         size = self.size(name)
         return self.read_range(name, max(size - length, 0), length)

@@ -7,7 +7,7 @@ what fails is repeated (`retrying`), or ends in one line that names the object.
 
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -16,6 +16,7 @@ from tokenfeed.pipeline.remote.address import Address, hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
+from tokenfeed.pipeline.remote.objects import ObjectInfo, Part, version_of
 from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from obstore import GetOptions
 
-__all__ = ["XXH3_KEY", "ObjectInfo", "ObjectStore"]
+__all__ = ["XXH3_KEY", "ObjectStore"]
 
 T = TypeVar("T")
 XXH3_KEY = "tokenfeedxxh3"
@@ -33,20 +34,6 @@ PIECE_BYTES = 8 << 20
 """Of an object that is larger, this much is read by one request."""
 _PAGE = 1000
 """Names that a store lists at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectInfo:
-    """What a store says of an object."""
-
-    name: str
-    size: int
-    etag: str
-    """Differs for another version; empty where a server tells none, and in a list of Google's."""
-    modified_s: float = 0.0
-    """When it was written, by the store's clock."""
-    metadata: dict[str, str] = field(default_factory=dict)
-    """What was given when it was written; of a list always empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +105,11 @@ class ObjectStore:
             return whole
         starts = range(0, size, PIECE_BYTES)
         return b"".join(
-            self._part(name, start, min(PIECE_BYTES, size - start), {"if_match": etag})
+            self._part(name, start, min(PIECE_BYTES, size - start), {"if_match": etag}).data
             for start in starts
         )
 
-    def read_range(self, name: str, start: int, length: int, etag: str = "") -> bytes:
+    def read_range(self, name: str, start: int, length: int, etag: str = "") -> Part:
         """`length` bytes from `start` on, by one request; errors are those of `head`.
 
         Args:
@@ -135,12 +122,12 @@ class ObjectStore:
             RemoteError: The object has fewer, or another ETag.
         """
         if not length:
-            return b""
+            return Part(b"", "")
         if self._etag_key == "version":
             return self._part(name, start, length, {"version": etag})
         return self._part(name, start, length, {"if_match": etag})
 
-    def read_tail(self, name: str, length: int) -> bytes:
+    def read_tail(self, name: str, length: int) -> Part:
         """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
         if self.address.scheme in ("az", "abfss"):  # Azure counts from the front alone
             size = self.size(name)
@@ -237,24 +224,25 @@ class ObjectStore:
             return size, etag, None
         return size, etag, self._counted(bytes(result.bytes()))
 
-    def _part(self, name: str, start: int, length: int, condition: "GetOptions") -> bytes:
+    def _part(self, name: str, start: int, length: int, condition: "GetOptions") -> Part:
         options: GetOptions = {"range": (start, start + length)}
         if any(condition.values()):
             options |= condition
-        content, size = self._persist(lambda: self._get(name, options), name)
-        if len(content) != length:
+        part, size = self._persist(lambda: self._get(name, options), name)
+        if len(part.data) != length:
             raise RemoteError(
                 errno.EINVAL,
                 f"expected bytes up to {start + length:,}, got {size:,} in all: it was cut short "
                 "or replaced. Copy it again",
                 self.path(name),
             )
-        return content
+        return part
 
-    def _get(self, name: str, options: "GetOptions") -> tuple[bytes, int]:
+    def _get(self, name: str, options: "GetOptions") -> tuple[Part, int]:
         """Some of an object, and the size of all."""
         result = self._connection.reads.get(name, options=options)
-        return self._counted(bytes(result.bytes())), result.meta["size"]
+        meta = result.meta
+        return Part(self._counted(bytes(result.bytes())), version_of(meta)), meta["size"]
 
     def _counted(self, content: bytes) -> bytes:
         self._connection.meter.add(Traffic(bytes=len(content)))

@@ -5,6 +5,8 @@ from typing import BinaryIO, Protocol, cast
 
 import pyarrow as pa
 
+from tokenfeed.pipeline.remote.objects import Part
+
 __all__ = ["open_ranged", "open_ranged_bytes"]
 
 _WHOLE_BYTES = 1 << 20
@@ -14,7 +16,7 @@ _FIRST_BYTES, _LARGEST_BYTES = 1 << 18, 8 << 20
 class _Ranges(Protocol):
     """What gives any part of an object."""
 
-    def read_range(self, name: str, start: int, length: int) -> bytes:
+    def read_range(self, name: str, start: int, length: int) -> Part:
         """`length` bytes from `start` on."""
         ...
 
@@ -22,7 +24,7 @@ class _Ranges(Protocol):
 def open_ranged(store: _Ranges, name: str, size: int) -> pa.NativeFile:
     """Open an object; a small one comes whole."""
     if size <= _WHOLE_BYTES:
-        return pa.BufferReader(store.read_range(name, 0, size))
+        return pa.BufferReader(store.read_range(name, 0, size).data)
     return pa.PythonFile(_RangedFile(store, name, size), mode="r")
 
 
@@ -76,5 +78,5 @@ class _RangedFile(io.RawIOBase):
         self._next_bytes = min(2 * self._next_bytes, _LARGEST_BYTES) if follows else _FIRST_BYTES
         begin += len(head)
         length = min(max(size - len(head), self._next_bytes), self._size - begin)
-        self._kept = head + self._store.read_range(self._name, begin, length)
+        self._kept = head + self._store.read_range(self._name, begin, length).data
         self._kept_from = self._at

@@ -2,10 +2,8 @@
 
 import logging
 import os
-import threading
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
@@ -17,26 +15,21 @@ import xxhash
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.shared import SharedPieces
 from tokenfeed.pipeline.caching.store import CountingStore, Fetched
-from tokenfeed.pipeline.caching.sweep import FIRST_END
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
-from tokenfeed.pipeline.format.expected import ExpectedShard
-from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
+from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, RemoteShards
 
 __all__ = ["RemoteBatches"]
 
-_OPEN_SHARDS = 2048
-"""Footers in memory, of some 16 KB each; the others are in the cache."""
 _AT_ONCE = 128
 """Record batches in memory before they are decoded: as many as keep the threads of a node busy."""
 _RUN_BYTES = 8 << 20
 """Neighbouring record batches come in one request of so many bytes, where all will be wanted."""
-_DAMAGED = "%s: %s was damaged in the cache or on its way: it was fetched again, and is whole."
 _log = logging.getLogger(__name__)
 
-Shards = dict[int, RangedShard]
+Shards = dict[int, RemoteShard]
 
 
 class RemoteBatches:
@@ -77,9 +70,7 @@ class RemoteBatches:
             files = self._node.open_set(own, self._number, np.asarray(self._batch_ends))
         self._files = files
         self._batches = SharedPieces(self._node, files, files.batch if files else str)
-        self._ends = SharedPieces(self._node, files, files.end if files else str, FIRST_END)
-        self._opened: OrderedDict[int, RangedShard] = OrderedDict()
-        self._opening = threading.Lock()
+        self._shards = RemoteShards(self._source, self._store, self._only, self._node, files)
 
     @property
     def fetched(self) -> Fetched:
@@ -94,7 +85,7 @@ class RemoteBatches:
         for start in range(0, len(numbers), _AT_ONCE):
             part = list(numbers[start : start + _AT_ONCE])
             with self._node.waiting():
-                shards = self._shards(part)
+                shards = self._shards_of(part)
                 messages = self._batches.get(part, partial(self._fetch, shards))
             for number in part:
                 yield self._decoded(shards, number, messages[number])
@@ -111,68 +102,29 @@ class RemoteBatches:
             return
         missing = [number for number in numbers if not os.path.exists(files.batch(number))]
         if missing:
-            shards = self._shards(missing)
+            shards = self._shards_of(missing)
             runs = dict.fromkeys(map(self._run, missing))
             for _ in self._node.threads_ahead.map(partial(self._fetch_run, shards), runs):
                 pass
 
     def _decoded(self, shards: Shards, number: int, message: bytes) -> tuple[Rows, int]:
         shard = self._shard_of(number)
-        info, reader = self._infos[shard], shards[shard]
+        info, reader = self._infos[shard], shards[shard].ranged
         index = self._index(number)
         try:
             rows, first_row = reader.rows(index, message)
         except ShardFormatError:
             message = self._batches.again(number, partial(self._fetch, shards))
             rows, first_row = reader.rows(index, message)  # raises where the store has it so
-            _log.warning(_DAMAGED, reader.expected.path, f"record batch {index}")
+            _log.warning(DAMAGED, reader.expected.path, f"record batch {index}")
         return rows, first_row + self._row_ends[shard] - info.rows
 
-    def _shards(self, numbers: Iterable[int]) -> Shards:
+    def _shards_of(self, numbers: Iterable[int]) -> Shards:
         """The shards of some record batches, with their footers."""
-        wanted = dict.fromkeys(map(self._shard_of, numbers))
-        with self._opening:
-            found = {shard: self._opened[shard] for shard in wanted if shard in self._opened}
-        missing = [shard for shard in wanted if shard not in found]
-        for shard, end in self._ends.get(missing, self._fetch_end).items():
-            found[shard] = self._with_end(shard, end)
-        with self._opening:
-            self._opened.update(found)
-            while len(self._opened) > _OPEN_SHARDS:
-                self._opened.popitem(last=False)
-        return found
-
-    def _with_end(self, shard: int, end: bytes) -> RangedShard:
-        source, info = self._source, self._infos[shard]
-        expected = ExpectedShard.of(
-            self._store.path(info.file),
-            info,
-            source.manifest.tokenizer.vocabulary_size,
-            source.manifest.columns,
-            self._only,
-        )
-        try:
-            return RangedShard.from_end(expected, end)
-        except ShardFormatError:
-            end = self._ends.again(shard, self._fetch_end)
-            opened = RangedShard.from_end(expected, end)  # raises where the store has it so
-            _log.warning(_DAMAGED, expected.path, "the footer")
-            return opened
-
-    def _fetch_end(self, shard: int) -> bytes:
-        """The end of a shard, with all of its footer."""
-        info = self._infos[shard]
-        try:
-            end = self._store.read_tail(info.file, end_bytes(info))
-            if more := missing_bytes(end):
-                end = self._store.read_tail(info.file, min(more, info.bytes))
-        except FileNotFoundError as error:
-            raise self._not_found(shard) from error
-        return end
+        return self._shards.get(map(self._shard_of, numbers))
 
     def _fetch(self, shards: Shards, number: int) -> bytes:
-        shard = self._shard_of(number)
-        return self._read_range(shard, *shards[shard].span(self._index(number), 1))
+        return self._shards.read(shards[self._shard_of(number)], self._index(number), 1)
 
     def _fetch_run(self, shards: Shards, run: tuple[int, int]) -> None:
         """Put neighbouring record batches into the cache, unless another process does just that."""
@@ -185,16 +137,10 @@ class RemoteBatches:
                 return
             shard = self._shard_of(first)
             part = self._index(wanted[0]), wanted[-1] + 1 - wanted[0]
-            data = self._read_range(shard, *shards[shard].span(*part))
-            messages = shards[shard].cut(*part, data)
+            data = self._shards.read(shards[shard], *part)
+            messages = shards[shard].ranged.cut(*part, data)
             for number in wanted:
                 files.write(files.batch(number), messages[number - wanted[0]])
-
-    def _read_range(self, shard: int, start: int, length: int) -> bytes:
-        try:
-            return self._store.read_range(self._infos[shard].file, start, length)
-        except FileNotFoundError as error:
-            raise self._not_found(shard) from error
 
     def _run(self, number: int) -> tuple[int, int]:
         """The first of the record batches that come with one, and how many they are."""
@@ -214,9 +160,3 @@ class RemoteBatches:
         """The place of a record batch within its shard."""
         shard = self._shard_of(number)
         return number - self._batch_ends[shard] + self._infos[shard].batches
-
-    def _not_found(self, shard: int) -> ShardFormatError:
-        return ShardFormatError(
-            f"{self._store.path(self._infos[shard].file)}: not found, but the manifest names it. "
-            "Copy it again."
-        )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -28,6 +29,7 @@ class StoredObject:
     metadata: dict[str, str] = field(default_factory=dict)
     generation: int = field(default_factory=itertools.count(1).__next__, compare=False)
     """Google's name of a version."""
+    modified: str = field(default_factory=partial(formatdate, usegmt=True), compare=False)
 
     @property
     def etag(self) -> str:
@@ -141,7 +143,7 @@ class _Objects(Handler):
             for company in ("amz", "goog")
         }
         headers["x-goog-generation"] = str(there.generation)
-        headers |= {"ETag": there.etag, "Last-Modified": formatdate(usegmt=True)}
+        headers |= {"Last-Modified": there.modified} | self.server_state.etag_of(there)
         status, data = 200, there.data
         if "Range" in self.headers:
             begin, end = _range(self.headers["Range"], len(data))
@@ -191,12 +193,20 @@ class ObjectServer:
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     lies: bool = False
+    etags: Iterator[str] | None = None
+    """What each answer calls the version of its object: None for its own ETag, or nothing."""
     port: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def etag_of(self, there: StoredObject) -> dict[str, str]:
+        """The header that tells it."""
+        with self.lock:
+            etag = there.etag if self.etags is None else next(self.etags)
+        return {"ETag": etag} if etag else {}
 
 
 @contextmanager

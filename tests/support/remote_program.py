@@ -49,8 +49,8 @@ def hub(url: str) -> None:
     for ask in (
         lambda: store.read("x"),
         lambda: store.size("x"),
-        lambda: store.read_range("x", 1, 3),
-        lambda: store.read_tail("x", 2),
+        lambda: store.read_range("x", 1, 3).data,
+        lambda: store.read_tail("x", 2).data,
         lambda: store.open("x", store.size("x")).read(),
         lambda: store.read("y"),
     ):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from tokenfeed.pipeline.errors import CorpusError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.remote.objects import ObjectInfo, Part
 from tokenfeed.pipeline.remote.ranged import open_ranged_bytes
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.remote.object_store import ObjectInfo, ObjectStore
+    from tokenfeed.pipeline.remote.object_store import ObjectStore
 
 __all__ = ["PUT_BACK", "Place", "RemoteFile", "local_copy", "open_place"]
 
@@ -29,7 +30,7 @@ class RemoteFile:
     """An object, in the version that was found."""
 
     store: "ObjectStore"
-    info: "ObjectInfo"
+    info: ObjectInfo
 
     def __str__(self) -> str:
         return self.store.path(self.info.name)
@@ -39,7 +40,7 @@ class RemoteFile:
         """Changes when the object does."""
         return self.info.etag or f"{self.info.modified_s} {self.info.size}"
 
-    def read_range(self, name: str, start: int, length: int) -> bytes:
+    def read_range(self, name: str, start: int, length: int) -> Part:
         """Some of its bytes; the name is its own.
 
         Raises:
@@ -109,5 +110,5 @@ def _copy(place: RemoteFile, copy: IO[bytes]) -> None:
     size = place.info.size
     for start in range(0, size, _PIECE_BYTES):
         length = min(_PIECE_BYTES, size - start)
-        copy.write(place.read_range(place.info.name, start, length))
+        copy.write(place.read_range(place.info.name, start, length).data)
     copy.flush()

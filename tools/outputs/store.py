@@ -19,7 +19,8 @@ from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import hide_password
-from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectInfo, ObjectStore
+from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
+from tokenfeed.pipeline.remote.objects import ObjectInfo
 
 __all__ = ["StoreOutput"]
 

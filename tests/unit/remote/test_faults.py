@@ -29,7 +29,7 @@ def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
     for times in (1, 2):
         remote.proxy.seen.clear()
         remote.proxy.schedule.extend([Fault(kind, 500, seconds=1.0)] * times)  # type: ignore[arg-type]
-        assert store.read_range("x", 5, 2000) == DATA[5:2005]
+        assert store.read_range("x", 5, 2000).data == DATA[5:2005]
         assert len(remote.proxy.seen) == 1 + times
     after = store.traffic
     assert (after.requests - before.requests, after.retries - before.retries) == (5, 3)
