@@ -23,6 +23,11 @@ _RIGHTS = "the store refuses access ({cause}). Check the credentials and what th
 _CHANGED = "was changed while it was read ({cause}). Start again"
 _UNABLE = "the store cannot do this ({cause})"
 _NAME = "a name of an object cannot be used here ({cause}). Give it another one"
+_LISTED = (
+    "has an object that cannot be listed, nor can those beside it ({cause}). Rename it, or give "
+    "folders that do not hold it"
+)
+_BEFORE_LISTED = "Encountered object with invalid path: "
 _FINAL: dict[str, tuple[int, str]] = {
     "400": (errno.EINVAL, "the store takes the request for a mistake ({cause})"),
     "401": (errno.EACCES, _RIGHTS),
@@ -36,7 +41,6 @@ _FINAL: dict[str, tuple[int, str]] = {
     "PermissionDeniedError": (errno.EACCES, _RIGHTS),
     "PreconditionError": (errno.ESTALE, _CHANGED),
     "NotSupportedError": (errno.EOPNOTSUPP, _UNABLE),
-    "InvalidPathError": (errno.EINVAL, _NAME),
 }
 """By HTTP status, or the class of the client's error."""
 _NO_CREDENTIALS = (
@@ -80,6 +84,8 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
         raise RemoteError(errno.EINVAL, _NAME.format(cause=first_line(error)), place) from None
     if isinstance(error, TokenfeedError) or not type(error).__module__.startswith("obstore"):
         raise error
+    if type(error).__name__ == "InvalidPathError":
+        raise RemoteError(errno.EINVAL, _LISTED.format(cause=first_line(error)), place) from None
     cause = _cause(str(error))
     if (final := _final(error)) and not (has_talked and _METADATA_SERVICE in str(error)):
         raise RemoteError(final[0], final[1].format(cause=cause), place) from None
@@ -89,7 +95,7 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
 def first_line(error: Exception) -> str:
     """What the client says, without its own debugging lines."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return hide_password(lines[0].strip())
+    return hide_password(lines[0].strip().removeprefix(_BEFORE_LISTED))
 
 
 def _final(error: Exception) -> tuple[int, str] | None:

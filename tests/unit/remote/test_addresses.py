@@ -1,5 +1,6 @@
 """An address says where and who, shows no secret, and what is missing for it is named."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,9 +112,20 @@ def test_a_name_that_cannot_be_one_is_told(remote: Remote) -> None:
     for name in ("tab\tx", "two//x", "../x"):
         with pytest.raises(RemoteError, match=r"^[^\n]*a name of an object cannot be used here"):
             remote.store.read(name)
-    remote.put("deep//x", DATA)
-    with pytest.raises(RemoteError, match=r"cannot be used here \(.*deep//x.*Give it another one"):
+
+
+@pytest.mark.parametrize("name", ["deep//x", "Timeout/./x", "404/../x", "/x"])
+def test_a_name_that_cannot_be_listed_is_told_and_harms_no_other_folder(
+    remote: Remote, name: str
+) -> None:
+    remote.put("deeper/x", DATA)
+    remote.put(name, DATA)
+    assert [info.name for info in remote.store.list("deeper")] == ["deeper/x"]
+    found = re.escape(f'"{remote.prefix.partition("/")[2]}/{name}"')
+    said = rf"^s3://{remote.prefix}/: has an object that cannot be listed, .*{found}.* Rename it"
+    with pytest.raises(RemoteError, match=said) as caught:
         list(remote.store.list())
+    assert "\n" not in str(caught.value)
 
 
 def test_a_weak_etag_is_none(remote: Remote, monkeypatch: pytest.MonkeyPatch) -> None:
