@@ -35,6 +35,9 @@ from tokenfeed.tools.saved_states import SavedState
 
 __all__ = ["Explain"]
 
+_MOST_WINDOWS = 100_000
+"""Between a state and a step: some hours of large windows."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explain:
@@ -211,6 +214,7 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
         index -= len(ends)
         begin = maker.plan.next_window(begin)
         ends = _step_ends(maker, begin)
+        _check_distance(index, ends, number)
     while index < 0:
         windows = begin.epoch * maker.plan.num_windows + begin.window - 1
         if windows < 0:
@@ -218,8 +222,23 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
         begin = Position(*divmod(windows, maker.plan.num_windows), 0)
         ends = _step_ends(maker, begin)
         index += len(ends)
+        _check_distance(-index, ends, number)
     first = int(ends[index - 1]) if index else begin.micro_batch
     return _Step(begin, first, int(ends[index]))
+
+
+def _check_distance(steps: int, ends: np.ndarray, number: int) -> None:
+    """Refuse what would be read for days; how many steps a window has, only reading it tells.
+
+    Raises:
+        ConfigError: So many steps take too many windows, if all are like the one that ends so.
+    """
+    windows = steps // max(len(ends), 1)
+    if windows > _MOST_WINDOWS:
+        raise ConfigError(
+            f"`--step` {number}: is some {windows:,} windows from where the state was saved, and "
+            "each of them would be read. Give a state that was saved nearer to it."
+        )
 
 
 def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:

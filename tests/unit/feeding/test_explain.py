@@ -1,6 +1,7 @@
 """Explaining a batch, or a step of a run from its state: the records it was really made of."""
 
 import json
+import re
 from collections import defaultdict
 from itertools import product
 from pathlib import Path
@@ -165,6 +166,26 @@ def test_what_cannot_be_told_is_one_line(
     assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
     other = make_dataset([5] * 30)
     assert "Give the same, in the same order" in explain(other, path, expect=1)
+
+
+def test_a_step_that_is_too_far_is_refused_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plan = tmp_path / "state.json", {"micro_batches_per_step": 4}
+    with open_loader(folder, **plan) as loader:
+        state = loader.state_dict()
+    path.write_text(json.dumps(state))
+    for step in (10**9, 10**15, 10**30):
+        (line,) = explain(folder, path, "--step", step, expect=2).splitlines()
+        assert re.search(
+            rf"`--step` {step}: is some [\d,]+ windows from where .* nearer to it", line
+        )
+    path.write_text(json.dumps(state | {"epoch": 10**6}))
+    assert "windows from where" in explain(folder, path, "--step", -(10**9), expect=2)
+    monkeypatch.setattr("tokenfeed.tools.explain._MOST_WINDOWS", 2)
+    path.write_text(json.dumps(state))
+    assert explain(folder, path, "--step", 8).startswith("--- step 8 | epoch 0, window 1")
+    assert "windows from where" in explain(folder, path, "--step", 100, expect=2)
 
 
 def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
