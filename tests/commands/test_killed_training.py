@@ -9,7 +9,7 @@ import warm
 from places import SUPPORT
 from training import write_counting
 
-KILLS, WITH_UPLOADS = 40, 16
+KILLS, WITH_UPLOADS = 30, 16
 
 
 @pytest.mark.slow

@@ -86,8 +86,8 @@ def test_the_interval_holds_the_truth_of_most_runs(regime: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("regime", FEW)
-def test_the_interval_holds_the_truth_in_at_least_90_of_100_runs(regime: str) -> None:
-    assert covered(FEW[regime], range(100)) >= 90
+def test_the_interval_holds_the_truth_in_at_least_nine_of_ten_runs(regime: str) -> None:
+    assert covered(FEW[regime], range(60)) >= 54
 
 
 def test_without_calibration_the_stall_inside_work_is_bounded_and_named_as_unseen() -> None:

@@ -58,7 +58,7 @@ def alive(monkeypatch: pytest.MonkeyPatch) -> list["weakref.ref[Tensor]"]:
 def test_the_run_learns_the_same_in_pieces_and_nothing_leaks(
     way: str, data: Path, tmp_path: Path, alive: list["weakref.ref[Tensor]"], caplog: Any
 ) -> None:
-    settings = RUNS[way] | {"steps": 3, "micro_batch_tokens": 192, "step_tokens": 576}
+    settings = RUNS[way] | {"steps": 2, "micro_batch_tokens": 192, "step_tokens": 576}
     shards = data / settings.pop("shards")
     with caplog.at_level("WARNING"):
         cut = run(make_config(shards, tmp_path / "cut", **settings))

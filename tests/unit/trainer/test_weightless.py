@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = RUNS | {
     "selective": RUNS["complete packed"] | {"recompute": "selective"},
     "full": RUNS["masked packed"] | {"recompute": "full", "dropout": 0.1},
 }
-SIZE = ModelSize(layers=3, width=64, heads=2)
+SIZE = ModelSize(layers=2, width=64, heads=2)
 
 
 @pytest.fixture(scope="module")
