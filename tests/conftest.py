@@ -65,6 +65,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Collections need not look at what was made before this module either."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def write_dataset() -> WriteDataset:
     """Writes given ids: (folder, {split: (ids, lengths)}, vocabulary_size) -> folder."""
