@@ -15,11 +15,12 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 from tokenfeed.pipeline.errors import CorpusError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.objects import ObjectInfo, Part
 from tokenfeed.pipeline.remote.ranged import open_ranged_bytes
+from tokenfeed.pipeline.remote.spans import SpansFile
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.remote.object_store import ObjectStore
 
-__all__ = ["PUT_BACK", "Place", "RemoteFile", "local_copy", "open_place"]
+__all__ = ["PUT_BACK", "Place", "RemoteFile", "local_copy", "open_place", "open_spans"]
 
 PUT_BACK = "Put it back, or start again with an empty output folder."
 _PIECE_BYTES = 8 << 20
@@ -83,6 +84,11 @@ def open_place(place: Place) -> BinaryIO:
     if isinstance(place, str):
         return open(place, "rb", buffering=0)
     return open_ranged_bytes(place, place.info.name, place.info.size)
+
+
+def open_spans(place: RemoteFile) -> SpansFile:
+    """Open an object of which only some spans will be read."""
+    return SpansFile(place, place.info.name, place.info.size)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.corpus.parts import InputFile
-from tokenfeed.tools.corpus.places import local_copy
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.units import Unit
 
@@ -160,8 +159,7 @@ def _names_in(source: InputFile, field: str) -> tuple[str, ...]:
     if schema is None:
         return ()
     try:
-        with local_copy(source.path) as path:
-            metadata = schema(path).metadata or {}
+        metadata = schema(source.path).metadata or {}
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][field]
         feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
         return tuple(map(str, feature["names"]))

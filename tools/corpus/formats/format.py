@@ -7,6 +7,7 @@ import pyarrow as pa
 
 from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.records import Records
 
 __all__ = ["Format"]
@@ -28,8 +29,8 @@ class Format:
     field for None; where this is not given, only the ending of a name says so."""
     is_vague: bool = False
     """Whether files with its endings may be of another format, so that their content decides."""
-    schema: Callable[[str], pa.Schema] | None = None
-    """The schema at a path, which may have names of classes; raises OSError or ArrowException."""
+    schema: Callable[[Place], pa.Schema] | None = None
+    """The schema of the table at a place; errors are those of `OpenTable`."""
     text_ratio: int = 1
     """Bytes of text that a byte of the file holds, about: for weighing work, no more."""
     is_compressible: bool = True

@@ -1,15 +1,29 @@
-"""Read Parquet by row groups; a damaged one costs its own records."""
+"""Read Parquet by row groups; a damaged one costs its own records.
+
+Of an object in a store only the footer and the columns wanted are read.
+"""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from tokenfeed.pipeline.remote.spans import Span, SpansFile
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.formats.tables import BATCH_ROWS, cut_table, numbered, read_table
+from tokenfeed.tools.corpus.formats.tables import (
+    BATCH_ROWS,
+    OpenTable,
+    cut_table,
+    numbered,
+    read_table,
+    table_schema,
+)
 from tokenfeed.tools.corpus.kinds import Fields
+from tokenfeed.tools.corpus.places import Place, open_spans
 from tokenfeed.tools.corpus.records import Records, rejected
 
 if TYPE_CHECKING:
@@ -17,8 +31,81 @@ if TYPE_CHECKING:
 
 __all__ = ["PARQUET"]
 
+_STREAMED_BYTES = 1 << 18
+"""Of a column in a store, this much is unpacked at once, or a page: it never is in memory whole."""
 
-def _open(path: str) -> "pq.ParquetFile":
+
+@dataclass(frozen=True, slots=True)
+class _ParquetTable:
+    file: "pq.ParquetFile"
+    source: SpansFile | None = None
+    """Where its bytes come from, if that is a store."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.file.schema_arrow
+
+    def group_rows(self) -> list[int]:
+        return [self._num_rows(group) for group in range(self.file.num_row_groups)]
+
+    def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
+        """See `Table.read`."""
+        groups = list(range(start, self.file.num_row_groups if stop is None else stop))
+        if self.source:
+            columns = self._columns(fields)
+            spans = (self._span(group, column) for group in groups for column in columns)
+            self.source.expect(spans, at_once=len(columns))
+        total = sum(map(self._num_rows, groups))
+        record = first
+        try:
+            for batch in self._batches(groups, fields):
+                yield numbered(batch, fields, record, total)
+                record += batch.num_rows
+        except DAMAGE as error:
+            damage_reason(error)
+            yield from self._undamaged_groups(fields, groups, first, record)
+
+    def _undamaged_groups(
+        self, fields: Fields, groups: list[int], first: int, given: int
+    ) -> Iterator[Records]:
+        """Read row groups one by one; a damaged one is a reject. Records before `given` are
+        skipped."""
+        total = sum(map(self._num_rows, groups))
+        for group in groups:
+            record, end = first, first + self._num_rows(group)
+            first = end
+            if given >= end:
+                continue
+            try:
+                for batch in self._batches([group], fields):
+                    skipped = min(max(given - record, 0), batch.num_rows)
+                    yield numbered(batch.slice(skipped), fields, record + skipped, total)
+                    record += batch.num_rows
+            except DAMAGE as error:
+                lost = max(record, given)
+                reason = f"records {lost} to {end - 1} cannot be read: {damage_reason(error)}"
+                yield rejected(lost, fields, f"row group {group} is damaged, {reason}")
+
+    def _batches(self, groups: list[int], fields: Fields) -> Iterator[pa.RecordBatch]:
+        return self.file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(fields))
+
+    def _num_rows(self, group: int) -> int:
+        return self.file.metadata.row_group(group).num_rows
+
+    def _columns(self, fields: Fields) -> list[int]:
+        """The numbers of the columns wanted, or of what they consist of."""
+        paths = [self.file.schema.column(n).path for n in range(self.file.metadata.num_columns)]
+        nested = tuple(f"{name}." for name in fields)
+        return [n for n, path in enumerate(paths) if path in fields or path.startswith(nested)]
+
+    def _span(self, group: int, column: int) -> Span:
+        chunk = self.file.metadata.row_group(group).column(column)
+        start = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+        return start, start + chunk.total_compressed_size
+
+
+@contextmanager
+def _open(place: Place) -> Iterator[_ParquetTable]:
     """Open a Parquet file; its pages are checked where they have checksums.
 
     Raises:
@@ -27,62 +114,27 @@ def _open(path: str) -> "pq.ParquetFile":
     """
     import pyarrow.parquet as pq  # 0.05 s that only its readers should pay
 
-    return pq.ParquetFile(path, page_checksum_verification=True)
+    if isinstance(place, str):
+        with pq.ParquetFile(place, page_checksum_verification=True) as file:
+            yield _ParquetTable(file)
+        return
+    source = open_spans(place)
+    with pq.ParquetFile(
+        pa.PythonFile(source, mode="r"),
+        page_checksum_verification=True,
+        pre_buffer=False,
+        buffer_size=_STREAMED_BYTES,
+    ) as file:
+        yield _ParquetTable(file, source)
 
 
-def _read(path: str, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
-    """Row groups `start` up to `stop`; see `read_table`."""
-    with _open(path) as file:
-        groups = list(range(start, file.num_row_groups if stop is None else stop))
-        total = sum(file.metadata.row_group(group).num_rows for group in groups)
-        record = first
-        try:
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(fields)):
-                yield numbered(batch, fields, record, total)
-                record += batch.num_rows
-        except DAMAGE as error:
-            damage_reason(error)
-            yield from _undamaged_groups(file, fields, groups, first, record)
-
-
-def _undamaged_groups(
-    file: "pq.ParquetFile", fields: Fields, groups: list[int], first: int, given: int
-) -> Iterator[Records]:
-    """Read row groups one by one; a damaged one is a reject. Records before `given` are skipped."""
-    total = sum(file.metadata.row_group(group).num_rows for group in groups)
-    for group in groups:
-        record, end = first, first + file.metadata.row_group(group).num_rows
-        first = end
-        if given >= end:
-            continue
-        try:
-            for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=list(fields)):
-                skipped = min(max(given - record, 0), batch.num_rows)
-                yield numbered(batch.slice(skipped), fields, record + skipped, total)
-                record += batch.num_rows
-        except DAMAGE as error:
-            lost = max(record, given)
-            reason = f"records {lost} to {end - 1} cannot be read: {damage_reason(error)}"
-            yield rejected(lost, fields, f"row group {group} is damaged, {reason}")
-
-
-def _schema(path: str) -> pa.Schema:
-    with _open(path) as file:
-        return file.schema_arrow
-
-
-def _group_rows(path: str) -> list[int]:
-    """How many rows each row group has."""
-    with _open(path) as file:
-        return [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
-
-
+_OPEN: OpenTable = _open
 PARQUET = Format(
     name="parquet",
     endings=(".parquet",),
-    read=partial(read_table, schema=_schema, read=_read),
-    cut=partial(cut_table, group_rows=_group_rows),
-    schema=_schema,
+    read=partial(read_table, open_table=_OPEN),
+    cut=partial(cut_table, open_table=_OPEN),
+    schema=partial(table_schema, open_table=_OPEN),
     text_ratio=4,
     is_compressible=False,
 )

@@ -6,8 +6,9 @@ row groups of Parquet, the record batches of Arrow.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -15,55 +16,76 @@ import pyarrow.compute as pc
 
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
-from tokenfeed.tools.corpus.places import local_copy
+from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.records import Records, records_of, rejected
 
-__all__ = ["BATCH_ROWS", "batch_records", "column_problem", "cut_table", "numbered", "read_table"]
+__all__ = [
+    "BATCH_ROWS",
+    "OpenTable",
+    "Table",
+    "batch_records",
+    "column_problem",
+    "cut_table",
+    "numbered",
+    "read_table",
+    "table_schema",
+]
 
 BATCH_ROWS = 1 << 12
 """Rows that are read at once."""
 
 
-def read_table(
-    part: Part,
-    fields: Fields,
-    *,
-    schema: Callable[[str], pa.Schema],
-    read: Callable[[str, Fields, int, int | None, int], Iterator[Records]],
-) -> Iterator[Records]:
-    """Read a part of a table; where a column is missing, the file is one reject.
+class Table(Protocol):
+    """A table that is open."""
 
-    Args:
-        part: Some of its groups of rows.
-        fields: The columns wanted.
-        schema: Gives the schema of the table at a path.
-        read: Given a path, the fields, two groups and the number of the first record, reads from
-            the one group up to the other. Each of the records it gives weighs its part of 1.
-    """
-    with local_copy(part.source.path) as path:
-        if problem := column_problem(schema(path), fields):
+    @property
+    def schema(self) -> pa.Schema:
+        """Names and types of its columns, which may have names of classes with them."""
+        ...
+
+    def group_rows(self) -> list[int]:
+        """How many records each of its groups of rows counts for."""
+        ...
+
+    def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
+        """Read groups of rows.
+
+        Args:
+            fields: The columns wanted, which it has.
+            start: The first group.
+            stop: The one behind the last; None for all that follow.
+            first: The number of the first record.
+
+        Returns:
+            Records, of which each weighs its part of 1.
+        """
+        ...
+
+
+OpenTable = Callable[[Place], AbstractContextManager[Table]]
+"""Opens a table; raises OSError, ValueError or ArrowException where it is none."""
+
+
+def read_table(part: Part, fields: Fields, *, open_table: OpenTable) -> Iterator[Records]:
+    """Read a part of a table, some of its groups of rows; where a column is missing, the file is
+    one reject."""
+    with open_table(part.source.path) as table:
+        if problem := column_problem(table.schema, fields):
             if not part.start:  # once for the file
                 yield rejected(part.first_record, fields, problem)
             return
-        for records in read(path, fields, part.start, part.stop, part.first_record):
+        for records in table.read(fields, part.start, part.stop, part.first_record):
             yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
 
 
-def cut_table(
-    source: InputFile, shard_bytes: int, *, group_rows: Callable[[str], list[int]]
-) -> Iterator[Part]:
+def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[Part]:
     """Groups of rows, neighbours together while they fit into a shard.
 
     A file that cannot be read stays whole, to be rejected as such.
-
-    Args:
-        source: The table.
-        shard_bytes: Text wanted in a part.
-        group_rows: Gives the rows of each group of the table at a path.
     """
     try:
-        with local_copy(source.path) as path:
-            rows = group_rows(path)
+        with open_table(source.path) as table:
+            rows = table.group_rows()
     except (OSError, pa.ArrowException, ValueError):
         yield from whole(source, shard_bytes)
         return
@@ -81,6 +103,12 @@ def cut_table(
             weight_bytes=source.text_bytes * num_rows // max(sum(rows), 1),
         )
         start, first_record, num_rows = stop, first_record + num_rows, 0
+
+
+def table_schema(place: Place, *, open_table: OpenTable) -> pa.Schema:
+    """The schema of the table at a place."""
+    with open_table(place) as table:
+        return table.schema
 
 
 def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
