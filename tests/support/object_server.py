@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from functools import partial
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -31,7 +31,7 @@ class StoredObject:
     """Google's name of a version."""
     modified: str = field(default_factory=partial(formatdate, usegmt=True), compare=False)
 
-    @property
+    @cached_property
     def etag(self) -> str:
         return f'"{hashlib.md5(self.data, usedforsecurity=False).hexdigest()}"'
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["PARQUET"]
 
+_BATCH_BYTES = 1 << 22
+"""Read at once, as far as the footer tells: who wants a beginning is not made to read more."""
 _STREAMED_BYTES = 1 << 18
 """Of a column in a store, this much is unpacked at once, or a page: it never is in memory whole."""
 
@@ -52,9 +54,8 @@ class _ParquetTable:
         """See `Table.read`."""
         groups = list(range(start, self.file.num_row_groups if stop is None else stop))
         if self.source:
-            columns = self._columns(fields)
-            spans = (self._span(group, column) for group in groups for column in columns)
-            self.source.expect(spans, at_once=len(columns))
+            chunks = self._chunks(groups, fields)
+            self.source.expect(map(_span, chunks), at_once=len(chunks) // max(len(groups), 1))
         total = sum(map(self._num_rows, groups))
         record = first
         try:
@@ -87,21 +88,27 @@ class _ParquetTable:
                 yield rejected(lost, fields, f"row group {group} is damaged, {reason}")
 
     def _batches(self, groups: list[int], fields: Fields) -> Iterator[pa.RecordBatch]:
-        return self.file.iter_batches(BATCH_ROWS, row_groups=groups, columns=list(fields))
+        text_bytes = sum(chunk.total_uncompressed_size for chunk in self._chunks(groups, fields))
+        fitting = _BATCH_BYTES * sum(map(self._num_rows, groups)) // max(text_bytes, 1)
+        rows = min(max(fitting, 1), BATCH_ROWS)
+        yield from self.file.iter_batches(rows, row_groups=groups, columns=list(fields))
 
     def _num_rows(self, group: int) -> int:
-        return self.file.metadata.row_group(group).num_rows
+        return int(self.file.metadata.row_group(group).num_rows)
 
-    def _columns(self, fields: Fields) -> list[int]:
-        """The numbers of the columns wanted, or of what they consist of."""
+    def _chunks(self, groups: list[int], fields: Fields) -> "list[pq.ColumnChunkMetaData]":
+        """What row groups have of the columns wanted, or of what these consist of."""
         paths = [self.file.schema.column(n).path for n in range(self.file.metadata.num_columns)]
         nested = tuple(f"{name}." for name in fields)
-        return [n for n, path in enumerate(paths) if path in fields or path.startswith(nested)]
+        wanted = [n for n, path in enumerate(paths) if path in fields or path.startswith(nested)]
+        by_group = map(self.file.metadata.row_group, groups)
+        return [group.column(number) for group in by_group for number in wanted]
 
-    def _span(self, group: int, column: int) -> Span:
-        chunk = self.file.metadata.row_group(group).column(column)
-        start = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
-        return start, start + chunk.total_compressed_size
+
+def _span(chunk: "pq.ColumnChunkMetaData") -> Span:
+    """Where it lies in the file."""
+    start = min(chunk.dictionary_page_offset or chunk.data_page_offset, chunk.data_page_offset)
+    return start, start + chunk.total_compressed_size
 
 
 @contextmanager
