@@ -4,11 +4,16 @@ Many small files go together, and a big one is cut where its format allows. The 
 input and the shard size alone, never on who does the work.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, groupby
 
+from tokenfeed.tools.corpus.at_once import results_of
+from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.parts import InputFile, Part
+from tokenfeed.tools.corpus.places import RemoteFile
 
 __all__ = ["Unit", "auto_shard_bytes", "cut_units"]
 
@@ -48,14 +53,32 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
     units: list[Unit] = []
     parts: list[Part] = []
     weight_bytes = 0
-    for source in sorted(sources, key=lambda source: source.split or ""):
-        for part in FORMATS[source.format].cut(source, shard_bytes):
-            is_full = weight_bytes + part.weight_bytes > shard_bytes
-            if parts and (is_full or parts[-1].source.split != source.split):
-                units.append(Unit(number=len(units), parts=tuple(parts)))
-                parts, weight_bytes = [], 0
-            parts.append(part)
-            weight_bytes += part.weight_bytes
+    for part in _parts(sorted(sources, key=lambda source: source.split or ""), shard_bytes):
+        is_full = weight_bytes + part.weight_bytes > shard_bytes
+        if parts and (is_full or parts[-1].source.split != part.source.split):
+            units.append(Unit(number=len(units), parts=tuple(parts)))
+            parts, weight_bytes = [], 0
+        parts.append(part)
+        weight_bytes += part.weight_bytes
     if parts:
         units.append(Unit(number=len(units), parts=tuple(parts)))
     return tuple(units)
+
+
+def _parts(sources: Iterable[InputFile], shard_bytes: int) -> Iterator[Part]:
+    """The parts of each file; neighbours in a store are cut at the same time."""
+    for (name, is_remote), alike in groupby(sources, key=_kind):
+        format_ = FORMATS[name]
+        if is_remote and format_.cut_at_once > 1:
+            cut = partial(_cut_now, format_, shard_bytes)
+            yield from chain.from_iterable(results_of(cut, [*alike], format_.cut_at_once))
+        else:
+            yield from chain.from_iterable(format_.cut(source, shard_bytes) for source in alike)
+
+
+def _kind(source: InputFile) -> tuple[str, bool]:
+    return source.format, isinstance(source.path, RemoteFile)
+
+
+def _cut_now(format_: Format, shard_bytes: int, source: InputFile) -> list[Part]:
+    return list(format_.cut(source, shard_bytes))

@@ -24,6 +24,8 @@ class Format:
     """Reads a part; raises one of `DAMAGE` where the rest of it cannot be read."""
     cut: Callable[[InputFile, int], Iterator[Part]] = whole
     """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
+    cut_at_once: int = 1
+    """Files in a store that are cut at the same time, where that is little to ask for."""
     begins: Callable[[bytes, str | None], bool] | None = None
     """Whether a file that begins so is of this format and has records with a field, or with any
     field for None; where this is not given, only the ending of a name says so."""

@@ -141,6 +141,7 @@ PARQUET = Format(
     endings=(".parquet",),
     read=partial(read_table, open_table=_OPEN),
     cut=partial(cut_table, open_table=_OPEN),
+    cut_at_once=32,
     schema=partial(table_schema, open_table=_OPEN),
     text_ratio=4,
     is_compressible=False,
