@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, BinaryIO
 
-from tokenfeed.pipeline.errors import CorpusError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.objects import ObjectInfo, Part
 from tokenfeed.pipeline.remote.ranged import open_ranged_bytes
 from tokenfeed.pipeline.remote.spans import SpansFile
@@ -49,7 +49,7 @@ class RemoteFile:
         """
         try:
             return self.store.read_range(name, start, length, self.info.etag)
-        except RemoteError as error:
+        except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
 
     def check_unchanged(self) -> None:
@@ -62,15 +62,15 @@ class RemoteFile:
             return
         try:
             now = self.store.head(self.info.name)
-        except RemoteError as error:
+        except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
         if RemoteFile(self.store, now).state != self.state:
             raise CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
 
-    def _told(self, error: RemoteError) -> CorpusError:
+    def _told(self, error: RemoteError | ConfigError) -> CorpusError:
         if isinstance(error, RemoteMissingError):
             return CorpusError(f"{self}: vanished while the corpus was read. {PUT_BACK}")
-        if error.errno == errno.ESTALE:
+        if isinstance(error, RemoteError) and error.errno == errno.ESTALE:
             return CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
         return CorpusError(str(error))
 

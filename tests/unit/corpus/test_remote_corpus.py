@@ -22,6 +22,9 @@ from remote_stores import Remote, remote_store
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.tools.corpus.blocks import Blocks
+from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 
 pytest.importorskip("obstore")
@@ -198,3 +201,14 @@ def test_a_file_of_a_server_with_weak_etags_is_read(
     (source,) = find_corpus((url,), out=None, field="text").sources
     assert b"".join(Blocks(source.path)) == b"one"
     source.check_unchanged()
+
+
+def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote.put("x.jsonl", b'{"text": "one"}\n')
+    (source,) = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
+    part = Part(source=source, weight_bytes=1)
+    monkeypatch.setattr(process, "_orphaned", True)
+    with pytest.raises(CorpusError, match="was forked from one that had already talked"):
+        list(read_records(part, {"text": Kind.TEXT}))
