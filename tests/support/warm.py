@@ -70,31 +70,18 @@ class Popen(subprocess.Popen[str]):
             cwd: Its folder; None for that of this process.
             start_new_session: It leads a session and a group of its own.
         """
-        super().__init__(
-            [sys.executable, *map(str, words)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=env,
-            cwd=cwd,
-            start_new_session=start_new_session,
-            text=True,
-        )
+        self._settings = dict(env or os.environ), str(cwd or Path.cwd()), start_new_session
+        command = [sys.executable, *map(str, words)]
+        super().__init__(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True)
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         """Fork the warm process where `subprocess.Popen` would execute `args`."""
-        cwd, env, ends, is_leader = rest[4], rest[5], rest[9:15], rest[20]
-        read, _, _, write, _, error = ends
-        streams = [
-            _Inherited(standard if own == -1 else own)
-            for standard, own in enumerate((read, write, error))
-        ]
+        ends = rest[9:15]  # of three pipes, where the process reads and where it is written to
+        theirs = ends[0], ends[3], ends[5]
+        streams = [_Inherited(number if end == -1 else end) for number, end in enumerate(theirs)]
         with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
             forkserver.ensure_running()
-        place, variables = str(cwd or Path.cwd()), dict(env or os.environ)
-        self._process = _context.Process(
-            target=_become, args=(args[1:], variables, place, streams, is_leader)
-        )
+        self._process = _context.Process(target=_become, args=(args[1:], streams, *self._settings))
         try:
             self._process.start()
         finally:
@@ -137,11 +124,7 @@ def run(
 
 
 def _become(
-    words: list[str],
-    env: dict[str, str],
-    cwd: str,
-    streams: list[_Inherited],
-    is_leader: bool,
+    words: list[str], streams: list[_Inherited], env: dict[str, str], cwd: str, is_leader: bool
 ) -> None:
     gc.freeze()  # else collections would look at, and copy, all that was imported
     if is_leader:
