@@ -1,0 +1,54 @@
+"""What tests of copies at a URL share: what is in a place, and checkpoints to put there."""
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from saves import save
+from training import make_config
+
+from tokenfeed.trainer.checkpoints import remote, uploads
+from tokenfeed.trainer.checkpoints.remote import RemoteRun
+from tokenfeed.trainer.config import TrainConfig
+
+__all__ = ["checkpoint", "copy_of", "files_at", "files_in", "hurry", "refuse", "saving_config"]
+
+
+def hurry(patch: pytest.MonkeyPatch) -> None:
+    """Wait a hundredth of the time for a store that does not answer."""
+    patch.setattr(remote, "PATIENCE_S", 0.2)
+    patch.setattr(remote, "_FIRST_WAIT_S", 0.01)
+    patch.setattr(uploads, "FIRST_WAIT_S", 0.02)
+    patch.setattr(uploads, "LONGEST_WAIT_S", 0.05)
+
+
+def saving_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+    return make_config(
+        shards, run_dir, **{"save_every": 2, "eval_every": 2, "eval_batches": 2} | changes
+    )
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    files, root = fsspec.core.url_to_fs(url)
+    return {path.removeprefix(root): files.cat_file(path) for path in files.find(root)}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {f"/{path.relative_to(folder)}": path.read_bytes() for path in paths}
+
+
+def refuse(operation: str, path: str) -> None:
+    raise ConnectionError("the line is dead\nand so on")
+
+
+def copy_of(folder: Path, url: str) -> RemoteRun:
+    remote = RemoteRun(url)
+    for path in sorted(folder.glob("checkpoints/step-????????")):
+        remote.put_checkpoint(path)
+    return remote
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return save(run_dir / "checkpoints", step, keep=9)
