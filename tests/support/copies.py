@@ -4,23 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import pytest
 from saves import save
 from training import make_config
 
-from tokenfeed.trainer.checkpoints import remote, uploads
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
 from tokenfeed.trainer.config import TrainConfig
 
-__all__ = ["checkpoint", "copy_of", "files_at", "files_in", "hurry", "refuse", "saving_config"]
-
-
-def hurry(patch: pytest.MonkeyPatch) -> None:
-    """Wait a hundredth of the time for a store that does not answer."""
-    patch.setattr(remote, "PATIENCE_S", 0.2)
-    patch.setattr(remote, "_FIRST_WAIT_S", 0.01)
-    patch.setattr(uploads, "FIRST_WAIT_S", 0.02)
-    patch.setattr(uploads, "LONGEST_WAIT_S", 0.05)
+__all__ = ["checkpoint", "copy_of", "files_at", "files_in", "refuse", "saving_config"]
 
 
 def saving_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:

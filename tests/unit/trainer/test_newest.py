@@ -3,14 +3,14 @@
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
-from copies import checkpoint, copy_of, files_in, hurry, refuse, saving_config
-from faulty_store import URL, FaultyStore, faulty_store
+from copies import checkpoint, copy_of, files_in, refuse, saving_config
+from faulty_store import URL, FaultyStore
 from saves import make_state, names_in, save
 from training import run, write_counting
 
@@ -21,16 +21,7 @@ from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
 from tokenfeed.trainer.config import TrainConfig
 
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-def store() -> Iterator[type[FaultyStore]]:
-    with faulty_store() as store:
-        yield store
+pytestmark = pytest.mark.usefixtures("hurried")
 
 
 @pytest.fixture(scope="module")

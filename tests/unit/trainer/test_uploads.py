@@ -9,13 +9,13 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from copies import checkpoint, copy_of, files_at, files_in, hurry, refuse, saving_config
-from faulty_store import URL, FaultyStore, faulty_store
+from copies import checkpoint, copy_of, files_at, files_in, refuse, saving_config
+from faulty_store import URL, FaultyStore
 from saves import best_of, names_in, save
 from training import assert_same_run, run, write_counting
 
@@ -30,16 +30,7 @@ from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    hurry(monkeypatch)
-
-
-@pytest.fixture
-def store() -> Iterator[type[FaultyStore]]:
-    with faulty_store() as store:
-        yield store
+pytestmark = pytest.mark.usefixtures("hurried")
 
 
 @pytest.fixture(scope="module")
