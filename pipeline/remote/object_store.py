@@ -198,8 +198,8 @@ class ObjectStore:
         return "version" if self.address.scheme == "gs" else "e_tag"
 
     def _info(self, name: str, meta: Mapping[str, Any], metadata: dict[str, str]) -> ObjectInfo:
-        modified_s = meta["last_modified"].timestamp()
-        return ObjectInfo(name, meta["size"], self._etag(meta), modified_s, metadata)
+        modified_s, etag = meta["last_modified"].timestamp(), self._etag(meta)
+        return ObjectInfo(name, meta["size"], etag, version_of(meta), modified_s, metadata)
 
     def _etag(self, said: Mapping[str, Any]) -> str:
         return _strong(said.get(self._etag_key))

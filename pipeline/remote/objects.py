@@ -15,6 +15,8 @@ class ObjectInfo:
     size: int
     etag: str
     """Differs for another version; empty where a server tells none, and in a list of Google's."""
+    version: str
+    """As `Part` has it; of a list, its times may be finer."""
     modified_s: float = 0.0
     """When it was written, by the store's clock."""
     metadata: dict[str, str] = field(default_factory=dict)

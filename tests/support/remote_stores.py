@@ -1,8 +1,10 @@
 """A store at a small server of this process, with a proxy for faults before it."""
 
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from fault_proxy import FaultProxy, fault_proxy
@@ -11,7 +13,7 @@ from object_server import ObjectServer, StoredObject, object_server
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
-__all__ = ["DATA", "FAST", "Remote", "remote_store", "set_endpoint"]
+__all__ = ["DATA", "FAST", "Remote", "remote_store", "set_endpoint", "set_google"]
 
 DATA = bytes(range(256)) * 40
 FAST = Timing(
@@ -49,6 +51,14 @@ def set_endpoint(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+
+
+def set_google(monkeypatch: pytest.MonkeyPatch, folder: Path, remote: Remote) -> None:
+    """Google is the server of a bucket, by an account that a file in `folder` names."""
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    said = account | {"gcs_base_url": remote.proxy.url, "disable_oauth": True}
+    (folder / "account.json").write_text(json.dumps(said))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(folder / "account.json"))
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Where an input file is read: at a path of this machine, or as an object that a store has.
 
-An object is read as it was found: each request says which version it wants, so that one which
-changes meanwhile is an error and never a mixture. What a store refuses is no damage of the file.
+An object is read as it was found: each request says which version it wants, and each answer which
+one it has, so that one which changes meanwhile is an error and never a mixture. What a store
+refuses is no damage of the file.
 """
 
 import contextlib
@@ -9,8 +10,8 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, BinaryIO
+from dataclasses import dataclass, replace
+from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.objects import ObjectInfo, Part
@@ -41,6 +42,19 @@ class RemoteFile:
         """Changes when the object does."""
         return self.info.etag or f"{self.info.modified_s} {self.info.size}"
 
+    def asked_for(self) -> Self:
+        """The same as the store tells it alone, where a list has said too little to compare.
+
+        Raises:
+            CorpusError: It is gone, or the store fails.
+        """
+        if self.info.etag:
+            return self
+        try:
+            return replace(self, info=self.store.head(self.info.name))
+        except (RemoteError, ConfigError) as error:
+            raise self._told(error) from error
+
     def read_range(self, name: str, start: int, length: int) -> Part:
         """Some of its bytes; the name is its own.
 
@@ -48,31 +62,27 @@ class RemoteFile:
             CorpusError: It is gone or has changed, or the store fails.
         """
         try:
-            return self.store.read_range(name, start, length, self.info.etag)
+            part = self.store.read_range(name, start, length, self.info.etag)
         except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
-
-    def check_unchanged(self) -> None:
-        """Compare it with what was found, where the store does not do so for each request.
-
-        Raises:
-            CorpusError: It is gone or has changed, or the store fails.
-        """
-        if self.info.etag:
-            return
-        try:
-            now = self.store.head(self.info.name)
-        except (RemoteError, ConfigError) as error:
-            raise self._told(error) from error
-        if RemoteFile(self.store, now).state != self.state:
-            raise CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+        if part.data and _bare(part.version) != _bare(self.info.version):
+            raise self._changed()
+        return part
 
     def _told(self, error: RemoteError | ConfigError) -> CorpusError:
         if isinstance(error, RemoteMissingError):
             return CorpusError(f"{self}: vanished while the corpus was read. {PUT_BACK}")
         if isinstance(error, RemoteError) and error.errno == errno.ESTALE:
-            return CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+            return self._changed()
         return CorpusError(str(error))
+
+    def _changed(self) -> CorpusError:
+        return CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+
+
+def _bare(version: str) -> str:
+    """Some lists name a version without its quotes."""
+    return version.strip('"')
 
 
 Place = str | RemoteFile

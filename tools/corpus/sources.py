@@ -177,8 +177,9 @@ class _Search:
             for file, folders in objects_below(url)
             if not any(self._excluded(path, url) for path in (*folders, str(file)))
         ]
-        formats = results_of(lambda file: self._format_of_found(str(file), file), found, _AT_ONCE)
-        for file, format_ in zip(found, formats, strict=True):
+        files = list(results_of(RemoteFile.asked_for, found, _AT_ONCE))
+        formats = results_of(lambda file: self._format_of_found(str(file), file), files, _AT_ONCE)
+        for file, format_ in zip(files, formats, strict=True):
             if self._is_new(str(file)):
                 self._append_readable(str(file), file, format_, url, None)
 

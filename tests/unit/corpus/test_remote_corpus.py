@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterator
@@ -17,14 +18,14 @@ from command import files_of, texts
 from fault_proxy import FAULTS, Fault
 from machines import make
 from object_server import StoredObject
-from remote_stores import Remote, remote_store
+from remote_stores import Remote, remote_store, set_google
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.reader import read_records, read_texts
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 
 pytest.importorskip("obstore")
@@ -150,6 +151,35 @@ def test_a_change_while_the_corpus_is_read_is_an_error_and_no_mixture(
         make(url, tmp_path / "out", tokenizer)
 
 
+@pytest.mark.parametrize("is_weak", [False, True])
+def test_a_change_is_found_where_the_server_knows_no_conditions(
+    is_weak: bool, remote: Remote
+) -> None:
+    one, other = (
+        StoredObject(data, modified="Sun, 01 Jan 2017 00:00:00 GMT") for data in (b"1", b"2")
+    )
+    remote.server.lies, name = True, f"{remote.prefix}/x.txt"
+    remote.server.objects[name] = one
+    if is_weak:
+        remote.server.etags = (f"W/{remote.server.objects[name].etag}" for _ in itertools.count())
+    url = f"{remote.proxy.url}/{name}"
+    (source,) = find_corpus((url,), out=None, field="text").sources
+    assert b"".join(Blocks(source.path)) == b"1"
+    remote.server.objects[name] = other
+    with pytest.raises(CorpusError, match=f"^{url}: changed while the corpus was read"):
+        list(Blocks(source.path))
+
+
+def test_a_folder_of_google_is_read_by_the_numbers_of_its_versions(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_google(monkeypatch, tmp_path, remote)
+    remote.put("x.txt", b"one")
+    (source,) = find_corpus((f"gs://{remote.prefix}",), out=None, field="text").sources
+    assert list(read_texts(Part(source=source, weight_bytes=1), {"text": Kind.TEXT})) == [b"one"]
+    assert source.state == str(remote.server.objects[f"{remote.prefix}/x.txt"].generation)
+
+
 def test_a_store_that_fails_ends_the_run_and_is_no_damage(
     tokenizer: Path, remote: Remote, tmp_path: Path
 ) -> None:
@@ -200,7 +230,6 @@ def test_a_file_of_a_server_with_weak_etags_is_read(
     url = f"http://127.0.0.1:{remote.proxy.port}/{remote.prefix}/x.txt"
     (source,) = find_corpus((url,), out=None, field="text").sources
     assert b"".join(Blocks(source.path)) == b"one"
-    source.check_unchanged()
 
 
 def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(

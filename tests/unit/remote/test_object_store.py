@@ -1,7 +1,6 @@
 """An object store gives what was put, whatever the network does in between."""
 
 import io
-import json
 import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from fault_proxy import FAULTS, Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from object_server import StoredObject
-from remote_stores import DATA, FAST, Remote
+from remote_stores import DATA, FAST, Remote, set_google
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.format.store import Store, open_store
@@ -209,10 +208,7 @@ def test_objects_of_the_server_are_what_was_written(remote: Remote) -> None:
 def test_google_goes_by_the_number_of_a_version(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
-    said = account | {"gcs_base_url": remote.proxy.url, "disable_oauth": True}
-    (tmp_path / "account.json").write_text(json.dumps(said))
-    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "account.json"))
+    set_google(monkeypatch, tmp_path, remote)
     store = replace(ObjectStore.from_url(f"gs://{remote.prefix}/google"), timing=FAST)
     etag = store.write("a/b", DATA, {XXH3_KEY: "0123"})
     assert (store.read("a/b"), store.read_tail("a/b", 5).data) == (DATA, DATA[-5:])
