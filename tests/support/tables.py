@@ -1,11 +1,14 @@
-"""Arrow files of many rows, which tests then damage or cut short."""
+"""Tables of which tests then damage or cut short the files, or cannot read them."""
 
+import base64
 import os
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
 
-__all__ = ["GROUP", "ROWS", "random_texts", "write_batches"]
+__all__ = ["GROUP", "ROWS", "random_texts", "write_batches", "write_encrypted"]
 
 ROWS, GROUP = 30_000, 10_000
 
@@ -26,3 +29,24 @@ def write_batches(path: Path, rows: list[str], compression: str | None) -> list[
                 starts.append(file.tell())
                 writer.write_batch(batch)
     return starts
+
+
+class _Keys(pe.KmsClient):
+    """Wraps a key by writing it differently."""
+
+    def __init__(self, _: pe.KmsConnectionConfig) -> None:
+        super().__init__()
+
+    def wrap_key(self, key_bytes: bytes, _: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+
+def write_encrypted(path: Path, table: pa.Table, column: str) -> None:
+    """Write Parquet of which one column is encrypted, and the footer is not."""
+    connection = pe.KmsConnectionConfig(custom_kms_conf={"key": "0123456789012345"})
+    settings = pe.EncryptionConfiguration(
+        "key", column_keys={"key": [column]}, plaintext_footer=True
+    )
+    factory = pe.CryptoFactory(_Keys)
+    properties = factory.file_encryption_properties(connection, settings)
+    pq.write_table(table, path, encryption_properties=properties)

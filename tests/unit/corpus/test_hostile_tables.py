@@ -1,6 +1,7 @@
 """Parquet and Arrow files that are damaged, or cut short under the reader."""
 
 import os
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from corpora import Found, read
-from tables import GROUP, ROWS, random_texts, write_batches
+from tables import GROUP, ROWS, random_texts, write_batches, write_encrypted
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.damage import damage_reason
@@ -48,6 +49,38 @@ def test_a_corrupt_page_costs_its_row_group(tmp_path: Path, group: int, late: bo
     damage(path, column.data_page_offset + (9 if late else 1) * tenth)
     check_one_group_is_lost(read(path), rows, group)
     check_one_group_is_lost(read(path, shard_bytes=1 << 20), rows, group)
+
+
+@pytest.mark.parametrize("encrypted", ["text", "other"])
+def test_an_encrypted_column_costs_its_row_groups_and_no_process(
+    tmp_path: Path, encrypted: str
+) -> None:
+    path, table = tmp_path / "a.parquet", pa.table({"text": ["some text"] * 5, "other": range(5)})
+    write_encrypted(path, table, encrypted)
+    good, bad = read(path)
+    if encrypted == "text":
+        assert good == {}
+        assert bad[0].startswith("row group 0 is damaged, records 0 to 4 cannot be read: ")
+    else:
+        assert list(good.values()) == [b"some text"] * 5
+
+
+def test_a_footer_with_a_list_of_another_length_ends_no_process(tmp_path: Path) -> None:
+    path, table = (
+        tmp_path / "a.parquet",
+        pa.table({"text": ["some text"] * 6, "labels": [["a"]] * 6}),
+    )
+    pq.write_table(table, path, store_schema=False)
+    sound = path.read_bytes()
+    footer = range(len(sound) - 8 - pq.read_metadata(path).serialized_size, len(sound) - 8)
+    begins = [length << 4 | 6 for length in range(5)]  # of lists of i64
+    places = [place for place in footer if sound[place] in begins]
+    for place, begin in product(places, begins):
+        data = bytearray(sound)
+        data[place] = begin
+        path.write_bytes(data)
+        good, bad = read(path)
+        assert bad or list(good.values()) == [b"some text"] * 6
 
 
 def test_a_corrupt_record_batch_costs_itself(tmp_path: Path) -> None:

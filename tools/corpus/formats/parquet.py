@@ -3,6 +3,7 @@
 Of an object in a store only the footer and the columns wanted are read.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from tokenfeed.pipeline.remote.ranged import SeekableFile
 from tokenfeed.pipeline.remote.spans import Span, SpansFile
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.format import Format
@@ -40,6 +42,7 @@ _STREAMED_BYTES = 1 << 18
 @dataclass(frozen=True, slots=True)
 class _ParquetTable:
     file: "pq.ParquetFile"
+    size: int
     source: SpansFile | None = None
     """Where its bytes come from, if that is a store."""
 
@@ -97,12 +100,41 @@ class _ParquetTable:
         return int(self.file.metadata.row_group(group).num_rows)
 
     def _chunks(self, groups: list[int], fields: Fields) -> "list[pq.ColumnChunkMetaData]":
-        """What row groups have of the columns wanted, or of what these consist of."""
+        """What row groups have of the columns wanted, or of what these consist of; nothing where
+        the footer is damaged there, or they are encrypted."""
         paths = [self.file.schema.column(n).path for n in range(self.file.metadata.num_columns)]
         nested = tuple(f"{name}." for name in fields)
         wanted = [n for n, path in enumerate(paths) if path in fields or path.startswith(nested)]
+        if not self._has_sound_chunks(groups, wanted):
+            return []
         by_group = map(self.file.metadata.row_group, groups)
         return [group.column(number) for group in by_group for number in wanted]
+
+    def _has_sound_chunks(self, groups: list[int], columns: list[int]) -> bool:
+        """Whether the footer is sound there. Arrow raises where it is about to read chunks that are
+        not; who asks for one of these has the process aborted."""
+        import pyarrow.parquet as pq
+
+        source = pa.PythonFile(_Unread(self.size), mode="r")
+        file = pq.ParquetFile(source, metadata=self.file.metadata, pre_buffer=True)
+        try:
+            next(file.reader.iter_batches(1, row_groups=groups, column_indices=columns), None)
+        except _AboutToReadError:
+            return True
+        except DAMAGE:
+            return False
+        return True
+
+
+class _AboutToReadError(Exception):
+    """Arrow has looked at the footer, and wants the bytes that it names."""
+
+
+class _Unread(SeekableFile):
+    """A file that nothing is read of."""
+
+    def _bytes(self, at: int, size: int) -> bytes:
+        raise _AboutToReadError
 
 
 def _span(chunk: "pq.ColumnChunkMetaData") -> Span:
@@ -123,7 +155,7 @@ def _open(place: Place) -> Iterator[_ParquetTable]:
 
     if isinstance(place, str):
         with pq.ParquetFile(place, page_checksum_verification=True) as file:
-            yield _ParquetTable(file)
+            yield _ParquetTable(file, os.path.getsize(place))
         return
     source = open_spans(place)
     with pq.ParquetFile(
@@ -132,7 +164,7 @@ def _open(place: Place) -> Iterator[_ParquetTable]:
         pre_buffer=False,
         buffer_size=_STREAMED_BYTES,
     ) as file:
-        yield _ParquetTable(file, source)
+        yield _ParquetTable(file, place.info.size, source)
 
 
 _OPEN: OpenTable = _open
