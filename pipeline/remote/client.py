@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
 
-__all__ = ["Connection", "connection"]
+__all__ = ["Connection", "abandon_all", "connection"]
 
 _WRITE_TRIES = 4
 """Parts of a large object are sent again alone, by the client itself."""
@@ -86,6 +86,12 @@ def connection(address: Address, timing: Timing) -> Connection:
     """That of this process: a fork gets one of its own."""
     key = os.getpid(), address, timing
     return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
+
+
+def abandon_all() -> None:
+    """Have requests of this process that fail end now: nobody waits for them any more."""
+    for made in list(_connections.values()):
+        made.meter.abandoned.set()
 
 
 def _client(address: Address, timing: Timing, max_retries: int) -> "Client":

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from tokenfeed.pipeline.remote.client import abandon_all
+
 __all__ = ["results_of"]
 
 T = TypeVar("T")
@@ -13,10 +15,14 @@ _SUBMITTED = 10_000
 
 
 def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
-    """What `do` makes of each, in their order; after an error no more are begun."""
+    """What `do` makes of each, in their order; after an error no more are begun, and after Ctrl-C
+    no store is asked again."""
     threads = ThreadPoolExecutor(at_once)
     try:
         for first in range(0, len(things), _SUBMITTED):
             yield from threads.map(do, things[first : first + _SUBMITTED])
+    except KeyboardInterrupt:
+        abandon_all()
+        raise
     finally:
         threads.shutdown(cancel_futures=True)

@@ -1,5 +1,7 @@
 """A table in a store gives what it gives as a file, and only what is needed of it is asked for."""
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +174,18 @@ def test_a_store_that_fails_between_row_groups_is_no_damage(
     remote.proxy.always = Fault("403")
     with pytest.raises(CorpusError, match=r"rows\.parquet: the store refuses access"):
         list(records)
+
+
+def test_ctrl_c_is_heard_while_a_store_fails(halves: list[Part], remote: Remote) -> None:
+    records = read_records(halves[1], TEXTS)
+    next(records)
+    remote.proxy.always, main = Fault("503"), threading.get_ident()
+    for read in (lambda: list(records), lambda: cut_units([halves[0].source], 1)):
+        begun = time.monotonic()
+        threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        assert time.monotonic() - begun < 5
 
 
 def test_a_table_that_changes_between_row_groups_is_an_error(

@@ -94,7 +94,12 @@ class _ParquetTable:
         text_bytes = sum(chunk.total_uncompressed_size for chunk in self._chunks(groups, fields))
         fitting = _BATCH_BYTES * sum(map(self._num_rows, groups)) // max(text_bytes, 1)
         rows = min(max(fitting, 1), BATCH_ROWS)
-        yield from self.file.iter_batches(rows, row_groups=groups, columns=list(fields))
+        yield from self.file.iter_batches(
+            rows,
+            row_groups=groups,
+            columns=list(fields),
+            use_threads=self.source is None,  # who waits for Arrow's threads hears no Ctrl-C
+        )
 
     def _num_rows(self, group: int) -> int:
         return int(self.file.metadata.row_group(group).num_rows)
