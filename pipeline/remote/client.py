@@ -1,9 +1,11 @@
 """The clients of a process: one for each store, made when first used, with the credentials that the
 store's own tools would take."""
 
+import contextlib
 import os
 import re
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
 
-__all__ = ["Connection", "abandon_all", "connection"]
+__all__ = ["Connection", "connection", "without_patience"]
 
 _WRITE_TRIES = 4
 """Parts of a large object are sent again alone, by the client itself."""
@@ -88,10 +90,18 @@ def connection(address: Address, timing: Timing) -> Connection:
     return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
 
 
-def abandon_all() -> None:
-    """Have requests of this process that fail end now: nobody waits for them any more."""
-    for made in list(_connections.values()):
-        made.meter.abandoned.set()
+@contextlib.contextmanager
+def without_patience() -> Iterator[None]:
+    """Within it, requests of this process that fail are not repeated: nobody wants their answers
+    any more."""
+    meters = [made.meter for made in list(_connections.values())]
+    for meter in meters:
+        meter.abandoned.set()
+    try:
+        yield
+    finally:
+        for meter in meters:
+            meter.abandoned.clear()
 
 
 def _client(address: Address, timing: Timing, max_retries: int) -> "Client":

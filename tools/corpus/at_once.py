@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from tokenfeed.pipeline.remote.client import abandon_all
+from tokenfeed.pipeline.remote.client import without_patience
 
 __all__ = ["results_of"]
 
@@ -15,14 +15,13 @@ _SUBMITTED = 10_000
 
 
 def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
-    """What `do` makes of each, in their order; after an error no more are begun, and after Ctrl-C
-    no store is asked again."""
-    threads = ThreadPoolExecutor(at_once)
-    try:
-        for first in range(0, len(things), _SUBMITTED):
-            yield from threads.map(do, things[first : first + _SUBMITTED])
-    except KeyboardInterrupt:
-        abandon_all()
-        raise
-    finally:
-        threads.shutdown(cancel_futures=True)
+    """What `do` makes of each, in their order; after an error, and after Ctrl-C, no more are begun
+    and no store is asked again."""
+    with ThreadPoolExecutor(at_once) as threads:
+        try:
+            for first in range(0, len(things), _SUBMITTED):
+                yield from threads.map(do, things[first : first + _SUBMITTED])
+        except BaseException:
+            with without_patience():
+                threads.shutdown(cancel_futures=True)
+            raise
