@@ -5,12 +5,10 @@ files are there already is told by size and checksum, so the same command contin
 a copy that has lost some. A file of an object store is known by the checksum it was written with.
 """
 
-import contextlib
 import logging
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
@@ -29,6 +27,7 @@ from tokenfeed.pipeline.format.proof import stored
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
+from tokenfeed.tools.at_once import few_threads
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.fetching import DataFile, data_files, fetch
 from tokenfeed.tools.outputs.output import open_output
@@ -97,10 +96,10 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
     _check_places(source, target, manifest)
     files = list(data_files(manifest))
-    with _threads() as threads:
+    with few_threads(_AT_ONCE) as threads:
         there = list(threads.map(target.has, files))
     missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
-    with Bar(missing) as bar, _threads() as threads:
+    with Bar(missing) as bar, few_threads(_AT_ONCE) as threads:
         jobs = [threads.submit(target.put, file, source, bar) for file in missing]
         try:
             for job in as_completed(jobs):
@@ -109,9 +108,6 @@ def copy_data_set(source_path: str, to: str) -> Copied:
         except KeyboardInterrupt:
             if isinstance(target.store, ObjectStore):
                 _log.warning("what is being sent is sent to its end; a second Ctrl-C ends at once")
-            for store in (source, target.store):
-                if isinstance(store, ObjectStore):
-                    store.abandon()
             raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
     target.finish(raw)
     return Copied(
@@ -242,13 +238,3 @@ def _manifest_at(store: Store) -> Manifest | None:
         raise ConfigError(
             f"{error} To have this place completed by a copy all the same, delete {file}."
         ) from error
-
-
-@contextlib.contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """A few threads; an error or Ctrl-C lets them do no more than what they have begun."""
-    threads = ThreadPoolExecutor(_AT_ONCE)
-    try:
-        yield threads
-    finally:
-        threads.shutdown(cancel_futures=True)

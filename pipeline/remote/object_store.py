@@ -63,10 +63,6 @@ class ObjectStore:
         """What this process has asked of this store."""
         return self._connection.meter.read()
 
-    def abandon(self) -> None:
-        """Have requests of this process that fail end now: nobody waits for them any more."""
-        self._connection.meter.abandoned.set()
-
     def path(self, name: str) -> str:
         """An object as messages name it."""
         return f"{self.name}/{name}"

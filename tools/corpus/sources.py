@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.at_once import results_of
+from tokenfeed.tools.at_once import results_of
 from tokenfeed.tools.corpus.blocks import has_checksum
 from tokenfeed.tools.corpus.detect import (
     compression_of,

@@ -7,7 +7,6 @@ its checksum: so nobody need read it again to know that it is as it was left.
 import contextlib
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -21,6 +20,7 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import hide_password
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.pipeline.remote.objects import ObjectInfo
+from tokenfeed.tools.at_once import results_of
 
 __all__ = ["StoreOutput"]
 
@@ -102,9 +102,8 @@ class StoreOutput:
 
     def delete(self, *names: str) -> None:
         """See `Output`."""
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            for _ in threads.map(self.store.delete, names):
-                pass
+        for _ in results_of(self.store.delete, names, _AT_ONCE):
+            pass
 
     def prune(self, *folders: str) -> None:
         """See `Output`: a store has no folders."""

@@ -10,7 +10,6 @@ data set takes the records over.
 import contextlib
 import dataclasses
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, Self
 
@@ -18,6 +17,7 @@ import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import JOB_FILE, PARTS_FOLDER
+from tokenfeed.tools.at_once import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.journal import recipe_in
 from tokenfeed.tools.run.recipe import differences
@@ -162,8 +162,8 @@ class Parts(Generic[ResultT]):
     def _load(self, part: Part) -> None:
         """Read the records of a part, and look at the shards that they name."""
         names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            found = {record.unit: record for record in threads.map(self._record, names) if record}
+        records = results_of(self._record, names, _AT_ONCE)
+        found = {record.unit: record for record in records if record}
         self.results = whole(self._output.has, found)
 
     def _record(self, name: str) -> ResultT | None:

@@ -60,7 +60,6 @@ def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
             if path.is_file():
                 found.put(path.relative_to(folder).as_posix(), path.read_bytes())
         yield found
-        found.store.abandon()
 
 
 def reader_of(remote: Remote, cache: Path | None) -> WindowReader:

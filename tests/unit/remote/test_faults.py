@@ -15,6 +15,7 @@ from fault_proxy import FAULTS, Fault, Kind
 from remote_stores import DATA, FAST, Remote
 
 from tokenfeed.pipeline.errors import RemoteError
+from tokenfeed.pipeline.remote.client import without_patience
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
@@ -149,7 +150,7 @@ def test_an_acknowledgement_that_is_lost_is_found_again(remote: Remote) -> None:
     assert remote.content("a") == b"newer"
 
 
-def test_who_abandons_a_store_waits_for_no_repetition(remote: Remote) -> None:
+def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
     store = replace(remote.store, timing=replace(FAST, give_up_s=100, longest_wait_s=50))
     remote.proxy.always = Fault("503")
     started = time.monotonic()
@@ -157,11 +158,15 @@ def test_who_abandons_a_store_waits_for_no_repetition(remote: Remote) -> None:
         asked = [threads.submit(store.read, "x") for _ in range(4)]
         while len(remote.proxy.seen) < 20:
             time.sleep(0.01)
-        store.abandon()
-        for each in asked:
-            with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
-                each.result()
+        with without_patience():
+            for each in asked:
+                with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
+                    each.result()
     assert time.monotonic() - started < 5
+    remote.proxy.always = None
+    remote.put("x", DATA)
+    remote.proxy.schedule.append(Fault("503"))
+    assert remote.store.read("x") == DATA, "patient again"
 
 
 @pytest.mark.slow
