@@ -225,7 +225,7 @@ def test_kills_at_random_moments_change_no_byte(most: int, tmp_path: Path) -> No
             start_new_session=True,
         )
         try:
-            _, said = process.communicate(timeout=draw.uniform(0.3, 0.7 * seconds))
+            _, said = process.communicate(timeout=draw.uniform(0, seconds))
             assert process.returncode == 0, said
             assert files_of(out) == expected
             finished += 1
