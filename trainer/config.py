@@ -125,7 +125,7 @@ class TrainConfig:
     sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
     """Tokens of a row; longer ones are cut, or refused where a row has one label."""
     batching: BatchingName = "auto"
-    """auto: lm and complete packed; classify, score and tag padded."""
+    """auto: padded where rows or words have labels, else packed."""
     attention: AttentionName = "auto"
     """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config import TrainConfig
 
 __all__ = ["MOST_SLOTS", "Asked", "Choice", "epochs_of", "paced", "steps_of", "suited"]
@@ -70,11 +71,12 @@ def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
     if asked.objective == "masked" or train is None or not train.rows:
         return []
     longest = max(split.longest_row for split in manifest.splits.values())
-    if manifest.task == "complete":
-        return [_packed(longest), *_gently(asked)]
-    if manifest.task in ("classify", "score", "tag"):
-        model = [] if asked.model else [_model(manifest.task, train)]
+    label = column_of(manifest.columns, "target")
+    if label is not None:
+        model = [] if asked.model else [_model(label, train)]
         return [*model, *_padded(longest, train, asked), *_gently(asked)]
+    if column_of(manifest.columns, "context") is not None:
+        return [_packed(longest), *_gently(asked)]
     return []
 
 
@@ -107,10 +109,10 @@ def paced(steps: int) -> Choice:
     return Choice(settings, f"{steps:,} steps")
 
 
-def _model(task: str, train: SplitInfo) -> Choice:
-    """Few rows of a class are told apart by their words: layers learn them by heart."""
+def _model(label: Column, train: SplitInfo) -> Choice:
+    """Few rows with one label are told apart by their words: layers learn them by heart."""
     few = train.tokens < _TOKENS
-    small, dropout = ("shallow", 0.2) if task == "tag" else ("words", 0.3)
+    small, dropout = ("words", 0.3) if label.per == "row" else ("shallow", 0.2)
     settings = {"model": small, "dropout": dropout} if few else {"model": "tiny", "dropout": 0.1}
     return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
 

@@ -6,6 +6,7 @@ and the wire to the GPU all shrink with them. They are widened to int64 on the d
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,6 +29,7 @@ __all__ = [
     "Column",
     "Role",
     "Task",
+    "column_of",
     "is_target",
     "no_target",
     "role_of",
@@ -111,6 +113,11 @@ def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
 def role_of(column: str) -> Role | None:
     """What a batch makes of a column; None for the ids and for a row's origin."""
     return _ROLES.get(column)
+
+
+def column_of(columns: Iterable[Column], role: Role) -> Column | None:
+    """The column of a role, of which a task adds at most one; None where there is none."""
+    return next((column for column in columns if role_of(column.name) == role), None)
 
 
 def no_target(*, is_float: bool) -> float:

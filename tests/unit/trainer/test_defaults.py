@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -14,6 +14,7 @@ from training import write_labelled
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
+from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.batching import make_policy
 from tokenfeed.trainer.config import TrainConfig
@@ -38,7 +39,9 @@ def make_manifest(task: str, rows: int, mean: int, longest: int) -> Manifest:
     )
     split = SplitInfo(shards=(shard,), length_histogram=())
     absent: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Manifest))
-    return Manifest(**absent | {"task": task, "splits": {"train": split}})
+    columns = task_columns(task) if task in get_args(Task) else ()  # type: ignore[arg-type]
+    known = {"task": task, "splits": {"train": split}, "columns": columns}
+    return Manifest(**absent | known)
 
 
 @st.composite
