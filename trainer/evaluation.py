@@ -167,14 +167,12 @@ class Evaluator:
     def _left(self, found: Mapping[str, Metrics]) -> dict[str, float]:
         """What each task lacks, as a part of what it lacked at first: no task counts for more
         because its losses are larger."""
-        lacks = {name: self._lack(name, metrics) for name, metrics in found.items() if metrics}
+        parts = self._learner.task.parts
+        lacks = {
+            name: parts[name].best_by.lack(metrics) for name, metrics in found.items() if metrics
+        }
         self.first = lacks | self.first
         return {name: lack / (self.first[name] or 1.0) for name, lack in lacks.items()}
-
-    def _lack(self, name: str, metrics: Metrics) -> float:
-        """The loss, or what the score by which the task is judged lacks of 1."""
-        best_by = self._learner.task.parts[name].best_by
-        return metrics["loss"] if best_by == "loss" else 1 - metrics[best_by]
 
     def _of_one_task(self, name: str, split: str) -> Metrics:
         data, task = self._data[name], self._learner.task.parts[name]

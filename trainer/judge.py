@@ -6,6 +6,7 @@ import math
 from tokenfeed.trainer.checkpoints.meta import Best
 from tokenfeed.trainer.checkpoints.saver import Saver
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
+from tokenfeed.trainer.tasks.task import BestBy
 from tokenfeed.trainer.telemetry import MetricsFile
 
 __all__ = ["Judge"]
@@ -18,11 +19,11 @@ class Judge:
 
     Args:
         evaluator: Knows the splits.
-        best_by: The metric that decides.
+        best_by: The metric that decides, and how.
         saver: Keeps the checkpoint of the best step.
     """
 
-    def __init__(self, evaluator: Evaluator, best_by: str, saver: Saver) -> None:
+    def __init__(self, evaluator: Evaluator, best_by: BestBy, saver: Saver) -> None:
         self._evaluator, self._best_by, self._saver = evaluator, best_by, saver
         self.best: Best | None = None
         """Of all steps so far."""
@@ -48,7 +49,8 @@ class Judge:
 
     def keep_if_best(self, step: int, metrics: Metrics) -> None:
         """Keep a step that is saved, if none did better before."""
-        best, before = Best(step=step, metric=self._best_by, metrics=metrics), self.best
-        if math.isfinite(best.rank) and (before is None or best.rank > before.rank):
+        lack, before = self._best_by.lack(metrics), self.best
+        if math.isfinite(lack) and (before is None or lack < self._best_by.lack(before.metrics)):
+            best = Best(step=step, metric=self._best_by.metric, metrics=metrics)
             self._saver.keep_best(best)
             self.best = best

@@ -11,7 +11,6 @@ from tokenfeed.trainer.config import TrainConfig
 
 __all__ = ["Best", "CheckpointMeta"]
 
-_THE_LESS_THE_BETTER = ("loss", "left")
 _WORDS = {
     "model": "--model",
     "task": "task",
@@ -30,12 +29,6 @@ class Best:
     """The one that decided."""
     metrics: dict[str, float]
     """All metrics at that step."""
-
-    @property
-    def rank(self) -> float:
-        """The larger, the better."""
-        value = self.metrics[self.metric]
-        return -value if self.metric in _THE_LESS_THE_BETTER else value
 
     @classmethod
     def of_json(cls, data: bytes) -> "Best | None":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.trainer.tasks.task import Scores, Task
+from tokenfeed.trainer.tasks.task import BestBy, Scores, Task
 
 __all__ = ["Classify"]
 
@@ -22,7 +22,7 @@ class Classify(Task):
     kind = "row"
     causal = False
     packs = False
-    best_by = "macro_f1"
+    best_by = BestBy("macro_f1", less_is_better=False)
 
     def scores(self, device: torch.device) -> Scores:
         """Accuracy and macro-F1."""

@@ -8,18 +8,18 @@ from torch import nn
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import Head
-from tokenfeed.trainer.tasks.task import Loss, Task
+from tokenfeed.trainer.tasks.task import BestBy, Loss, Task
 
 __all__ = ["LEFT", "Learnt", "Several"]
 
 LEFT = "left"
-"""The metric of several tasks together: the less, the better, and 1 at first."""
+"""The metric of several tasks together: 1 at first."""
 
 
 class Several:
     """Tasks by name, for one model with a head each."""
 
-    best_by = LEFT
+    best_by = BestBy(LEFT, less_is_better=True)
 
     def __init__(self, parts: Mapping[str, Task]) -> None:
         self.parts = dict(parts)

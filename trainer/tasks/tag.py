@@ -10,7 +10,7 @@ import torch
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.tasks.classify import ClassScores
 from tokenfeed.trainer.tasks.spans import SpanScores, TagScheme
-from tokenfeed.trainer.tasks.task import Scores, Task
+from tokenfeed.trainer.tasks.task import BestBy, Scores, Task
 
 __all__ = ["Tag"]
 
@@ -28,9 +28,9 @@ class Tag(Task):
         self._scheme = TagScheme.from_names(manifest.label_names)
 
     @property
-    def best_by(self) -> str:  # type: ignore[override]
+    def best_by(self) -> BestBy:  # type: ignore[override]
         """Span F1, where tags are of spans."""
-        return "span_f1" if self._scheme else "accuracy"
+        return BestBy("span_f1" if self._scheme else "accuracy", less_is_better=False)
 
     def scores(self, device: torch.device) -> Scores:
         """Accuracy, and span F1 where tags are of spans."""

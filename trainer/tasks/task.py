@@ -6,6 +6,7 @@ and divides once. So every target weighs the same, however unequal the micro-bat
 Shapes: B rows, T slots, V vocabulary, C outputs.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ from tokenfeed.trainer.tasks.vocabulary_loss import (
     vocabulary_loss,
 )
 
-__all__ = ["Loss", "Scores", "Task"]
+__all__ = ["BestBy", "Loss", "Scores", "Task"]
 
 
 class Loss(NamedTuple):
@@ -50,6 +51,19 @@ class Scores(Protocol):
         ...
 
 
+class BestBy(NamedTuple):
+    """The metric that weights are judged by, and which way it is better."""
+
+    metric: str
+    less_is_better: bool
+    """Else it is a score of which 1 is the best."""
+
+    def lack(self, metrics: Mapping[str, float]) -> float:
+        """What is left to learn; the less, the better. Of a score, what it lacks of 1."""
+        value = metrics[self.metric]
+        return value if self.less_is_better else 1 - value
+
+
 class Task:
     """What a model is trained for, on one data set."""
 
@@ -61,8 +75,8 @@ class Task:
     """Whether rows are packed unless the user says otherwise."""
     apart: ClassVar[bool] = True
     """Whether packed documents are kept apart unless the user says otherwise."""
-    best_by: ClassVar[str] = "loss"
-    """The metric by which the best checkpoint is known: the least loss, or the highest score."""
+    best_by: ClassVar[BestBy] = BestBy("loss", less_is_better=True)
+    """How the best checkpoint is known."""
 
     def __init__(self, manifest: Manifest, seed: int) -> None:
         self.manifest = manifest

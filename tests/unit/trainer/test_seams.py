@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training import write_labelled
+from training import make_config, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.schema import Column, Task
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.tasks.registry import TASKS
+from tokenfeed.trainer.tasks.score import Score
+from tokenfeed.trainer.tasks.task import BestBy
 
 GRADE: Any = "grade"
 
@@ -38,3 +41,36 @@ def settings_for(monkeypatch: pytest.MonkeyPatch, shards: Path) -> TrainConfig:
     """Those of `train` where the command line names nothing but the data set."""
     monkeypatch.setattr(sys, "argv", ["train", "--shards", str(shards), "--run-dir", "run"])
     return parse_config()
+
+
+class Grade(Score):
+    """The grade of a row, judged by its error."""
+
+    name = GRADE
+    best_by = BestBy("rmse", less_is_better=True)
+
+
+def test_the_best_checkpoint_of_a_task_judged_by_an_error_has_the_least(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    add_grades(monkeypatch, "row")
+    monkeypatch.setitem(TASKS, GRADE, Grade)
+    shards = write_labelled(tmp_path / "grade", GRADE)
+    config = make_config(shards, tmp_path / "run", steps=12, save_every=2, eval_every=2, keep=9)
+    report = run(config)
+    errors = read_metrics(tmp_path / "run", "validation_rmse")
+    del errors[0]
+    assert errors[report.best_step or 0] == min(errors.values()) < max(errors.values())
+    other = write_labelled(tmp_path / "tag", "tag")
+    run(
+        make_config(
+            {str(shards): 1.0, str(other): 1.0}, tmp_path / "both", model="training:branched_model"
+        )
+    )
+    errors, scores, left = (
+        read_metrics(tmp_path / "both", f"validation_{name}")
+        for name in ("rmse/grade", "span_f1/tag", "left")
+    )
+    for step, found in left.items():
+        of_tags = (1 - scores[step]) / (1 - scores[0])
+        assert found == pytest.approx((errors[step] / errors[0] + of_tags) / 2)
