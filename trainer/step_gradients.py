@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.ranks.shares import is_sharded, sum_with_last
@@ -110,5 +111,5 @@ class StepGradients:
         )
         self._learner.drop_gradients()
         gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+        if self._world.device.type != "cpu":
+            accelerator(self._world.device).module.empty_cache()

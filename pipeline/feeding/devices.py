@@ -1,7 +1,8 @@
-"""Accelerators: what the loader needs of a device that is not the CPU, in one place.
+"""Accelerators: what loader and trainer need of a device that is not the CPU, in one place.
 
-Streams and events are those of torch's module of the device, `torch.cuda` or one like it. What no
-such module has, each accelerator says itself: it is a class here, and a line of `ACCELERATORS`.
+Streams and events are those of torch's module of the device, `torch.cuda` or one like it; the
+backend between ranks is torch's for the type. What torch has not, each accelerator says itself: it
+is a class here, and a line of `ACCELERATORS`.
 """
 
 import contextlib
@@ -95,9 +96,8 @@ def accelerator(device: torch.device) -> Accelerator:
 def default_device() -> torch.device:
     """The current device of the first kind of accelerator that is here, else the CPU."""
     for kind in ACCELERATORS:
-        module = torch.get_device_module(kind)
-        if module.is_available():
-            return torch.device(kind, module.current_device())
+        if _is_available(kind):
+            return torch.device(kind, torch.get_device_module(kind).current_device())
     return torch.device("cpu")
 
 
@@ -119,11 +119,17 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ConfigError(f"`device`={device!r} is not supported: {' and '.join(known)} are.")
     if resolved.type == "cpu":
         return resolved
-    module = accelerator(resolved).module
-    if not module.is_available():
+    if not _is_available(resolved.type):
         raise ConfigError(
             f"`device`={device!r}: torch finds no {resolved.type.upper()} device. Use cpu."
         )
     if resolved.index is None:
-        return torch.device(resolved.type, module.current_device())  # another may be current later
+        current = accelerator(resolved).module.current_device()
+        return torch.device(resolved.type, current)  # another may be current later
     return resolved
+
+
+def _is_available(kind: str) -> bool:
+    """Whether torch finds a device of a type; the module of some types comes with a plugin."""
+    module = getattr(torch, kind, None)
+    return module is not None and bool(module.is_available())

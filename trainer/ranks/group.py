@@ -1,4 +1,5 @@
-"""Several processes, by torch.distributed: NCCL between GPUs, gloo between hosts.
+"""Several processes, by torch.distributed: gloo between hosts, and between devices the backend that
+torch has for them, which is NCCL for CUDA.
 
 A rank that dies closes its connections, so the others find out at the next message from host to
 host: within a step.
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.pipeline.feeding.devices import default_device, resolve_device
+from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
 from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.ranks.world import World
 
@@ -50,14 +51,13 @@ class Group(World):
         self.rank, self.size = launch.rank, launch.size
         self._store, _, _ = next(rendezvous("env://", timeout=TIMEOUT))
         self._store = PrefixStore(str(launch.restarts), self._store)
-        on_gpu = device.type != "cpu"
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            _backends(device.type),
             store=self._store,
             rank=self.rank,
             world_size=self.size,
             timeout=TIMEOUT,
-            device_id=device if on_gpu else None,
+            device_id=None if device.type == "cpu" else device,
         )
         self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
@@ -143,16 +143,24 @@ def chosen_device(name: str) -> torch.device:
 
 def _own_device(device: torch.device, launch: Launch) -> torch.device:
     """The GPU of this rank: that of its number, or the only one that it is shown."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return device
-    there = torch.cuda.device_count()
+    module = accelerator(device).module
+    there = module.device_count()
     if launch.local_rank >= there > 1:
         raise ConfigError(
             f"LOCAL_RANK={launch.local_rank}, but there are {there} GPUs. Start one process a GPU."
         )
-    own = torch.device("cuda", launch.local_rank if there > 1 else 0)
-    torch.cuda.set_device(own)
+    own = torch.device(device.type, launch.local_rank if there > 1 else 0)
+    module.set_device(own)
     return own
+
+
+def _backends(kind: str) -> str:
+    """Of tensors on the host, and on devices of a type."""
+    if kind == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
 @contextlib.contextmanager

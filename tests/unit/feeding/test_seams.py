@@ -263,3 +263,13 @@ def test_an_accelerator_is_a_class_and_a_line_of_one_table(
     assert len(Xpu.locked) == 1
     unlock()
     assert not Xpu.locked
+
+
+@pytest.mark.parametrize("kind", ["hpu", "npu"])  # torch knows the name of the one without it
+def test_an_accelerator_whose_plugin_is_not_there_is_not_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(devices, "ACCELERATORS", {kind: Xpu})
+    assert devices.default_device() == torch.device("cpu")
+    with pytest.raises(ConfigError, match=f"^`device`='{kind}'"):
+        open_loader(folder, device=kind)

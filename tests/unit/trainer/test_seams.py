@@ -1,4 +1,4 @@
-"""What others may add to the trainer is added in few places: here a task."""
+"""What others may add to the trainer is added in few places: a task, and a device for ranks."""
 
 import dataclasses
 import sys
@@ -6,12 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from simulated import simulate
 from training import make_config, read_metrics, run, write_labelled
 
+from tokenfeed.pipeline.feeding import devices
 from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.schema import Column, Task
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.ranks import group
 from tokenfeed.trainer.tasks.registry import TASKS
 from tokenfeed.trainer.tasks.score import Score
 from tokenfeed.trainer.tasks.task import BestBy
@@ -74,3 +79,33 @@ def test_the_best_checkpoint_of_a_task_judged_by_an_error_has_the_least(
     for step, found in left.items():
         of_tags = (1 - scores[step]) / (1 - scores[0])
         assert found == pytest.approx((errors[step] / errors[0] + of_tags) / 2)
+
+
+class Xpu(devices.Accelerator):
+    """An accelerator of another maker."""
+
+    def lock(self, address: int, num_bytes: int) -> str | None:
+        return None
+
+    def unlock(self, address: int) -> None:
+        pass
+
+
+def test_each_rank_has_a_device_of_its_own_and_the_backend_of_its_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: dict[str, Any] = {}
+    current: list[torch.device] = []
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(group, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 1, 2)]))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **more: asked.update(more, backend=backend)
+    )
+    monkeypatch.setattr(dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(torch.xpu, "set_device", current.append)
+    monkeypatch.setitem(devices.ACCELERATORS, "xpu", Xpu)
+    with simulate(monkeypatch, torch.xpu):
+        world = group.join_world("xpu")
+    assert [world.device] == current == [torch.device("xpu:1")] == [asked["device_id"]]
+    assert asked["backend"] == "cpu:gloo,xpu:xccl"
