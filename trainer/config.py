@@ -44,13 +44,11 @@ __all__ = [
     "Resume",
     "ScheduleName",
     "Shards",
-    "SizeName",
     "TrackerName",
     "TrainConfig",
 ]
 
 Resume = bool | Literal["auto"]
-SizeName = Literal["bag", "words", "shallow", "tiny", "mini", "small", "gpt2"]
 ObjectiveName = Literal["auto", "masked"]
 BatchingName = Literal["auto", "packed", "padded"]
 AttentionName = Literal["auto", "documents", "rows"]

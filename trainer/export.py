@@ -131,7 +131,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     abouts = {
         name: Exported(
             model=_HUB if config.model.startswith(_HUB) else config.model,
-            size=next((SIZES[name] for name in SIZES if name == config.model), None),
+            size=SIZES.get(config.model),
             head=heads[name],
             task=task.name,
             step=progress.step,

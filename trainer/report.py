@@ -61,7 +61,7 @@ class Report:
     validation_loss_first: float | None
     validation_loss_last: float | None
     task: str = "lm"
-    """lm, masked, complete, classify, score or tag; the first reports lack it, and the next two."""
+    """What was learnt; `task`, `metrics` and `best_step` are absent from the first reports."""
     metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By split and name, of the best weights: `loss` and what the task adds. Of several tasks by
     task, split and name."""

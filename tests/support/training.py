@@ -18,7 +18,7 @@ from tokenizers.models import WordLevel
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.tree import State
-from tokenfeed.trainer.config import SizeName, TrainConfig
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.branched import Branched
 from tokenfeed.trainer.models.head import Head, HeadKind
@@ -150,7 +150,7 @@ def make_head(
     return Head(kind=kind, outputs=outputs, vocabulary_size=vocabulary_size, causal=causal)
 
 
-def make_transformer(name: SizeName = "tiny", vocabulary_size: int = VOCABULARY) -> Transformer:
+def make_transformer(name: str = "tiny", vocabulary_size: int = VOCABULARY) -> Transformer:
     """A decoder."""
     return Transformer(SIZES[name], make_head(vocabulary_size))
 

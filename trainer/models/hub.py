@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 import transformers
@@ -201,7 +201,9 @@ def _class_for(head: Head) -> str:
         return "AutoModelForCausalLM" if head.causal else "AutoModelForMaskedLM"
     if head.kind == "row":
         return "AutoModelForSequenceClassification"
-    return "AutoModelForTokenClassification"
+    if head.kind == "token":
+        return "AutoModelForTokenClassification"
+    assert_never(head.kind)
 
 
 def _from_weights(

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.trainer.config import SizeName
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope, attend
 from tokenfeed.trainer.models.head import Head
@@ -42,7 +41,7 @@ class ModelSize:
     """Whether tokens that are one word but for case and space share an embedding."""
 
 
-SIZES: dict[SizeName, ModelSize] = {
+SIZES: dict[str, ModelSize] = {
     "bag": ModelSize(layers=0, width=128, heads=4),
     "words": ModelSize(layers=0, width=128, heads=4, by_word=True),
     "shallow": ModelSize(layers=2, width=128, heads=4),
