@@ -1,10 +1,10 @@
-"""Whole numbers that every room counts with: offsets of runs, ranges, rounding up. Pure numpy."""
+"""Whole numbers that every room counts with: offsets of runs, ranges, division. Pure numpy."""
 
 from typing import TypeVar
 
 import numpy as np
 
-__all__ = ["offsets_of", "ranges", "round_up"]
+__all__ = ["ceil_div", "offsets_of", "ranges", "round_up"]
 
 Number = TypeVar("Number", int, np.ndarray)
 
@@ -26,6 +26,11 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return integers
 
 
+def ceil_div(value: Number, by: int) -> Number:
+    """The quotient rounded up, or each of them: how many parts of `by` hold `value`."""
+    return -(-value // by)
+
+
 def round_up(value: Number, multiple_of: int) -> Number:
     """The smallest multiple of `multiple_of` that is at least `value`, or each of them."""
-    return -(-value // multiple_of) * multiple_of
+    return ceil_div(value, multiple_of) * multiple_of

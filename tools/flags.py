@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.settings import alternatives, nearest, parts_of, takes_weights, typed
+from tokenfeed.trainer.settings import (
+    alternatives,
+    flag_of,
+    nearest,
+    parts_of,
+    takes_weights,
+    typed,
+)
 
-__all__ = ["flag_of", "read_flags"]
+__all__ = ["read_flags"]
 
 _WIDEST = 120
 _PLACEHOLDERS = {int: "N", float: "X", Path: "PATH"}
-
-
-def flag_of(name: str) -> str:
-    """How a field is called on the command line."""
-    return "--" + name.replace("_", "-")
 
 
 def read_flags(

@@ -12,13 +12,13 @@ from typing import Any, get_type_hints
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
-from tokenfeed.tools.flags import flag_of, read_flags
+from tokenfeed.tools.flags import read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
 from tokenfeed.trainer.defaults import Asked, Choice
 from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
 from tokenfeed.trainer.ranks.launch import Launch
-from tokenfeed.trainer.settings import read_settings
+from tokenfeed.trainer.settings import flag_of, read_settings
 from tokenfeed.trainer.shared_defaults import Learnable
 
 __all__ = ["Command", "parse_config", "read_command"]

@@ -9,7 +9,7 @@ that is short of rows is filled up: rows times length is known before training.
 
 import math
 
-from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.trainer.config import TrainConfig
@@ -144,5 +144,5 @@ def _divisors(number: int) -> list[int]:
 
 def _multiple_of(config: TrainConfig, *, on_gpu: bool) -> int:
     if config.compile:
-        return round_up(-(-config.sequence_length // MOST_SHAPES), _TILE)
+        return round_up(ceil_div(config.sequence_length, MOST_SHAPES), _TILE)
     return _TILE if on_gpu else 1

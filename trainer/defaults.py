@@ -13,6 +13,7 @@ from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.settings import flag_of
 
 __all__ = ["MOST_SLOTS", "Asked", "Choice", "epochs_of", "paced", "steps_of", "suited"]
 
@@ -41,7 +42,7 @@ class Choice:
     def line(self, config: TrainConfig) -> str:
         """For the console: the flags that a run has by this choice; empty where it has none."""
         flags = [
-            f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+            flag_of(name) + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
             if getattr(config, name) == value
         ]

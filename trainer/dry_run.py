@@ -8,6 +8,7 @@ real operators. Speed is a bound: the GPU's arithmetic by the operations of a to
 from collections import defaultdict
 from dataclasses import dataclass
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.trainer.by_task import shares_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
@@ -132,7 +133,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     flops = sum(part.flops_per_token * part.tokens / tokens for part in parts.values())
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
     state = planned.weightless.state_bytes(*planned.likes)
-    checkpoints = -(-config.steps // config.save_every)
+    checkpoints = ceil_div(config.steps, config.save_every)
     return DryRun(
         steps=config.steps,
         epochs=min(part.epochs for part in parts.values()),

@@ -9,6 +9,7 @@ from typing import Self
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.estimate import likely_lengths
@@ -60,5 +61,4 @@ def _shapes(plan: WindowPlan, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
     rows = np.diff(plan.batch_offsets)
     lengths = plan.cut.lengths[plan.pieces]
     longest = np.maximum.reduceat(lengths, plan.batch_piece_offsets[:-1])
-    step = policy.multiple_of
-    return rows, -(-longest // step) * step
+    return rows, round_up(longest, policy.multiple_of)

@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from tokenfeed.pipeline.arithmetic import round_up
+
 __all__ = ["PeakBytes"]
 
 _GRAIN = 512  # of CUDA's allocator
@@ -40,7 +42,7 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         key = storage._cdata
         if key in self._known:
             return
-        size = -(-storage.nbytes() // _GRAIN) * _GRAIN
+        size = round_up(storage.nbytes(), _GRAIN)
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.settings import flag_of
 
 __all__ = ["bounds", "check_pattern", "keeps", "require", "require_multiple", "traced_steps"]
 
@@ -58,15 +59,11 @@ def traced_steps(span: str) -> range:
     return steps
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def require(config: Any, name: str, holds: bool, expected: str) -> None:
     """Refuse the value of a setting unless it `holds`, and say what was expected."""
     if not holds:
         value = getattr(config, name)
-        raise ConfigError(f"`{_flag(name)}`: expected {expected}, got {value}.")
+        raise ConfigError(f"`{flag_of(name)}`: expected {expected}, got {value}.")
 
 
 def require_multiple(config: Any, name: str, divisor_name: str) -> None:
@@ -75,6 +72,6 @@ def require_multiple(config: Any, name: str, divisor_name: str) -> None:
     if value % divisor:
         nearest = max(1, round(value / divisor)) * divisor
         raise ConfigError(
-            f"`{_flag(name)}`: expected a multiple of {_flag(divisor_name)}={divisor}, got "
+            f"`{flag_of(name)}`: expected a multiple of {flag_of(divisor_name)}={divisor}, got "
             f"{value}. Try {nearest}."
         )

@@ -15,6 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError
 __all__ = [
     "alternatives",
     "expected",
+    "flag_of",
     "nearest",
     "parts_of",
     "read_settings",
@@ -23,6 +24,11 @@ __all__ = [
 ]
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
+
+
+def flag_of(name: str) -> str:
+    """How a setting is called on the command line."""
+    return "--" + name.replace("_", "-")
 
 
 def typed(kind: Any, value: Any, said: str) -> Any:

@@ -18,7 +18,7 @@ def cause_table(report: dict[str, Any]) -> str:
     work["seconds"] *= work["fraction"]
     rows = "".join(_row(name, part) for name, part in [*ordered, ("work", work)])
     return (
-        f"<p>{_share(stall['fraction'])}{_bounds(stall.get('interval'))} of "
+        f"<p>{stall['fraction']:.2%}{_bounds(stall.get('interval'))} of "
         f"{stall['window_seconds']:,.1f} s in {stall['window_steps']:,} steps after the "
         f"warm-up{_at_most(stall)}. "
         f"<span class=soft>{escape(stall['method'])}.</span></p>"
@@ -37,7 +37,7 @@ def _row(name: str, part: dict[str, Any]) -> str:
     )
     return (
         f'<tr><th>{escape(name)}</th><td class=bar><span style="width:{width:.1f}%"></span></td>'
-        f"<td>{_share(part['fraction'])}</td><td class=wide>{_spread(spread)}</td>"
+        f"<td>{part['fraction']:.2%}</td><td class=wide>{_spread(spread)}</td>"
         f"<td>{part['seconds']:,.2f}</td>{tails}"
         f"<td>{'' if gain is None else f'&times; {gain:.3f}'}</td></tr>"
     )
@@ -55,11 +55,7 @@ def _at_most(stall: dict[str, Any]) -> str:
     most = stall.get("at_most")
     if most is None or most <= stall["fraction"] + 0.001:
         return ""
-    return f", at most {_share(most)} with what cannot be seen inside the work"
-
-
-def _share(value: float) -> str:
-    return f"{value:.2%}"
+    return f", at most {most:.2%} with what cannot be seen inside the work"
 
 
 def _seconds(value: float | None) -> str:

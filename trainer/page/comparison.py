@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.report import metrics_by_split
+from tokenfeed.trainer.settings import flag_of
 
 __all__ = ["Comparison", "Row", "compare"]
 
@@ -110,7 +111,7 @@ def _settings(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
     for name in dict.fromkeys((*one, *other)):
         a, b = one.get(name), other.get(name)
         if a != b and name not in _OF_EVERY_RUN:
-            yield Row("--" + name.replace("_", "-"), _said(a), _said(b), "")
+            yield Row(flag_of(name), _said(a), _said(b), "")
 
 
 def _row(name: str, a: Any, b: Any, form: str) -> Row:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.trainer.page.scale import Scale, short
 
 __all__ = ["Plot", "Series", "draw", "thinned"]
@@ -40,7 +41,7 @@ class Plot:
 
 def thinned(series: Series, most: int = _MOST_POINTS) -> Series:
     """At most so many points: means of neighbours, at the last of their steps."""
-    size = -(-len(series.xs) // most)
+    size = ceil_div(len(series.xs), most)
     if size <= 1:
         return series
     starts = range(0, len(series.xs), size)
@@ -146,7 +147,7 @@ def _legend(series: Sequence[Series], *, stacked: bool) -> str:
 def _values(series: Sequence[Series], plot: Plot) -> str:
     """The same as a table, for who cannot see it or wants the numbers."""
     xs = sorted({at for one in series for at in one.xs})
-    xs = xs[:: -(-len(xs) // _MOST_ROWS)]
+    xs = xs[:: ceil_div(len(xs), _MOST_ROWS)]
     known = [dict(zip(one.xs, one.ys, strict=True)) for one in series]
     head = "".join(f"<th>{escape(one.name)}</th>" for one in series)
     rows = "".join(

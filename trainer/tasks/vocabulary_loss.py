@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.schema import IGNORED
 
 __all__ = ["chunk_tokens", "is_worth_chunks", "most_chunk_tokens", "vocabulary_loss"]
@@ -37,8 +38,8 @@ def most_chunk_tokens(vocabulary_size: int) -> int:
 
 def chunk_tokens(tokens: int, vocabulary_size: int) -> int:
     """Tokens of a chunk, where all chunks but the last are equal."""
-    chunks = -(-tokens // most_chunk_tokens(vocabulary_size))
-    return -(-tokens // max(1, chunks))
+    chunks = ceil_div(tokens, most_chunk_tokens(vocabulary_size))
+    return ceil_div(tokens, max(1, chunks))
 
 
 def vocabulary_loss(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
