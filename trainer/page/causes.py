@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from tokenfeed.trainer.stall.causes import ABOUT
+
 __all__ = ["cause_table"]
+
+_MEANINGS: dict[str, str] = {cause: about.meaning for cause, about in ABOUT.items()}
 
 
 def cause_table(report: dict[str, Any]) -> str:
@@ -36,11 +40,17 @@ def _row(name: str, part: dict[str, Any]) -> str:
         f"<td class=wide>{_seconds(part.get(key))}</td>" for key in ("p50_s", "p99_s", "max_s")
     )
     return (
-        f'<tr><th>{escape(name)}</th><td class=bar><span style="width:{width:.1f}%"></span></td>'
+        f"<tr><th>{escape(name)}{_meaning(name)}</th>"
+        f'<td class=bar><span style="width:{width:.1f}%"></span></td>'
         f"<td>{part['fraction']:.2%}</td><td class=wide>{_spread(spread)}</td>"
         f"<td>{part['seconds']:,.2f}</td>{tails}"
         f"<td>{'' if gain is None else f'&times; {gain:.3f}'}</td></tr>"
     )
+
+
+def _meaning(name: str) -> str:
+    """Nothing of the work, and of what an older or a newer tokenfeed has measured."""
+    return f"<span class=soft>{escape(_MEANINGS[name])}</span>" if name in _MEANINGS else ""
 
 
 def _spread(bounds: Sequence[float] | None) -> str:

@@ -1,52 +1,13 @@
-"""What to change, and what that gains: from a report. Nothing is said when all is well.
-
-Thresholds of data and launch are those of TensorFlow's input-pipeline analyzer; what should cost
-nothing is named from 1 % on.
-"""
+"""What to change, and what that gains: from a report. Nothing is said when all is well."""
 
 from collections.abc import Iterator
 
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.ranks import SlowestRank
 from tokenfeed.trainer.stall.report import Advice, StallReport
 
-__all__ = ["PADDING_REMEDY", "THRESHOLDS", "advise"]
+__all__ = ["PADDING_REMEDY", "advise"]
 
-THRESHOLDS: dict[Cause, tuple[float, float]] = {
-    "data": (0.05, 0.20),
-    "copy": (0.01, 0.05),
-    "launch": (0.03, 0.15),
-    "wait": (0.01, 0.10),
-    "log": (0.01, 0.05),
-    "checkpoint": (0.01, 0.05),
-    "evaluation": (0.05, 0.20),
-    "garbage collection": (0.005, 0.05),
-    "allocator": (0.005, 0.05),
-    "recompilation": (0.01, 0.05),
-    "communication": (0.05, 0.20),
-    "other": (0.01, 0.10),
-}
-"""Shares of the time from which a cause is named, and is severe."""
-
-_REMEDIES: dict[Cause, str] = {
-    "data": "batches come late: raise `--num-workers` (of your loader: workers and prefetching), "
-    "make micro-batches larger, or read from a faster disk",
-    "copy": "batches are copied while the device waits: page-lock them and copy ahead with "
-    "`non_blocking=True`, and send int32, not int64",
-    "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
-    "`--compile`",
-    "wait": "the host waits for values: read them a step later, or at progress lines only",
-    "log": "raise `--log-every`",
-    "checkpoint": "raise `--save-every`, or save beside the training",
-    "evaluation": "raise `--eval-every`, or lower `--eval-batches`",
-    "garbage collection": "call `gc.freeze()` after the first steps and `gc.disable()`, and "
-    "collect at progress lines",
-    "allocator": "memory is given back and asked for again: set "
-    "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
-    "recompilation": "torch.compile compiles again: bound the shapes, or mark them dynamic",
-    "communication": "ranks wait for each other: in a loop of yours `meter.gather()` says for whom",
-    "other": "host code between steps: bracket it with `meter.cause(...)` to see which",
-}
 _OF_WORK = (
     "its work takes longer: look at the clocks, the temperature and the neighbours of its device"
 )
@@ -72,14 +33,14 @@ def advise(report: StallReport, padding_remedy: str = PADDING_REMEDY) -> list[Ad
 
 
 def _on_causes(report: StallReport) -> Iterator[Advice]:
-    for cause, (named, severe) in THRESHOLDS.items():
+    for cause, about in ABOUT.items():
         fraction, felt = report.causes[cause].fraction, _felt(cause, report)
         weighed = fraction if cause == "communication" else felt
-        if weighed < named:
+        if weighed < about.named:
             continue
         text = f"{cause} {fraction:.1%}: {_remedy(cause, report)}{_lines(cause, report)}"
         gain = felt / max(1e-9, 1 - felt)
-        yield Advice(cause=cause, is_severe=weighed >= severe, text=text, gain=gain)
+        yield Advice(cause=cause, is_severe=weighed >= about.severe, text=text, gain=gain)
 
 
 def _felt(cause: Cause, report: StallReport) -> float:
@@ -97,11 +58,11 @@ def _felt(cause: Cause, report: StallReport) -> float:
 def _remedy(cause: Cause, report: StallReport) -> str:
     """Of communication, what helps the rank that is waited for."""
     if cause != "communication" or report.slowest_rank is None:
-        return _REMEDIES[cause]
+        return ABOUT[cause].remedy
     late = _late(report)
     if late is None:
         return _OF_EXCHANGE
-    own = _OF_WORK if late.cause == "work" else _REMEDIES[late.cause]
+    own = _OF_WORK if late.cause == "work" else ABOUT[late.cause].remedy
     return f"rank {late.rank} is late by {late.cause}: {own}"
 
 

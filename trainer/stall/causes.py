@@ -1,8 +1,8 @@
-"""What a device may wait for, and in which words a report says so."""
+"""What a device may wait for, and all that reports and accounts know of it."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
-__all__ = ["CAUSES", "DRAINING", "MEANINGS", "Cause", "Phase"]
+__all__ = ["ABOUT", "CAUSES", "About", "Cause", "Phase"]
 
 Cause = Literal[
     "data",
@@ -18,25 +18,132 @@ Cause = Literal[
     "communication",
     "other",
 ]
-CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 Phase = Cause | Literal["work", "calibration"]
 """What lies between two marks: the training's own work, or a cause."""
 
-MEANINGS: dict[Cause, str] = {
-    "data": "a batch that was not ready",
-    "copy": "a batch that was ready, on its way to the device",
-    "launch": "the host, which queues kernels more slowly than the device runs them",
-    "wait": "the host, which had waited for a value (`.item()`) and lost its lead",
-    "log": "a progress line",
-    "checkpoint": "a checkpoint",
-    "evaluation": "an evaluation",
-    "garbage collection": "Python's collector",
-    "allocator": "memory that had to be given back and asked for again",
-    "recompilation": "torch.compile, again",
-    "communication": "other ranks",
-    "other": "host code between steps",
-}
 
-DRAINING: frozenset[Cause] = frozenset(CAUSES) - {"data", "copy", "launch", "other"}
-"""Now and then, or for no good reason: what the host loses of its lead here, it owes."""
+class About(NamedTuple):
+    """A cause. Thresholds of data and launch are those of TensorFlow's input-pipeline analyzer;
+    what should cost nothing is named from 1 % on."""
+
+    meaning: str
+    """What the device waited for."""
+    remedy: str
+    """What to do when that is much."""
+    named: float
+    """Share of the time from which advice names it."""
+    severe: float
+    """Share of the time from which it is severe."""
+    drains: bool
+    """Whether it uses up the host's lead, so that idle time that follows is charged to it."""
+    interrupts: bool
+    """Whether it comes inside a stretch of work, which goes on behind it."""
+
+
+ABOUT: dict[Cause, About] = {
+    "data": About(
+        "a batch that was not ready",
+        "batches come late: raise `--num-workers` (of your loader: workers and prefetching), make "
+        "micro-batches larger, or read from a faster disk",
+        named=0.05,
+        severe=0.20,
+        drains=False,
+        interrupts=False,
+    ),
+    "copy": About(
+        "a batch that was ready, on its way",
+        "batches are copied while the device waits: page-lock them and copy ahead with "
+        "`non_blocking=True`, and send int32, not int64",
+        named=0.01,
+        severe=0.05,
+        drains=False,
+        interrupts=False,
+    ),
+    "launch": About(
+        "the host, which queues kernels more slowly than they run",
+        "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
+        "`--compile`",
+        named=0.03,
+        severe=0.15,
+        drains=False,
+        interrupts=False,
+    ),
+    "wait": About(
+        "the host, which had waited for a value (.item())",
+        "the host waits for values: read them a step later, or at progress lines only",
+        named=0.01,
+        severe=0.10,
+        drains=True,
+        interrupts=False,
+    ),
+    "log": About(
+        "a progress line",
+        "raise `--log-every`",
+        named=0.01,
+        severe=0.05,
+        drains=True,
+        interrupts=False,
+    ),
+    "checkpoint": About(
+        "its copy, and a disk that still wrote the one before",
+        "raise `--save-every`, or save beside the training",
+        named=0.01,
+        severe=0.05,
+        drains=True,
+        interrupts=False,
+    ),
+    "evaluation": About(
+        "the metrics of the validation split",
+        "raise `--eval-every`, or lower `--eval-batches`",
+        named=0.05,
+        severe=0.20,
+        drains=True,
+        interrupts=False,
+    ),
+    "garbage collection": About(
+        "Python's collector, over all objects",
+        "call `gc.freeze()` after the first steps and `gc.disable()`, and collect at progress "
+        "lines",
+        named=0.005,
+        severe=0.05,
+        drains=True,
+        interrupts=True,
+    ),
+    "allocator": About(
+        "memory that was given back and asked for again",
+        "memory is given back and asked for again: set "
+        "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
+        named=0.005,
+        severe=0.05,
+        drains=True,
+        interrupts=False,
+    ),
+    "recompilation": About(
+        "torch.compile, again",
+        "torch.compile compiles again: bound the shapes, or mark them dynamic",
+        named=0.01,
+        severe=0.05,
+        drains=True,
+        interrupts=True,
+    ),
+    "communication": About(
+        "other ranks: their gradients, and who is late with them",
+        "ranks wait for each other: in a loop of yours `meter.gather()` says for whom",
+        named=0.05,
+        severe=0.20,
+        drains=True,
+        interrupts=False,
+    ),
+    "other": About(
+        "host code between steps",
+        "host code between steps: bracket it with `meter.cause(...)` to see which",
+        named=0.01,
+        severe=0.10,
+        drains=False,
+        interrupts=False,
+    ),
+}
+"""Each cause, in the order of reports."""
+
+CAUSES: tuple[Cause, ...] = tuple(ABOUT)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple, cast
 
 from tokenfeed.trainer.stall.batches import Batches
-from tokenfeed.trainer.stall.causes import DRAINING, Cause, Phase
+from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
 from tokenfeed.trainer.stall.clock import Moment
 from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
@@ -22,8 +22,6 @@ from tokenfeed.trainer.stall.work import Kind, Line, Payment, Stretch, WorkSums,
 
 __all__ = ["Ledger", "StepEnd"]
 
-_INTERRUPTING = ("garbage collection", "recompilation")
-"""Gaps inside a stretch of work that do not end it."""
 _SLACK_SECONDS = 50e-6
 """Two launches differ by less: what a batch is late beyond it, it was copied."""
 _LEAST_LEAD_SECONDS = 30e-6
@@ -142,7 +140,7 @@ class Ledger:
         return self._map.host(moment.device) - moment.before
 
     def _gap(self, cause: Cause, start: Moment, end: Moment) -> None:
-        if cause not in _INTERRUPTING:
+        if not ABOUT[cause].interrupts:
             self._close_stretch(cause)
             self._is_in_step |= cause == "data"
             is_talk = cause == "communication" and not self._is_in_step
@@ -157,7 +155,7 @@ class Ledger:
         if copied:
             self._open_gaps["copy"] += copied
         self._open_gaps[cause] += idle - copied - paid
-        if cause in DRAINING:
+        if ABOUT[cause].drains:
             self._debt.lose(cause, self._lead(start), self._lead(end))
 
     def _work(self, start: Moment, end: Moment) -> None:

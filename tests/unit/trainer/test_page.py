@@ -129,6 +129,15 @@ def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
     assert page.count("<summary>values</summary>") == 8
 
 
+def test_what_the_device_waited_for_is_said_of_every_cause_that_is_known() -> None:
+    report = report_of()
+    report["stall"]["parts"]["of <tomorrow>"] = {"fraction": 0.0, "seconds": 0.1}
+    page = page_of(run_of(report, []))
+    Checked(page)
+    assert "<th>data<span class=soft>a batch that was not ready</span></th>" in page
+    assert "<th>of &lt;tomorrow&gt;</th>" in page
+
+
 @pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
 def test_what_is_not_known_is_left_out(missing: str) -> None:
     page = page_of(run_of(report_of(**{missing: None}), []))

@@ -3,19 +3,21 @@
 import dataclasses
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from places import ROOT
 from simulated_device import SimulatedDevice
 from stall_scenarios import CLEAN, FAULTS, measure
 
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
-from tokenfeed.trainer.stall.advice import THRESHOLDS, advise
+from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.batches import Batches
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.clock_map import ClockMap, lowest_line_above
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
@@ -129,13 +131,20 @@ def report_with(stall: float = 0.0, **changes: Any) -> StallReport:
 
 @pytest.mark.parametrize("cause", CAUSES)
 def test_advice_begins_at_its_threshold_and_names_something_to_change(cause: Cause) -> None:
-    named, severe = THRESHOLDS[cause]
+    named, severe = ABOUT[cause].named, ABOUT[cause].severe
     assert advise(report_with(causes={cause: 0.99 * named})) == []
     (piece,) = advise(report_with(stall=named, causes={cause: 1.01 * named}))
     assert not piece.is_severe
     assert piece.gain == pytest.approx(1 / (1 - 1.01 * named) - 1)
     (piece,) = advise(report_with(stall=severe, causes={cause: 1.01 * severe}))
     assert piece.is_severe
+
+
+def test_the_table_of_causes_in_the_documentation_has_all_and_says_the_same() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    rows = re.findall(r"^\| `([a-z ]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    told = {cause: meaning.replace("`", "") for cause, meaning in rows if cause in CAUSES}
+    assert list(told.items()) == [(cause, about.meaning) for cause, about in ABOUT.items()]
 
 
 def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
