@@ -5,9 +5,6 @@ idle, by a cause, as far as no one else owes it. Work is taken as whole stretche
 gap or mark; what of them was idle is known from references, in sum.
 """
 
-import copy
-from collections import defaultdict
-from dataclasses import replace
 from typing import NamedTuple, cast
 
 from tokenfeed.trainer.stall.batches import Batches
@@ -16,9 +13,17 @@ from tokenfeed.trainer.stall.clock import Moment
 from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
-from tokenfeed.trainer.stall.reading import StallReading
+from tokenfeed.trainer.stall.reading import StallReading, Sums
 from tokenfeed.trainer.stall.step_times import StepTimes
-from tokenfeed.trainer.stall.work import Kind, Line, Payment, Stretch, WorkSums, idle_seconds
+from tokenfeed.trainer.stall.work import (
+    Kind,
+    Line,
+    OpenStep,
+    Payment,
+    Stretch,
+    WorkSums,
+    idle_seconds,
+)
 
 __all__ = ["Ledger", "StepEnd"]
 
@@ -50,21 +55,21 @@ class Ledger:
         self._is_beside_host = is_beside_host
         self._skipped_steps = skipped_steps
         self._map, self._debt = ClockMap(), Debt()
-        self._opener, self._marks, self._is_in_step = "step", 0, False
+        self._open, self._sums = OpenStep(), Sums()
         self._spin = 0.0
-        self._stretch: Stretch | None = None
-        self._closed: list[Stretch] = []
-        self._open_seconds = 0.0
-        self._open_gaps: defaultdict[Cause, float] = defaultdict(float)
+        """How far the next stretch is made to begin behind the host."""
         self._step_lead = 0.0
+        """The host's when the first stretch of the latest step began."""
         self._settled_lead: float | None = None
+        """After a spin: steps count again once the lead at their beginning is no longer."""
         self._unsettled = 0
+        """Steps since then."""
         self._host_seconds: dict[Kind, float] = {}
+        """What the host usually takes for a stretch."""
         self._waiting: set[Kind] = set()
-        self._reading = StallReading(steps=0, tokens=0, slots=0, seconds=0.0, gaps={})
-        self._steps = self._tokens = self._slots = 0
-        self._seconds = 0.0
+        """Stretches inside which the host waits for the device."""
         self._ordinary: dict[Kind, Line] = {}
+        """What stretches of all steps that count take, waits included."""
         self.behind_share = 0.0
         """Of late, the share of time in which nobody knows whether the device was idle."""
         self.batches = Batches()
@@ -79,10 +84,10 @@ class Ledger:
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
         seconds = end.device - start.device
-        self._open_seconds += seconds
+        self._open.seconds += seconds
         if not self._is_beside_host:
             if phase not in ("work", "calibration"):
-                self._open_gaps[cast(Cause, phase)] += seconds
+                self._open.gaps[cast(Cause, phase)] += seconds
             return
         self._map.add(end.device, end.before)
         self._debt.see(self._lead(start))
@@ -96,15 +101,14 @@ class Ledger:
 
     def mark(self) -> None:
         """The segment before ended with a mark inside the work."""
-        self._marks += 1
-        name = f"mark {self._marks}"
+        self._open.marks += 1
+        name = f"mark {self._open.marks}"
         self._close_stretch(name)
-        self._opener = name
+        self._open.opener = name
 
     def end_step(self, step: StepEnd) -> None:
         """The segment before ended a step."""
         self._close_stretch("step")
-        self._opener, self._marks, self._is_in_step = "step", 0, False
         self._share(step.slots)
         if step.blamed is not None:
             self._blame(step.blamed)
@@ -116,24 +120,14 @@ class Ledger:
         else:
             self._record(step)
         if not step.is_measured:
-            spun = sum(stretch.spin for stretch in self._closed)
+            spun = sum(stretch.spin for stretch in self._open.stretches)
             self._settled_lead = self._step_lead + max(_LEAST_LEAD_SECONDS, _SETTLED * spun)
             self._unsettled = 0
-        self._open_seconds, self._open_gaps, self._closed = 0.0, defaultdict(float), []
+        self._open = OpenStep()
 
     def read(self) -> StallReading:
         """All whole steps so far."""
-        now = self._reading
-        return replace(
-            now,
-            steps=self._steps,
-            tokens=self._tokens,
-            slots=self._slots,
-            seconds=self._seconds,
-            gaps=dict(now.gaps),
-            work={payment: copy.copy(sums) for payment, sums in now.work.items()},
-            references={kind: copy.copy(line) for kind, line in now.references.items()},
-        )
+        return self._sums.read()
 
     def _lead(self, moment: Moment) -> float:
         """How long after it was queued the device passed."""
@@ -142,48 +136,49 @@ class Ledger:
     def _gap(self, cause: Cause, start: Moment, end: Moment) -> None:
         if not ABOUT[cause].interrupts:
             self._close_stretch(cause)
-            self._is_in_step |= cause == "data"
-            is_talk = cause == "communication" and not self._is_in_step
-            self._opener = "step" if is_talk else cause
+            self._open.has_batch |= cause == "data"
+            is_talk = cause == "communication" and not self._open.has_batch
+            self._open.opener = "step" if is_talk else cause
         idle = end.device - start.device
         copied = 0.0
         if cause == "data":
             copied = min(idle, max(0.0, self._lead(end) - _SLACK_SECONDS))
         paid = 0.0 if cause == "communication" else self._debt.pay(idle - copied)
         if paid:
-            self._open_gaps[self._debt.owner] += paid
+            self._open.gaps[self._debt.owner] += paid
         if copied:
-            self._open_gaps["copy"] += copied
-        self._open_gaps[cause] += idle - copied - paid
+            self._open.gaps["copy"] += copied
+        self._open.gaps[cause] += idle - copied - paid
         if ABOUT[cause].drains:
             self._debt.lose(cause, self._lead(start), self._lead(end))
 
     def _work(self, start: Moment, end: Moment) -> None:
         seconds = end.device - start.device
-        stretch = self._stretch
+        stretch = self._open.stretch
         if stretch is None:
-            stretch = self._stretch = Stretch(self._opener, start.after, self._spin)
-            stretch.is_ahead = self._lead(start) > _LEAST_LEAD_SECONDS
-            self._spin = 0.0
-            if not self._closed and self._opener == "step":
-                self._step_lead = self._lead(start)
+            lead = self._lead(start)
+            stretch = Stretch(self._open.opener, start.after, end, self._spin)
+            stretch.is_ahead = lead > _LEAST_LEAD_SECONDS
+            self._open.stretch, self._spin = stretch, 0.0
+            if not self._open.stretches and self._open.opener == "step":
+                self._step_lead = lead
         stretch.seconds += seconds
         stretch.bound += min(max(0.0, end.after - self._map.host(start.device)), seconds)
-        self._end = end
+        stretch.end = end
 
     def _close_stretch(self, closer: str) -> None:
-        stretch, self._stretch = self._stretch, None
+        stretch, self._open.stretch = self._open.stretch, None
         if stretch is None:
             return
         stretch.kind = kind = Kind(stretch.opener, closer)
-        lead = self._lead(self._end)
+        lead = self._lead(stretch.end)
         stretch.is_ahead &= lead > max(_LEAST_LEAD_SECONDS, 0.01 * stretch.seconds)
         stretch.is_ahead |= stretch.bound <= 0.01 * stretch.seconds
         self._find_payer(stretch)
-        self._watch_host(stretch, self._end.before - stretch.opened, lead)
+        self._watch_host(stretch, stretch.end.before - stretch.opened, lead)
         if kind in self._waiting and not stretch.is_ahead:
             self._debt.lose("wait", self._hidden_by_wait(stretch), lead)
-        self._closed.append(stretch)
+        self._open.stretches.append(stretch)
 
     def _find_payer(self, stretch: Stretch) -> None:
         """Who lost the lead that this stretch began without."""
@@ -196,7 +191,7 @@ class Ledger:
 
     def _longer(self, stretch: Stretch) -> float:
         """How much longer than its reference it took."""
-        reference = self._reading.references.get(stretch.kind)
+        reference = self._sums.references.get(stretch.kind)
         if reference is None:
             return stretch.bound if stretch.kind.is_between else 0.0
         return stretch.seconds - reference.total(1, stretch.slots)
@@ -219,23 +214,22 @@ class Ledger:
 
     def _share(self, slots: int) -> None:
         """The stretches of a step are taken for equal."""
-        working = [stretch for stretch in self._closed if not stretch.kind.is_between]
+        working = [stretch for stretch in self._open.stretches if not stretch.kind.is_between]
         for stretch in working:
             stretch.slots = slots / len(working)
 
     def _learn_references(self) -> None:
         """Of a step that does not count, only what a spin has put behind the host."""
-        for stretch in self._closed:
+        for stretch in self._open.stretches:
             if stretch.spin and stretch.is_ahead:
                 self._reference(stretch)
 
     def _reference(self, stretch: Stretch) -> None:
-        line = self._reading.references.setdefault(stretch.kind, Line())
-        line.add(stretch.slots, stretch.seconds)
+        self._sums.references.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
 
     def _blame(self, cause: Cause) -> None:
         """Charge what the stretches of this step took longer than usual."""
-        for stretch in self._closed:
+        for stretch in self._open.stretches:
             usual = self._ordinary.get(stretch.kind)
             if usual is None:
                 continue
@@ -243,7 +237,7 @@ class Ledger:
             longer = min(max(0.0, longer), stretch.bound)
             stretch.seconds -= longer
             stretch.bound -= longer
-            self._open_gaps[cause] += longer
+            self._open.gaps[cause] += longer
 
     def _is_settled(self) -> bool:
         """Whether the lead that a spin gave the host is gone."""
@@ -256,14 +250,14 @@ class Ledger:
         return self._settled_lead is None
 
     def _record(self, step: StepEnd) -> None:
-        now, seconds, gaps = self._reading, self._open_seconds, self._open_gaps
-        self._steps += 1
-        self._tokens += step.tokens
-        self._slots += step.slots
-        self._seconds += seconds
+        sums, seconds, gaps = self._sums, self._open.seconds, self._open.gaps
+        sums.steps += 1
+        sums.tokens += step.tokens
+        sums.slots += step.slots
+        sums.seconds += seconds
         for cause, idle in gaps.items():
-            now.gaps[cause] = now.gaps.get(cause, 0.0) + idle
-        behind = sum(map(self._record_stretch, self._closed))
+            sums.gaps[cause] += idle
+        behind = sum(map(self._record_stretch, self._open.stretches))
         if seconds:
             self.behind_share += 0.1 * (behind / seconds - self.behind_share)
         self.batches.add(seconds, gaps)
@@ -278,16 +272,16 @@ class Ledger:
             self._reference(stretch)
             return 0.0
         payment = Payment(stretch.kind, stretch.payer)
-        self._reading.work.setdefault(payment, WorkSums()).add(stretch)
+        self._sums.work[payment].add(stretch)
         alone = WorkSums()
         alone.add(stretch)
-        reference = self._reading.references.get(stretch.kind)
-        self._open_gaps[stretch.payer] += idle_seconds(alone, reference, stretch.payer)
+        reference = self._sums.references.get(stretch.kind)
+        self._open.gaps[stretch.payer] += idle_seconds(alone, reference, stretch.payer)
         return stretch.bound if self._needs_reference(payment) else 0.0
 
     def _needs_reference(self, payment: Payment) -> bool:
         if payment.kind.is_between:
             return False
-        reference = self._reading.references.get(payment.kind)
+        reference = self._sums.references.get(payment.kind)
         known = reference.count if reference else 0
-        return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._reading.work[payment].count
+        return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._sums.work[payment].count

@@ -1,11 +1,13 @@
-"""A reading of the meter: sums, whose differences are readings again."""
+"""Sums of steps, and a reading of them, whose differences are readings again."""
 
+import copy
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
 from tokenfeed.trainer.stall.work import Kind, Line, Payment, WorkSums, idle_seconds
 
-__all__ = ["StallReading"]
+__all__ = ["StallReading", "Sums"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,4 +86,30 @@ class StallReading:
                 for payment, sums in self.work.items()
             },
             references=self.references,
+        )
+
+
+@dataclass(slots=True)
+class Sums:
+    """What a reading is of: it grows by steps, and fields mean what they mean there."""
+
+    steps: int = 0
+    tokens: int = 0
+    slots: int = 0
+    seconds: float = 0.0
+    gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    work: defaultdict[Payment, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
+    references: dict[Kind, Line] = field(default_factory=dict)
+    """Also of steps that do not count."""
+
+    def read(self) -> StallReading:
+        """They as they are now; what is added later does not change it."""
+        return StallReading(
+            steps=self.steps,
+            tokens=self.tokens,
+            slots=self.slots,
+            seconds=self.seconds,
+            gaps=dict(self.gaps),
+            work={payment: copy.copy(sums) for payment, sums in self.work.items()},
+            references={kind: copy.copy(line) for kind, line in self.references.items()},
         )

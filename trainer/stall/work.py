@@ -7,13 +7,15 @@ no single stretch: clipping each would count noise as stall.
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tokenfeed.trainer.stall.batches import student
 from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.clock import Moment
 
-__all__ = ["Kind", "Line", "Payment", "Stretch", "WorkSums", "idle_seconds"]
+__all__ = ["Kind", "Line", "OpenStep", "Payment", "Stretch", "WorkSums", "idle_seconds"]
 
 _WORK_FOLLOWS = ("data", "communication")
 _OPEN = 0.1
@@ -46,6 +48,8 @@ class Stretch:
     opener: str
     opened: float
     """Host time, as all that follows."""
+    end: Moment
+    """So far."""
     spin: float = 0.0
     """How far it was made to begin behind the host."""
     kind: Kind = field(default=Kind("", ""))
@@ -56,6 +60,25 @@ class Stretch:
     """Whether the host was ahead of the device at both ends."""
     payer: Cause = "launch"
     slots: float = 0.0
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """What has come of a step that is not over."""
+
+    seconds: float = 0.0
+    gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+    """Idle seconds."""
+    stretches: list[Stretch] = field(default_factory=list)
+    """Of work; those that are over."""
+    stretch: Stretch | None = None
+    """The one that is not."""
+    opener: str = "step"
+    """What the next one begins behind."""
+    marks: int = 0
+    """Inside the work."""
+    has_batch: bool = False
+    """Whether one was asked for."""
 
 
 @dataclass(slots=True)
