@@ -58,6 +58,13 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """One run: what it trains, where it stands, what it says."""
 
+    metrics: MetricsFile
+    stall: StallMeter[object]
+    progress_log: ProgressLog
+    last_norm: Tensor
+    last_rows: list[np.ndarray]
+    """`train` begins these: before it the run has no folder, and measures nothing."""
+
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         config.check()
         self.started_s = time.perf_counter()
@@ -118,7 +125,7 @@ class Trainer:
                 break
 
     def finish(self) -> Report:
-        """Save what a stop left unsaved; write the report."""
+        """Save what a stop left unsaved; write the report. Comes after `train`."""
         if self.progress_log.is_behind:
             self._write_log()
         if self.saved_step != self.step:
@@ -128,16 +135,11 @@ class Trainer:
         self.stall.gather(self.world.gathered)
         report = report_of(self, self._final_metrics())
         if self.world.is_main:
-            self._write_report(report)
+            report.write(self.config.run_dir)
+            self.stall.write_trace(self.config.run_dir)  # for Perfetto
+            write_page(self.config.run_dir)
             self.uploads.finish()
         return report
-
-    def _write_report(self, report: Report) -> None:
-        """For programs, for people, and for Perfetto."""
-        folder = self.config.run_dir
-        report.write(folder)
-        self.stall.write_trace(folder)
-        write_page(folder)
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
