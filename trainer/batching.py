@@ -12,6 +12,7 @@ import math
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import ByLength
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.tasks.several import Learnt
 from tokenfeed.trainer.tasks.task import Task
@@ -29,7 +30,7 @@ __all__ = [
     "shapes",
 ]
 
-Policy = Packed | Padded | Fixed
+Policy = Packed | ByLength
 
 MOST_SHAPES = 8
 _TILE = 8  # lengths of tensor cores' tiles
@@ -83,11 +84,7 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
         ConfigError: There are too many to compile, or one has a single row, which the compiler
             takes for something else than several.
     """
-    step = policy.multiple_of
-    last = round_up(min(longest, policy.longest_piece), step)
-    found = [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
-    if isinstance(policy, Packed):
-        found = found[-1:]
+    found = _full_shapes(policy, longest)
     rows, length = found[-1]
     if rows < 2:
         raise ConfigError(
@@ -96,19 +93,23 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
         )
     if len(found) > MOST_SHAPES:
         raise ConfigError(
-            f"`--compile`: rows of up to {last} tokens come in {len(found)} lengths, and each is "
-            f"compiled. Raise --sequence-length to {last}: then there are {MOST_SHAPES}."
+            f"`--compile`: rows of up to {length} tokens come in {len(found)} lengths, and each is "
+            f"compiled. Raise --sequence-length to {length}: then there are {MOST_SHAPES}."
         )
     return found
 
 
 def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
     """Rows and padded length of the micro-batch with the most slots; of several the longest."""
+    shapes = _full_shapes(policy, longest)
+    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+
+
+def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
+    """The shortest first; what is packed has one length, of which all are multiples."""
     step = policy.multiple_of
     last = round_up(min(longest, policy.longest_piece), step)
-    lengths = [last] if isinstance(policy, Packed) else range(step, last + 1, step)
-    shapes = [(rows_of(policy, length), length) for length in lengths]
-    return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
+    return [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
 
 
 def possible_sizes(config: TrainConfig, task: Learnt) -> list[int]:
