@@ -106,7 +106,8 @@ def _walk(
 ) -> np.ndarray:
     """Go through a network, again and again until each value is below `size`."""
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
-    keys = [derive_keys(key, number) for number in range(_ROUNDS)]
+    begun = next_keys(0, key)
+    keys = [next_keys(begun, number) for number in range(_ROUNDS)]
     reached = network(values.astype(np.uint64), half_bits, keys)
     while (outside := reached >= size).any():
         again = [part if part.size == 1 else part[outside] for part in keys]

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 import warm
+import warm_commands
 import yaml
 
 import tokenfeed
@@ -33,7 +34,7 @@ from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS, MORE_ROOMS = ("pipeline/format", "pipeline/planning"), ("pipeline", "tools")
+ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12
@@ -65,8 +66,8 @@ NOT_RUN = {
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
-LONG = {"docs/how/gpus.md", "docs/how/ranks.md", "docs/how/own-model.md", "docs/training.md"}
-"""Run by `make test-long`: half a minute each, for every training imports all again."""
+LONG = {"docs/how/gpus.md", "docs/how/ranks.md", "docs/training.md"}
+"""Run by `make test-long`: a quarter of a minute and more each."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {
@@ -137,10 +138,20 @@ def write_lines(path: Path, records: list[dict[str, object]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Commands of this Python come first, and nothing asks the network."""
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of the commands, which start warm."""
+    folder = tmp_path_factory.mktemp("commands") / "bin"
+    with warm_commands.serve(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def environment(commands: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Commands and this Python come first, and nothing asks the network."""
     return os.environ | {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": os.pathsep.join(
+            [str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "HF_HUB_OFFLINE": "1",
         "HF_HOME": str(tmp_path_factory.mktemp("hub")),
         "OMP_NUM_THREADS": "1",

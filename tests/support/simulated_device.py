@@ -56,8 +56,8 @@ class SimulatedDevice:
         self.noise, self.drift = noise, drift
         self.host = 7.0
         self.idle = 0.0
-        self._streams: dict[str, Stream] = {}
-        self._stream(COMPUTE).free = self.host
+        self._compute = Stream(deque(maxlen=depth), free=self.host)
+        self._streams = {COMPUTE: self._compute}
 
     def launch(self, seconds: float, stream: str = COMPUTE) -> float:
         """Queue a kernel, and say when it ends."""
@@ -66,22 +66,23 @@ class SimulatedDevice:
 
     def work(self, kernels: int, seconds: float) -> None:
         """Queue so many kernels on the stream that computes."""
-        for _ in range(kernels):
-            self.launch(seconds)
+        draw, noise = self.random.random, self.noise
+        for _ in range(kernels):  # as `launch`, in half the time: tests queue millions
+            self.host += self.launch_seconds * (1 + noise * (2 * draw() - 1))
+            self._queue(self._compute, seconds * (1 + noise * (2 * draw() - 1)))
 
     def compute_waits(self, moment: float) -> None:
         """What is queued from here on runs after that moment: an event of another stream."""
-        stream = self._stream(COMPUTE)
-        stream.waits_until = max(stream.waits_until, moment)
+        self._compute.waits_until = max(self._compute.waits_until, moment)
 
     def wait(self) -> None:
         """The host waits until all is done."""
-        self.host = max(self.host, self._stream(COMPUTE).free) + self.latency
+        self.host = max(self.host, self._compute.free) + self.latency
 
     @property
     def done(self) -> float:
         """When all that is queued will be done."""
-        return self._stream(COMPUTE).free
+        return self._compute.free
 
     def now(self) -> float:
         return self.host
@@ -89,7 +90,7 @@ class SimulatedDevice:
     def mark(self) -> tuple[float, float, float]:
         before = self.host
         self.host += 1e-6
-        moment = self._queue(self._stream(COMPUTE), 0.0)
+        moment = self._queue(self._compute, 0.0)
         self.host += 1e-6
         return moment, before, self.host
 
@@ -104,25 +105,28 @@ class SimulatedDevice:
 
     def spin(self, seconds: float) -> bool:
         self.host += self.launch_seconds
-        self._queue(self._stream(COMPUTE), seconds)
+        self._queue(self._compute, seconds)
         return True
 
     def takes_marks(self) -> bool:
         return True
 
     def _queue(self, stream: Stream, seconds: float) -> float:
-        if len(stream.ends) == self.depth:
-            self.host = max(self.host, stream.ends[0])
-        start = max(stream.free, self.host + self.latency, stream.waits_until)
-        if stream is self._streams[COMPUTE]:
-            self.idle += start - stream.free
-        stream.free = start + seconds
+        ends, free = stream.ends, stream.free
+        if len(ends) == self.depth and ends[0] > self.host:
+            self.host = ends[0]
+        start = max(free, self.host + self.latency, stream.waits_until)
+        if stream is self._compute:
+            self.idle += start - free
+        stream.free = end = start + seconds
         if seconds:
-            stream.ends.append(stream.free)
-        return stream.free
+            ends.append(end)
+        return end
 
     def _stream(self, name: str) -> Stream:
-        return self._streams.setdefault(name, Stream(deque(maxlen=self.depth)))
+        if name not in self._streams:
+            self._streams[name] = Stream(deque(maxlen=self.depth))
+        return self._streams[name]
 
     def _factor(self) -> float:
         return 1 + self.noise * (2 * self.random.random() - 1)
