@@ -132,7 +132,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     slots = sum(part.slots for part in parts.values())
     flops = sum(part.flops_per_token * part.tokens / tokens for part in parts.values())
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
-    state = planned.weightless.state_bytes(*planned.likes)
+    state = planned.weightless.state_bytes
     checkpoints = ceil_div(config.steps, config.save_every)
     return DryRun(
         steps=config.steps,

@@ -48,6 +48,10 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._remove, key, size).atexit = False
 
+    def forget_peak(self) -> None:
+        """Begin again from what is there now."""
+        self.peak = self.now
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

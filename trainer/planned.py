@@ -108,24 +108,16 @@ class Planned:
             name: PlannedTask(own, self.task.parts[name], self.precision, gpu, name)
             for name, own in config_by_task(config).items()
         }
-        self.weightless = Weightless(config, self.task, self.precision)
-
-    @property
-    def likes(self) -> list[MicroBatch]:
-        """A micro-batch of each task."""
-        return [planned.like for planned in self.tasks.values()]
+        likes = [planned.like for planned in self.tasks.values()]
+        self.weightless = Weightless(config, self.task, self.precision, likes)
 
     def peak(self, config: TrainConfig) -> int:
         """Bytes of steps of the largest micro-batches; of more than two, the second is like all."""
         parts = min(2, config.accumulation)
         return max(
-            self.weightless.peak(planned.like, *planned.shape(config), parts, self._others(name))
-            for name, planned in self.tasks.items()
+            self.weightless.peak(planned.like, *planned.shape(config), parts)
+            for planned in self.tasks.values()
         )
-
-    def _others(self, name: str) -> list[MicroBatch]:
-        """A micro-batch of each task but one."""
-        return [planned.like for other, planned in self.tasks.items() if other != name]
 
     def fitting(self) -> tuple[int | None, int | None]:
         """Tokens of the largest micro-batch that fits the GPU, and its peak."""

@@ -27,8 +27,6 @@ from tokenfeed.trainer.tasks.several import Learnt
 __all__ = ["Weightless"]
 
 _CPU = torch.device("cpu")
-_STEPS = 2
-"""The first makes the optimizer's state, and the second has it from its beginning."""
 _SMALL = 2, 8
 """Rows and length of a micro-batch whose own memory is of no interest."""
 
@@ -36,45 +34,47 @@ _SMALL = 2, 8
 class Weightless:
     """Runs steps without values, and says what they take."""
 
-    def __init__(self, config: TrainConfig, task: Learnt, precision: PrecisionName) -> None:
-        """The model is made in earnest first: its price is that of the start of a run."""
-        self._config, self._task = config, task
-        self._precision: PrecisionName = precision
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Learnt,
+        precision: PrecisionName,
+        likes: Sequence[MicroBatch],
+    ) -> None:
+        """The model is made in earnest first: its price is that of the start of a run.
+
+        Args:
+            config: Of the run.
+            task: What it learns.
+            precision: In which it computes.
+            likes: A micro-batch of each task; heads have moments of their own.
+        """
+        self._task = task
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
         self.learner.begin_phase(self.learner.largest_phase)
         _drop_values(self.learner.model, self._mode)
+        self.learner.optimizer = make_optimizer(
+            self.learner.model, config.optimizer, config.weight_decay
+        )
+        self._memory = PeakBytes()
+        with self._mode, self._memory:
+            for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
+                self._memory.add(tensor)
+            for like in likes:  # the first step makes the optimizer's state
+                self._step(1, like, *_SMALL, parts=1)
 
-    def peak(
-        self,
-        like: MicroBatch,
-        rows: int,
-        length: int,
-        parts: int,
-        others: Sequence[MicroBatch] = (),
-    ) -> int:
-        """The most bytes that tensors take in steps of `parts` micro-batches of a shape; after one
-        of each of the `others`, tasks whose heads have moments of their own."""
-        model, memory = self.learner.model, PeakBytes()
-        with self._mode, memory:
-            self._begin()
-            for tensor in (*model.parameters(), *model.buffers()):
-                memory.add(tensor)
-            for other in others:
-                self._step(1, other, *_SMALL, parts=1)
-            for number in range(1, _STEPS + 1):
-                self._step(number, like, rows, length, parts)
-        return memory.peak
+    def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
+        """The most bytes that tensors take in a step of `parts` micro-batches of a shape."""
+        self._memory.forget_peak()
+        with self._mode, self._memory:
+            self._step(2, like, rows, length, parts)
+        return self._memory.peak
 
-    def state_bytes(self, *likes: MicroBatch) -> int:
-        """Those of a checkpoint: what is trained, and the optimizer's state; takes a micro-batch of
-        each task."""
-        with self._mode:
-            self._begin()
-            for like in likes:
-                self.learner.add_gradients(self._task.prepare(like.blank_like(*_SMALL), 0))
-            self.learner.step(1, torch.ones((), dtype=torch.int64))
-            tensors = [*self.learner.kept_weights().values()]
+    @property
+    def state_bytes(self) -> int:
+        """Those of a checkpoint: what is trained, and the optimizer's state."""
+        tensors = [*self.learner.kept_weights().values()]
         for values in self.learner.optimizer.state.values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
@@ -98,13 +98,6 @@ class Weightless:
             targets = targets + self.learner.add_gradients(shown).targets
             del shown
         self.learner.step(number, targets)
-
-    def _begin(self) -> None:
-        """An optimizer and a number format that know nothing yet."""
-        config, learner = self._config, self.learner
-        learner.precision = Precision(self._precision, _CPU)
-        learner.model.zero_grad(set_to_none=True)
-        learner.optimizer = make_optimizer(learner.model, config.optimizer, config.weight_decay)
 
 
 def _attention_flops(
