@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from places import ROOT
 from training import write_labelled
 
@@ -17,13 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make gpu` is
 
 
 def run_gpu(*options: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    return warm.run([ROOT / "benchmarks" / "gpu.py", *options], timeout=600)
 
 
 def test_without_a_gpu_one_line_says_that_nothing_was_measured() -> None:
@@ -36,8 +30,8 @@ def test_without_a_gpu_one_line_says_that_nothing_was_measured() -> None:
 def test_what_the_sanitizer_watches_runs(tmp_path: Path) -> None:
     write_labelled(tmp_path / "lm", "lm")
     script = ROOT / "benchmarks" / "gpu_case.py"
-    command = [sys.executable, script, "races", tmp_path, "--device", "cpu", "--small"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    ended = warm.run([script, "races", tmp_path, "--device", "cpu", "--small"])
+    assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["batches"] > 0
 
 
