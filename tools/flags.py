@@ -19,6 +19,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.settings import (
     alternatives,
     flag_of,
+    is_size,
     nearest,
     parts_of,
     takes_weights,
@@ -110,9 +111,12 @@ def _add(group: Any, field: "dataclasses.Field[Any]", kind: Any, doc: str) -> No
 
 
 def _placeholder(kind: Any) -> str:
-    """What stands for a value in the help: choices, N or X for numbers, else a word."""
-    kinds = [each for each, _ in alternatives(kind) if each is not bool]
-    return "|".join(_PLACEHOLDERS.get(each, "") or _choices(each) for each in kinds)
+    """What stands for a value in the help: choices, N or X for numbers, SIZE, else a word."""
+    kinds = [each for each in alternatives(kind) if each[0] is not bool]
+    return "|".join(
+        "SIZE" if is_size(bounds) else _PLACEHOLDERS.get(each, "") or _choices(each)
+        for each, bounds in kinds
+    )
 
 
 def _choices(kind: Any) -> str:

@@ -15,6 +15,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task as TaskName
+from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.encoding.task import Task
@@ -23,7 +24,6 @@ from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.machines import check_machines
 from tokenfeed.tools.outputs.output import FolderOutput, Output, open_output
 from tokenfeed.tools.run.clusters import Runner
-from tokenfeed.tools.sizes import bytes_of
 
 __all__ = ["Options", "parse_options"]
 

@@ -24,7 +24,7 @@ from tokenfeed.trainer.setting_checks import (
     require_multiple,
     traced_steps,
 )
-from tokenfeed.trainer.settings import read_settings
+from tokenfeed.trainer.settings import Bytes, read_settings
 
 __all__ = [
     "ALL_LINEAR",
@@ -162,8 +162,8 @@ class TrainConfig:
     """Loader processes; by default cuda 2, cpu 0."""
     cache_dir: Path | None = None
     """Folder for what comes from a store; by default $TOKENFEED_CACHE or a temporary one."""
-    cache_bytes: NotNegative | None = None
-    """Bound of that folder; by default 10 GB or 5 % of the free disk; 0: memory alone."""
+    cache_bytes: Bytes | None = None
+    """Its bound, like 50GB; by default 10 GB or 5 % of the free disk; 0: memory alone."""
     eval_every: Positive = 100
     """Steps between validation losses."""
     eval_batches: Positive | None = None

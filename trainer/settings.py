@@ -11,11 +11,14 @@ import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.sizes import bytes_meant
 
 __all__ = [
+    "Bytes",
     "alternatives",
     "expected",
     "flag_of",
+    "is_size",
     "nearest",
     "parts_of",
     "read_settings",
@@ -23,6 +26,8 @@ __all__ = [
     "typed",
 ]
 
+Bytes = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
+"""A size: a number of bytes, which people may write as 50GB."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
 
@@ -46,6 +51,8 @@ def typed(kind: Any, value: Any, said: str) -> Any:
         return tuple(_part(parts, entry, f"{said} {n}") for n, entry in enumerate(value, 1))
     if isinstance(value, list) and takes_weights(kind):
         value = _weighed([str(word) for word in value], said)
+    if isinstance(value, str) and any(is_size(bounds) for _, bounds in alternatives(kind)):
+        value = value if (size := bytes_meant(value)) is None else size
     is_folder = alternatives(kind)[0][0] is Path  # empty, it would be the working directory
     if value in ("", {}) and (is_folder or takes_weights(kind)):
         raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
@@ -66,6 +73,11 @@ def alternatives(kind: Any) -> list[tuple[Any, msgspec.Meta | None]]:
         bounds = next((note for note in notes if isinstance(note, msgspec.Meta)), None)
         return [(each, bounds) for each, _ in alternatives(core)]
     return [] if kind is NoneType else [(kind, None)]
+
+
+def is_size(bounds: msgspec.Meta | None) -> bool:
+    """Whether these are the bounds of `Bytes`."""
+    return bounds is not None and bounds.extra is not None and "unit" in bounds.extra
 
 
 def takes_weights(kind: Any) -> bool:
@@ -180,6 +192,8 @@ def _words(kind: Any, bounds: msgspec.Meta | None) -> str:
     if get_origin(kind) is Literal:
         names = get_args(kind)
         return ("one of " if len(names) > 1 else "") + ", ".join(names)
+    if is_size(bounds):
+        return "a size like 50GB, or 0"
     return _KINDS.get(kind, "text") + (_within(bounds) if bounds else "")
 
 

@@ -9,9 +9,9 @@ import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
-from tokenfeed.tools.sizes import bytes_of
 
 __all__ = ["ShuffleRows"]
 

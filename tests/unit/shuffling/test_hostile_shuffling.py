@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import JOURNAL_FILE, Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
+from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -22,7 +23,6 @@ from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
 from tokenfeed.tools.run.claim import UNSHUFFLED_FOLDER
 from tokenfeed.tools.shuffling.partition import Columns, Placed, read_section, write_partition
 from tokenfeed.tools.shuffling.run import Settings, shuffle_dataset
-from tokenfeed.tools.sizes import bytes_of
 
 EDGES = np.array([0, 10, 10, 30, 59])
 

@@ -170,6 +170,8 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("steps: 2\nseed: 1\nsteps: 3", "line 3 says steps again, after line 1. Leave one out."),
         ("shards:\n  a: 1\n  b: 2\n  a: 3", "line 4 says a again, after line 2. Leave one out."),
         ("phases:\n- steps: 2\n  steps: 2", "line 3 says steps again, after line 2"),
+        ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
+        ("cache_bytes: -1", r"cache_bytes: expected a size like 50GB, or 0, got -1\."),
         ("config: other.yaml", "config is no setting"),
         ("- steps", "expected settings, one a line, like `steps: 200`"),
         ("steps: [1", "is no YAML"),
@@ -198,6 +200,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
             ["--precision", "int8"],
             "`--precision`: expected one of auto, fp32, bf16, fp16, got int8",
         ),
+        (["--cache-bytes", "5G"], r"`--cache-bytes`: expected a size like 50GB, or 0, got 5G"),
         (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
         (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
         (["--shards", ""], "`--shards` is empty"),
@@ -217,6 +220,19 @@ def test_words_that_cannot_be_meant_are_refused_in_one_line(
 def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> None:
     config = told("--shards=a_b", "--log_every", 3, "--save_every=4")
     assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
+
+
+SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
+
+
+@pytest.mark.parametrize(("said", "meant"), SIZES)
+def test_a_size_has_a_unit_or_is_plain_bytes(
+    said: str | int, meant: int, told: Any, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards="a", cache_bytes=said)
+    for config in (told("--shards", "a", "--cache-bytes", said), told("--config", file)):
+        assert config.cache_bytes == meant
+        assert config.as_dict()["cache_bytes"] == meant
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -240,7 +256,10 @@ def test_groups_of_the_help_begin_with_fields() -> None:
     assert names[0] in _GROUPS
 
 
-def test_the_help_says_all_of_every_field(capsys: pytest.CaptureFixture[str], told: Any) -> None:
+def test_the_help_says_all_of_every_field(
+    capsys: pytest.CaptureFixture[str], told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit, match="0"):
         told("--help")
     shown = capsys.readouterr().out
@@ -248,6 +267,7 @@ def test_the_help_says_all_of_every_field(capsys: pytest.CaptureFixture[str], to
         is_option = f"  --{field.name.replace('_', '-')} " in shown
         assert is_option or field.type is bool or field.name == "phases"  # which files say
     assert all(f"\n{title}:\n" in shown for title in _GROUPS.values())
+    assert len(shown.splitlines()) <= 100
 
 
 @pytest.mark.parametrize("name", _KINDS)

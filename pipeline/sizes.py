@@ -1,10 +1,10 @@
-"""Sizes as people write them: 256MB, 1GiB, 1000."""
+"""Sizes as people write them: 256MB, 1GiB, 1000. Torch-free."""
 
 import re
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["bytes_of"]
+__all__ = ["bytes_meant", "bytes_of"]
 
 _UNITS = {
     "B": 1,
@@ -15,6 +15,12 @@ _UNITS = {
     "MIB": 2**20,
     "GIB": 2**30,
 }
+
+
+def bytes_meant(size: str) -> int | None:
+    """The bytes that a whole number means, with or without a unit; None where it is no size."""
+    match = re.fullmatch(r"(\d{1,18}) ?([KMG]i?B)?", size, re.IGNORECASE)
+    return int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else None
 
 
 def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
@@ -28,10 +34,9 @@ def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
     Raises:
         ConfigError: It is no size, or 0.
     """
-    match = re.fullmatch(r"(\d{1,18}) ?([KMG]i?B)?", size, re.IGNORECASE)
-    num_bytes = int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else 0
+    num_bytes = bytes_meant(size)
     if not num_bytes:
         also = f", or {otherwise}" if otherwise else ""
-        shown = 0 if match else repr(size)
+        shown = repr(size) if num_bytes is None else 0
         raise ConfigError(f"`{flag}` {shown}: expected a size like 256MB{also}.")
     return num_bytes
