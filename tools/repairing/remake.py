@@ -63,7 +63,7 @@ def remake(
         atomic_write(folder / TOKENIZER_FILE, json_bytes)
     with _scratch(folder) as scratch:
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
-        options = _options_of(folder, recipe, manifest, corpus, scratch)
+        options = _options(folder, recipe, manifest, corpus, scratch)
         run = Prepared.from_options(options, options.output, "new", None).run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)
@@ -113,38 +113,30 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
 
 def _options(
-    recipe: dict[str, Any], manifest: Manifest, corpus: tuple[str, ...], scratch: Path
-) -> Options:
-    """The options of the command that made the data set."""
-    engine: Any = manifest.tokenizer.engine
-    options = Options(
-        paths=(*corpus, str(scratch)),
-        task=recipe["--task"],
-        tokenizer=str(scratch / TOKENIZER_FILE),
-        end_token=recipe["--end-token"],
-        add_special_tokens=recipe["--add-special-tokens"],
-        special_tokens_in_text=recipe["--special-tokens-in-text"],
-        field=(_fields(recipe),),
-        split=tuple(recipe["--split"]),
-        validation=recipe["--validation"],
-        exclude=tuple(recipe["--exclude"]),
-        shard_size=str(recipe["--shard-size"]),
-        engine=engine,
-    )
-    options.check()
-    return options
-
-
-def _options_of(
     folder: Path, recipe: dict[str, Any], manifest: Manifest, corpus: tuple[str, ...], scratch: Path
 ) -> Options:
-    """The same.
+    """The options of the command that made the data set.
 
     Raises:
-        ConfigError: The recipe does not say them all.
+        ConfigError: The recipe does not say them all, or they contradict one another.
     """
+    engine: Any = manifest.tokenizer.engine
     try:
-        return _options(recipe, manifest, corpus, scratch)
+        options = Options(
+            paths=(*corpus, str(scratch)),
+            task=recipe["--task"],
+            tokenizer=str(scratch / TOKENIZER_FILE),
+            end_token=recipe["--end-token"],
+            add_special_tokens=recipe["--add-special-tokens"],
+            special_tokens_in_text=recipe["--special-tokens-in-text"],
+            field=(_fields(recipe),),
+            split=tuple(recipe["--split"]),
+            validation=recipe["--validation"],
+            exclude=tuple(recipe["--exclude"]),
+            shard_size=str(recipe["--shard-size"]),
+            engine=engine,
+        )
+        options.check()
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -153,13 +145,16 @@ def _options_of(
             "is missing or odd). Copy that file from where it was made, or repair by `--from "
             "MIRROR`."
         ) from error
+    return options
 
 
 def _fields(recipe: dict[str, Any]) -> tuple[str, ...]:
-    """`--field` for the fields that were read: a task's own, in its order, `pair` not always."""
-    names, own = recipe["the fields"], list(TASK_CLASSES[recipe["--task"]].kinds)
-    if len(own) > len(names):
-        own.remove("pair")
+    """`--field` for the fields that were read: all of a task's own, or those it reads by itself.
+
+    The recipe has only the names that records have for them, in the task's order.
+    """
+    names, task = recipe["the fields"], TASK_CLASSES[recipe["--task"]]
+    own = task.kinds if len(names) == len(task.kinds) else task().named
     return tuple(f"{each}={name}" for each, name in zip(own, names, strict=True))
 
 

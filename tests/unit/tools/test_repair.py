@@ -3,8 +3,10 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import pytest
 from command import call, files_of, run, texts
@@ -14,8 +16,11 @@ from machines import make, with_fast_engine
 from tokenizers import Tokenizer
 
 from tokenfeed.tools import shards
+from tokenfeed.tools.corpus.kinds import Fields, Kind
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Complete
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
+from tokenfeed.tools.repairing.remake import _fields
 
 DAMAGE: list[Callable[[Path], object]] = [
     Path.unlink,
@@ -185,3 +190,33 @@ def test_a_recipe_that_is_damaged_is_told(
         said = repair(out, "--corpus", records, expect=2)
         assert said.startswith(f"error: {out}/.made_by.json: does not say by what options")
         assert said.count("\n") == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hinted(Complete):
+    """A task of somebody's own, one field of which is read only if it is named."""
+
+    kinds: ClassVar[Fields] = {"hint": Kind.TEXT, **Complete.kinds}
+    hint: str | None = None
+
+
+NAMED: list[tuple[str, dict[str, str]]] = [
+    *((name, {}) for name in TASK_CLASSES),
+    ("classify", {"text": "body", "label": "kind"}),
+    ("classify", {"text": "body", "pair": "second", "label": "kind"}),
+    ("score", {"pair": "second"}),
+    ("hinted", {"prompt": "body"}),
+    ("hinted", {"prompt": "body", "hint": "second"}),
+]
+
+
+@pytest.mark.parametrize(("name", "named"), NAMED)
+def test_the_fields_that_a_task_reads_are_told_by_their_names_alone(
+    name: Any, named: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASK_CLASSES, "hinted", Hinted)  # type: ignore[misc]
+    given: dict[str, Any] = {**named}
+    task = TASK_CLASSES[name](**given)
+    recipe = {"--task": name, "the fields": list(task.fields)}
+    options = Options(paths=("corpus", "out"), task=name, field=(_fields(recipe),))
+    assert options.make_task() == task
