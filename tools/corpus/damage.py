@@ -1,4 +1,4 @@
-"""What reading a damaged file can raise, and how that is told from a machine that is full."""
+"""What a damaged file of any format raises, and how a machine that is full is told from one."""
 
 import errno
 import re

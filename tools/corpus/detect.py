@@ -73,8 +73,9 @@ def is_binary(path: Place, compression: Compression | None) -> bool:
 
 
 def is_archive(name: str, path: Place) -> bool:
-    """Whether a file holds other files, by the ending of its name and by what it holds."""
-    return _ending(name) in _ARCHIVES and is_binary(path, compression_of(name))
+    """Whether a file holds other files, by what it holds and by an ending that no format has."""
+    is_named_so = _ending(name) in _ARCHIVES and _by_ending(name) is None
+    return is_named_so and is_binary(path, compression_of(name))
 
 
 def _by_ending(name: str) -> Format | None:

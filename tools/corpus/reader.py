@@ -21,15 +21,15 @@ def read_records(part: Part, fields: Fields) -> Iterator[Records]:
         CorpusError: The file has vanished or changed since the corpus was listed.
     """
     part.source.check_unchanged()
-    behind = part.first_record
+    behind, format_ = part.first_record, FORMATS[part.source.format]
     try:
-        for records in FORMATS[part.source.format].read(part, fields):
+        for records in format_.read(part, fields):
             last = records.rejects[-1].record if records.rejects else -1
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)
             yield records
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
-    except DAMAGE as error:
+    except (*DAMAGE, *format_.damage) as error:
         reason = damage_reason(error)
         part.source.check_unchanged()  # then that is the reason
         yield rejected(behind, fields, f"cannot be read from here on: {reason}")

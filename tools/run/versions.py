@@ -2,6 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+
 __all__ = ["versions"]
 
 _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
@@ -9,7 +11,8 @@ _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
 
 def versions() -> list[str]:
     """Name and version of each, `none` where it is not installed."""
-    return [f"{name} {_version(name)}" for name in _PACKAGES]
+    of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
+    return [f"{name} {_version(name)}" for name in (*_PACKAGES, *sorted(of_formats))]
 
 
 def _version(name: str) -> str:

@@ -102,5 +102,4 @@ ARROW = Format(
     read=partial(read_table, open_table=_OPEN),
     cut=partial(cut_table, open_table=_OPEN),
     schema=partial(table_schema, open_table=_OPEN),
-    is_compressible=False,
 )

@@ -138,5 +138,9 @@ def _as_it_was(batch: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*map(binaries, columns)], batch.schema.names)
 
 
-CSV = Format(name="csv", endings=(".csv",), read=partial(_read, delimiter=","))
-TSV = Format(name="tsv", endings=(".tsv",), read=partial(_read, delimiter="\t"))
+CSV = Format(
+    name="csv", endings=(".csv",), read=partial(_read, delimiter=","), is_compressible=True
+)
+TSV = Format(
+    name="tsv", endings=(".tsv",), read=partial(_read, delimiter="\t"), is_compressible=True
+)

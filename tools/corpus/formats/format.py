@@ -21,7 +21,12 @@ class Format:
     endings: tuple[str, ...]
     """What the names of its files end in, in lower case."""
     read: Callable[[Part, Fields], Iterator[Records]]
-    """Reads a part; raises one of `DAMAGE` where the rest of it cannot be read."""
+    """Reads a part; raises one of `DAMAGE` or of `damage` where the rest of it cannot be read."""
+    damage: tuple[type[Exception], ...] = ()
+    """What its parser raises of a damaged file, besides `DAMAGE`."""
+    packages: tuple[str, ...] = ()
+    """Its parser, as it is installed, if only this format needs it: machines that share a run must
+    have the same version."""
     cut: Callable[[InputFile, int], Iterator[Part]] = whole
     """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
     cut_at_once: int = 1
@@ -35,7 +40,8 @@ class Format:
     """The schema of the table at a place; errors are those of `OpenTable`."""
     text_ratio: int = 1
     """Bytes of text that a byte of the file holds, about: for weighing work, no more."""
-    is_compressible: bool = True
-    """Whether its files may be compressed once more."""
+    is_compressible: bool = False
+    """Whether its files may be compressed once more, as they may where `read` and `cut` take a part
+    by its `blocks`."""
     has_record_per_line: bool = False
     """Whether records are lines, blank ones included, so that a record's number tells its line."""

@@ -179,5 +179,6 @@ JSON_LINES = Format(
     read=_read,
     cut=cut_lines,
     begins=is_json_lines,
+    is_compressible=True,
     has_record_per_line=True,
 )

@@ -40,4 +40,11 @@ def _read(part: Part, fields: Fields) -> Iterator[Records]:
     yield replace(json_list(b"".join(part.blocks()), fields), weight_bytes=part.weight_bytes)
 
 
-JSON_LIST = Format(name="json", endings=(".json",), read=_read, begins=is_json_list, is_vague=True)
+JSON_LIST = Format(
+    name="json",
+    endings=(".json",),
+    read=_read,
+    begins=is_json_list,
+    is_vague=True,
+    is_compressible=True,
+)

@@ -181,5 +181,4 @@ PARQUET = Format(
     cut_at_once=32,
     schema=partial(table_schema, open_table=_OPEN),
     text_ratio=4,
-    is_compressible=False,
 )

@@ -17,4 +17,4 @@ def _read(part: Part, fields: Fields) -> Iterator[Records]:
     yield records_of([(0, {name: utf8})], fields, part.weight_bytes)
 
 
-TEXT = Format(name="text", endings=(".txt",), read=_read)
+TEXT = Format(name="text", endings=(".txt",), read=_read, is_compressible=True)
