@@ -1,10 +1,12 @@
 """The options of `pretokenize`: what the command line says, and what it means.
 
-tyro turns the dataclass into the command line: a field's docstring is its help.
+tyro turns the dataclass into the command line: a field's docstring is its help, unless the help
+depends on what is registered.
 """
 
 import dataclasses
 import functools
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +20,7 @@ from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
+from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
 from tokenfeed.tools.encoding.task import Task
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
@@ -30,15 +33,18 @@ __all__ = ["Options", "parse_options"]
 _LARGEST_VOCABULARY = 10_000_000
 _TRAINING = ("vocab_size", "seed")
 """Options of a tokenizer that is trained."""
+_FIELD = (
+    "The fields or columns that hold what a task reads, where they have other names than these; "
+    f"those in brackets are read only if named. {fields_of_tasks()} Labels and tags are names or "
+    "whole numbers."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """Tokenize a corpus once, into checksummed shards that a training run streams.
 
-    The same command continues a run that was interrupted. Input: text and source files (a file is a
-    document), .jsonl, .json, .csv, .tsv, each also .gz, .zst, .bz2 or .xz; .parquet, .arrow,
-    folders of `save_to_disk`; - for standard input; hub:OWNER/NAME.
+    The same command continues a run that was interrupted.
     """
 
     paths: tyro.conf.Positional[
@@ -49,9 +55,7 @@ class Options:
     ]
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
     of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
-    task: TaskName = "lm"
-    """What a record is: a document; a text and its label, or its score; words and their tags; a
-    prompt and its completion."""
+    task: Annotated[TaskName, tyro.conf.arg(help=f"What a record is. {records_of_tasks()}")] = "lm"
     tokenizer: Annotated[
         str | None,
         tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
@@ -69,12 +73,8 @@ class Options:
     """Special-token text inside a document: plain text, or split into its id."""
     field: Annotated[
         tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
-        tyro.conf.arg(metavar="NAME=FIELD ..."),
+        tyro.conf.arg(metavar="NAME=FIELD ...", help=_FIELD),
     ] = ()
-    """The fields or columns that hold what a task reads, where they have other names than these.
-    lm: text; classify: text, label, and pair for a second text, by default none; tag: tokens, tags;
-    complete: prompt (a separator is part of it), completion. Labels and tags are names or whole
-    numbers."""
     split: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=GLOB")
     ] = ()
@@ -280,7 +280,11 @@ def _flag(name: str) -> str:
 def parse_options() -> Options:
     """Read the command line. tyro takes only paths that stand together; the others are added."""
     parse = functools.partial(
-        tyro.cli, Options, prog="pretokenize", config=(tyro.conf.FlagCreatePairsOff,)
+        tyro.cli,
+        Options,
+        prog="pretokenize",
+        description=f"{inspect.getdoc(Options)} {input_formats()}",
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
     options: Options
     options, others = parse(return_unknown_args=True)

@@ -47,6 +47,8 @@ class Task(ABC):
 
     name: ClassVar[TaskName]
     """As `--task` has it."""
+    record: ClassVar[str]
+    """What a record is, as the help of `--task` has it."""
     kinds: ClassVar[Fields]
     """What its own fields must hold."""
     add_special_tokens: bool = False

@@ -42,6 +42,7 @@ class Lm(Task):
     """Language modelling: a document is a row."""
 
     name: ClassVar[TaskName] = "lm"
+    record: ClassVar[str] = "a document"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT}
     text: str = "text"
 
@@ -99,6 +100,7 @@ class Classify(_OfTexts, Labelled):
     """Classification of texts or of pairs of texts."""
 
     name: ClassVar[TaskName] = "classify"
+    record: ClassVar[str] = "a text, or two, and its class"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "label": Kind.LABEL}
     label: str = "label"
 
@@ -113,6 +115,7 @@ class Score(_OfTexts):
     """Regression of texts or of pairs of texts."""
 
     name: ClassVar[TaskName] = "score"
+    record: ClassVar[str] = "a text, or two, and a number"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "score": Kind.NUMBER}
     score: str = "score"
 
@@ -126,6 +129,7 @@ class Tag(Labelled):
     """Classification of words: the first token of a word has its tag, the others have none."""
 
     name: ClassVar[TaskName] = "tag"
+    record: ClassVar[str] = "words and their tags"
     kinds: ClassVar[Fields] = {"tokens": Kind.WORDS, "tags": Kind.LABELS}
     tokens: str = "tokens"
     tags: str = "tags"
@@ -173,6 +177,7 @@ class Complete(Task):
     """Completion: the model is to learn what follows the prompt, and not the prompt."""
 
     name: ClassVar[TaskName] = "complete"
+    record: ClassVar[str] = "a prompt (a separator is part of it) and its completion"
     kinds: ClassVar[Fields] = {"prompt": Kind.TEXT, "completion": Kind.TEXT}
     prompt: str = "prompt"
     completion: str = "completion"
