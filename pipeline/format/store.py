@@ -17,6 +17,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
 from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.schemes import SCHEMES
 
 __all__ = [
     "STORES",
@@ -146,9 +147,8 @@ def _hub_store(url: str) -> Store:
     return HubStore.from_url(url)
 
 
-_OBJECTS = ("s3", "gs", "az", "abfss", "http", "https")
 STORES: dict[str, Callable[[str], Store]] = {
-    **dict.fromkeys(_OBJECTS, _object_store),
+    **dict.fromkeys(SCHEMES, _object_store),
     "hf": _hub_store,
 }
 """By the scheme of a path, what makes a store of the path."""

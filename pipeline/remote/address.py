@@ -7,12 +7,12 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.remote.schemes import Traits, traits_of
 
 __all__ = ["Address", "hide_password", "require"]
 
 _ANONYMOUS = "anonymous"
 _PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]*@")
-_WEB = ("http", "https")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -28,6 +28,11 @@ class Address:
     def __repr__(self) -> str:
         return hide_password(self.url)
 
+    @property
+    def traits(self) -> Traits:
+        """What sets the store there apart."""
+        return traits_of(self.scheme)
+
     @classmethod
     def from_url(cls, url: str) -> Self:
         """Take a URL apart.
@@ -40,14 +45,15 @@ class Address:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigError(f"{shown}: is no address ({error}).") from None
+        is_web = traits_of(parts.scheme).is_web
         if not parts.netloc:
-            raise ConfigError(f"{shown}: names no {'host' if parts.scheme in _WEB else 'bucket'}.")
+            raise ConfigError(f"{shown}: names no {'host' if is_web else 'bucket'}.")
         if parts.query not in ("", _ANONYMOUS) or parts.fragment:
             raise ConfigError(
                 f"{shown.partition('?')[0]}: the only thing that may follow is `?{_ANONYMOUS}`. "
                 "Give keys by the environment: docs/how/remote.md."
             )
-        if parts.scheme not in _WEB and ":" in parts.netloc:
+        if not is_web and ":" in parts.netloc:
             raise ConfigError(f"{shown}: give keys by the environment: docs/how/remote.md.")
         base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         return cls(parts.scheme, base, bool(parts.query))

@@ -111,7 +111,7 @@ def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
         "client_options": _options(timing),
         "retry_config": _retries(timing, max_retries),
     }
-    if address.scheme in ("http", "https"):
+    if address.traits.is_web:
         return store.HTTPStore.from_url(address.url, **settings)
     if address.scheme == "s3":
         _check_endpoint()

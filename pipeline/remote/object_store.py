@@ -125,7 +125,7 @@ class ObjectStore:
 
     def read_tail(self, name: str, length: int) -> Part:
         """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
-        if self.address.scheme in ("az", "abfss"):  # Azure counts from the front alone
+        if not self.address.traits.reads_ends:
             size = self.size(name)
             length = min(length, size)
             return self.read_range(name, size - length, length)
@@ -190,8 +190,8 @@ class ObjectStore:
 
     @property
     def _etag_key(self) -> str:
-        """What a conditional write goes by: Google counts versions."""
-        return "version" if self.address.scheme == "gs" else "e_tag"
+        """What a condition goes by, as the client calls it."""
+        return "version" if self.address.traits.counts_versions else "e_tag"
 
     def _info(self, name: str, meta: Mapping[str, Any], metadata: dict[str, str]) -> ObjectInfo:
         modified_s, etag = meta["last_modified"].timestamp(), self._etag(meta)

@@ -18,8 +18,6 @@ from tokenfeed.tools.corpus.saved import is_saved
 
 __all__ = ["object_at", "objects_below"]
 
-_WEB = ("http://", "https://")
-
 
 def object_at(url: str) -> RemoteFile | None:
     """The object that a URL names; None where there is none.
@@ -28,10 +26,10 @@ def object_at(url: str) -> RemoteFile | None:
         ConfigError: There is no such store.
         CorpusError: Nothing else can be at this URL.
     """
-    _object_store(url)
+    is_web = _object_store(url).address.traits.is_web
     base, mark, query = url.rstrip("/").partition("?")
     parent, _, name = base.rpartition("/")
-    if url.startswith(_WEB):
+    if is_web:
         name = unquote(name)  # as the client does with the rest: what it asks for it quotes itself
     if parent.endswith("/"):
         return None  # a whole bucket
@@ -40,7 +38,7 @@ def object_at(url: str) -> RemoteFile | None:
         return RemoteFile(store, store.head(name))
     except FileNotFoundError:
         pass
-    if url.startswith(_WEB):
+    if is_web:
         raise CorpusError(
             f"{hide_password(url)}: not found. Give each file by its URL: a web server has no "
             "lists of them."

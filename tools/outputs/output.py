@@ -92,7 +92,7 @@ def open_output(path: str, *, is_shared: bool) -> Output:
         is_shared: Whether others may write the same files at the same time.
 
     Raises:
-        ConfigError: There is no such store, or it can only be read; or the path is a slip.
+        ConfigError: There is no such store, or no data set is written there; or the path is a slip.
     """
     if "://" not in path:
         _check_meant(path)

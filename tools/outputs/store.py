@@ -25,7 +25,6 @@ from tokenfeed.tools.at_once import results_of
 __all__ = ["StoreOutput"]
 
 _AT_ONCE = 16
-_READ_ONLY = ("http", "https")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +38,14 @@ class StoreOutput:
         """The place at an address; nothing is asked yet.
 
         Raises:
-            ConfigError: There is no such store, or it can only be read.
+            ConfigError: There is no such store, or no data set is written there.
         """
         store = open_store(url)
-        if isinstance(store, ObjectStore) and store.address.scheme not in _READ_ONLY:
+        if isinstance(store, ObjectStore) and not store.address.traits.is_web:
             return cls(store)
         raise ConfigError(
-            f"{hide_password(url)}: can only be read. Give a folder, or the address of a bucket."
+            f"{hide_password(url)}: no data set is written there. Give a folder, or the address of "
+            "a bucket."
         )
 
     def __str__(self) -> str:

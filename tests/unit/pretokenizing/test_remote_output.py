@@ -229,8 +229,8 @@ def test_a_run_without_a_document_leaves_nothing(
 
 
 @pytest.mark.parametrize("url", ["https://example.org/out", "hf://datasets/a/b"])
-def test_a_place_that_can_only_be_read_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match=f"{url}: can only be read"):
+def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{url}: no data set is written there"):
         make(lines, url, tokenizer)
 
 

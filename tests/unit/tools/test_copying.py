@@ -162,7 +162,7 @@ def test_another_data_set_is_not_written_over(
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
-    with pytest.raises(ConfigError, match=r"^memory://x: can only be read"):
+    with pytest.raises(ConfigError, match=r"^memory://x: no data set is written there"):
         copy_data_set(str(documents), "memory://x")
     copy_data_set("memory://x", str(tmp_path / "out"))
     assert data_of(tmp_path / "out") == data_of(documents)
@@ -236,7 +236,7 @@ def test_a_slip_is_no_place_to_copy_to(
     documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no name|begins with `s3://`|can only be read"):
+    with pytest.raises(ConfigError, match=r"has no name|begins with `s3://`|no data set is"):
         copy_data_set(str(documents), to)
     assert not list(tmp_path.iterdir())
 
