@@ -17,6 +17,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.schema import role_of
 from tokenfeed.pipeline.planning.mixture import Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.policies import POLICIES, offered
 from tokenfeed.pipeline.planning.policy import Batching, LongRows
 
 __all__ = ["Plan", "Position", "default_window_tokens"]
@@ -188,7 +189,7 @@ def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_stream
 
 def _check_policy(batching: Batching) -> None:
     if not isinstance(batching, Batching):
-        raise ConfigError(f"`batching`={batching!r}: expected Padded, Packed or Fixed.")
+        raise ConfigError(f"`batching`={batching!r}: expected {offered()}.")
     described = getattr(batching, "__dataclass_params__", None)
     if not (described and described.frozen):
         raise ConfigError(
@@ -211,8 +212,9 @@ def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
     if not any(c.per == "row" and role_of(c.name) == "target" for c in manifest.columns):
         return
     if batching.packs:
+        unpacked = (policy for policy in POLICIES if not policy.packs)
         raise ConfigError(
-            f"a label a row cannot be packed: use Padded or Fixed for `{manifest.task}`."
+            f"a label a row cannot be packed: use {offered(unpacked)} for `{manifest.task}`."
         )
     if longest > batching.longest_piece:
         raise ConfigError(

@@ -5,6 +5,8 @@ part of a saved state. Torch-free.
 """
 
 import ast
+import contextlib
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, get_args
 
@@ -19,8 +21,7 @@ from tokenfeed.pipeline.planning.packing import concatenate, pack
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order
 from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
-__all__ = ["Fixed", "Packed", "Padded", "policy_of", "settings_of"]
-
+__all__ = ["POLICIES", "Fixed", "Packed", "Padded", "described_policy", "offered", "policy_of"]
 
 SPREAD = 0.033
 """The part of a window's micro-batches, neighbours in length, among which rows are dealt anew in
@@ -176,33 +177,39 @@ class Packed(Batching):
         return Pieces(offsets, np.diff(offsets), cut_from), (pieces, sequence_offsets)
 
 
+POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
+"""Ours, as messages offer them. A class elsewhere that is called like one changes no state."""
 _NAMES_BEFORE = {"rows": "batch_size"}
+_NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
+"""What `ast` raises of text that is no Python, is no literal, or is too deep."""
 
 
-def settings_of(described: object) -> object:
-    """What the repr of a policy says, as a class name and a value for every field; anything else
-    as it is.
+def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
+    """Policies as a message offers them: Padded, Packed or Fixed."""
+    *others, last = (policy.__name__ for policy in policies)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
+    """The class name and the value of every field that the repr of a policy says; None where it is
+    the repr of none that is known here.
 
     A field that it does not name has its default, so that a policy saved before the field came is
     the same as one that leaves it alone.
     """
     try:
         call = ast.parse(str(described), mode="eval").body
-        policy: Any = _policies()[call.func.id]  # type: ignore[attr-defined]
-        named = {word.arg: ast.literal_eval(word.value) for word in call.keywords}  # type: ignore[attr-defined]
-    except (
-        AttributeError,
-        KeyError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-        MemoryError,
-        RecursionError,
-    ):
-        return described
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            return None
+        values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    except _NO_LITERALS:
+        return None
+    policy: Any = _policies().get(call.func.id)
+    if policy is None:
+        return None
     defaults = {field.name: field.default for field in fields(policy)}
     renamed = {old: new for old, new in _NAMES_BEFORE.items() if old not in defaults}
-    named = {renamed.get(name, name): value for name, value in named.items()}
+    named = {renamed.get(name, name): value for name, value in values.items()}
     return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
 
 
@@ -212,15 +219,14 @@ def policy_of(described: object) -> Batching:
     Raises:
         ConfigError: There is none of that name here, or it does not take what the repr says.
     """
-    found: Any = settings_of(described)
-    try:
+    if found := described_policy(described):
         name, values = found
-        return _policies()[name](**values)
-    except (TypeError, ValueError, KeyError):
-        raise ConfigError(
-            f"{described}: is no policy that is known here. Use Padded, Packed or Fixed, or a "
-            "program that imports its class."
-        ) from None
+        with contextlib.suppress(TypeError, ValueError):
+            return _policies()[name](**values)
+    raise ConfigError(
+        f"{described}: is no policy that is known here. Use {offered()}, or a program that imports "
+        "its class."
+    )
 
 
 def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
@@ -228,7 +234,7 @@ def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
     found: dict[str, type[Batching]] = {}
     for policy in family.__subclasses__():
         found |= _policies(policy) | ({policy.__name__: policy} if is_dataclass(policy) else {})
-    return found | {policy.__name__: policy for policy in (Padded, Fixed, Packed)}
+    return found | {policy.__name__: policy for policy in POLICIES}
 
 
 def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:

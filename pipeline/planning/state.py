@@ -16,7 +16,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.rounds import Round
 
 __all__ = [
@@ -241,7 +241,7 @@ def _stream_setting(plan: dict[str, Any], name: str) -> int:
 def _meaning(name: str, value: Any) -> object:
     """What a setting says, where it can be said in several ways; junk says itself."""
     if name == "batching":
-        return settings_of(value)
+        return described_policy(value) or value
     if name != "weights" or not isinstance(value, list | tuple):
         return value
     try:

@@ -10,7 +10,7 @@ from delivery import MakeDataset, open_loader, realistic_lengths, small_batches,
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader, merge_states
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.policy import Batching
 
 
@@ -110,7 +110,7 @@ def test_another_policy_and_no_policy_are_refused(folder: Path, saved: Any) -> N
 )
 def test_the_settings_of_a_policy_are_its_class_and_its_fields(policy: Batching) -> None:
     fields = {name: getattr(policy, name) for name in type(policy).__dataclass_fields__}
-    assert settings_of(repr(policy)) == (type(policy).__name__, fields)
+    assert described_policy(repr(policy)) == (type(policy).__name__, fields)
 
 
 JUNK: list[tuple[str, Any]] = [

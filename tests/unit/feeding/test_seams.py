@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import cut_rows, random_order
-from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
 
@@ -123,7 +123,7 @@ def test_a_policy_that_a_state_could_not_name_is_refused(folder: Path) -> None:
 
 
 def test_settings_of_a_policy_of_another_project_keep_their_names() -> None:
-    assert settings_of("WithRows(rows=4, batch_size=8)") != settings_of(
+    assert described_policy("WithRows(rows=4, batch_size=8)") != described_policy(
         "WithRows(rows=5, batch_size=8)"
     )
 

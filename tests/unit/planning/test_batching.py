@@ -1,22 +1,27 @@
 """The plan of a window keeps its promises for any lengths, policy, step size and key."""
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from data_sets import MakeDataset, Span, spans_of
+from data_sets import (
+    MakeDataset,
+    Span,
+    spans_of,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.planning import policies
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded, offered
 from tokenfeed.pipeline.planning.policy import Batching
 
 SPREADS = st.sampled_from([0.0, 0.033, 0.3, 1.0])
@@ -285,6 +290,27 @@ def test_impossible_policies_are_refused(make: object, message: str) -> None:
         make()
 
 
+def plan_of(sources: tuple[OpenedSplit, ...], batching: Batching) -> Plan:
+    return Plan.from_splits(
+        sources,
+        None,
+        batching,
+        split="train",
+        micro_batches_per_step=1,
+        window_tokens=None,
+        seed=0,
+        shuffle=True,
+    )
+
+
+def test_messages_offer_every_policy_of_ours() -> None:
+    assert offered() == "Padded, Packed or Fixed"
+    assert offered((Fixed,)) == "Fixed"
+    ours = (each for each in vars(policies).values() if isinstance(each, type))
+    found = {each for each in ours if issubclass(each, Batching) and is_dataclass(each)}
+    assert found == {*policies.POLICIES}
+
+
 @pytest.mark.parametrize(
     ("task", "batching", "message"),
     [
@@ -305,21 +331,8 @@ def test_rows_that_may_not_be_cut_are_refused_at_the_start(
     make_dataset: MakeDataset, task: str, batching: Batching, message: str | None
 ) -> None:
     sources = open_splits([make_dataset([3, 50, 20], task=task)], "train")
-
-    def plan() -> Plan:
-        return Plan.from_splits(
-            sources,
-            None,
-            batching,
-            split="train",
-            micro_batches_per_step=1,
-            window_tokens=None,
-            seed=0,
-            shuffle=True,
-        )
-
     if message is None:
-        assert plan().epoch_tokens == (73,)
+        assert plan_of(sources, batching).epoch_tokens == (73,)
     else:
         with pytest.raises(ConfigError, match=message):
-            plan()
+            plan_of(sources, batching)

@@ -25,7 +25,7 @@ from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.mixing import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key
-from tokenfeed.pipeline.planning.policies import settings_of
+from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.policy import Batching
 
 SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
@@ -242,8 +242,8 @@ def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
 
 @pytest.mark.parametrize("policy", [Padded(64, spread=0.2), Fixed(4, spread=1e-300)])
 def test_a_policy_with_a_spread_reads_back_as_it_was_saved(policy: Batching) -> None:
-    assert settings_of(repr(policy)) == settings_of(repr(replace(policy)))
-    assert settings_of(repr(policy)) != settings_of(repr(replace(policy, spread=0.21)))
+    assert described_policy(repr(policy)) == described_policy(repr(replace(policy)))
+    assert described_policy(repr(policy)) != described_policy(repr(replace(policy, spread=0.21)))
     assert repr(replace(policy, spread=np.float64(0.5))) == repr(replace(policy, spread=0.5))
 
 
