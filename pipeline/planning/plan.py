@@ -84,6 +84,7 @@ class Plan:
         step_size = checks.whole(
             "micro_batches_per_step", micro_batches_per_step, least=1, most=checks.MOST
         )
+        _check_columns(sources[0])
         _check_fit(sources, batching)
         weights = tuple(mixture.weights.values()) if mixture else (1.0,)
         if window_tokens is None:
@@ -199,6 +200,17 @@ def _check_policy(batching: Batching) -> None:
     checks.whole("multiple_of", batching.multiple_of, least=1, most=checks.MOST)
     checks.whole("longest_piece", batching.longest_piece, least=1)
     checks.choice("long_rows", batching.long_rows, get_args(LongRows))
+
+
+def _check_columns(source: OpenedSplit) -> None:
+    """Refuse what a batch has no second place for; sources of a mixture have the same columns."""
+    for role in ("target", "context"):
+        named = [c.name for c in source.manifest.columns if role_of(c.name) == role]
+        if len(named) > 1:
+            raise ConfigError(
+                f"{source.name}: has the {role}s {' and '.join(named)}, and a batch has one. Make "
+                "a data set of each."
+            )
 
 
 def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:

@@ -55,7 +55,8 @@ def gather(window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans) -> Ga
 
 
 def column_of(window: Window, role: Role) -> np.ndarray | None:
-    """The column of a window with a value a row that has some role, shape (R,)."""
+    """The column of a window with a value a row that has some role, shape (R,); of two a plan is
+    refused."""
     columns = window.rows.per_row.items()
     return next((values for name, values in columns if role_of(name) == role), None)
 

@@ -3,13 +3,17 @@
 from collections import Counter
 from dataclasses import is_dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 from data_sets import (
+    VOCABULARY_SIZE,
     MakeDataset,
     Span,
+    random_rows,
     spans_of,
+    write_rows,
 )
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +21,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.pipeline.planning import policies
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.order import Draw
@@ -301,6 +306,20 @@ def plan_of(sources: tuple[OpenedSplit, ...], batching: Batching) -> Plan:
         seed=0,
         shuffle=True,
     )
+
+
+@pytest.mark.parametrize("task", ["score", "tag"])
+def test_a_second_target_is_refused_and_not_left_out(tmp_path: Path, task: Task) -> None:
+    rows, other = (random_rows(np.array([3, 5, 4]), each) for each in ("classify", task))
+    columns = (*task_columns("classify"), *task_columns(task))
+    both = replace(
+        rows, per_token=rows.per_token | other.per_token, per_row=rows.per_row | other.per_row
+    )
+    folder = write_rows(
+        tmp_path / "both", {"train": both}, VOCABULARY_SIZE, task="classify", columns=columns
+    )
+    with pytest.raises(ConfigError, match=f"both: has the targets label and {columns[1].name}, "):
+        plan_of(open_splits([folder], "train"), Padded(64))
 
 
 def test_messages_offer_every_policy_of_ours() -> None:
