@@ -17,6 +17,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
 from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.ranged import Ranges
 from tokenfeed.pipeline.remote.schemes import SCHEMES
 
 __all__ = [
@@ -64,19 +65,16 @@ class Store(Protocol):
 
 
 @runtime_checkable
-class RangedStore(Store, Protocol):
+class RangedStore(Store, Ranges, Protocol):
     """A store in which a request costs more than the bytes it brings: loaders read its shards by
     record batches, each in one request, and keep them in the cache of the node.
 
     Safe to share between threads. It repeats a request that fails, and raises in the end.
     """
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
-        """Some bytes of a file."""
-        ...
-
     def read_tail(self, name: str, length: int) -> Part:
-        """The last bytes of a file, or all where it has fewer."""
+        """The last `length` bytes of a file, or all where it has fewer; errors are those of
+        `read_range`."""
         ...
 
 
@@ -85,7 +83,7 @@ class FetchingStore(RangedStore, Protocol):
     """One that brings files to this machine whole, and keeps them: no cache does so again."""
 
     def fetch(self, name: str) -> None:
-        """Bring a file, unless it is there."""
+        """Bring a file, unless it is there; errors are those of `read_range`."""
         ...
 
 

@@ -28,10 +28,19 @@ _CODE = (
 
 
 class _Reads(Protocol):
-    """A store that can be pickled."""
+    """A store that can be pickled, and counts what it asks for."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process has asked of it."""
+        ...
 
     def path(self, name: str) -> str:
         """A file as a message names it."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """The whole of a file."""
         ...
 
 
@@ -79,7 +88,8 @@ def main() -> NoReturn:
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints does not get between
     logging.getLogger("tokenfeed").addHandler(_ToParent(pipe))
-    store, name = pickle.load(sys.stdin.buffer)
+    asked: tuple[_Reads, str] = pickle.load(sys.stdin.buffer)
+    store, name = asked
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         content = store.read(name)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.address import hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import Part, cut_short
 from tokenfeed.pipeline.remote.process import check_process, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
 
@@ -89,14 +89,19 @@ class HubStore:
             return file.read()
 
     def read_range(self, name: str, start: int, length: int) -> Part:
-        """Some bytes of a file, downloaded first if it is not yet there."""
+        """Some bytes of a file, downloaded first if it is not yet there; see `Ranges`."""
         with open(self._kept(name), "rb") as file:
-            return Part(os.pread(file.fileno(), length, start), "")
+            file.seek(start)
+            data = file.read(length)
+            if len(data) < length:
+                raise cut_short(self.path(name), start + length, os.stat(file.fileno()).st_size)
+        return Part(data, "")
 
     def read_tail(self, name: str, length: int) -> Part:
-        """The last bytes of a file."""
+        """The last bytes of a file, or all where it has fewer."""
         size = self.size(name)
-        return self.read_range(name, max(size - length, 0), length)
+        length = min(length, size)
+        return self.read_range(name, size - length, length)
 
     def fetch(self, name: str) -> None:
         """Download a file, unless it is there."""

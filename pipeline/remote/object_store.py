@@ -5,18 +5,16 @@ and finds there the client of that process. Every method waits, and may be calle
 what fails is repeated (`retrying`), or ends in one line that names the object.
 """
 
-import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.remote.address import Address, hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
-from tokenfeed.pipeline.remote.objects import ObjectInfo, Part, version_of
+from tokenfeed.pipeline.remote.objects import ObjectInfo, Part, cut_short, version_of
 from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
@@ -226,12 +224,7 @@ class ObjectStore:
             options |= condition
         part, size = self._persist(lambda: self._get(name, options), name)
         if len(part.data) != length:
-            raise RemoteError(
-                errno.EINVAL,
-                f"expected bytes up to {start + length:,}, got {size:,} in all: it was cut short "
-                "or replaced. Copy it again",
-                self.path(name),
-            )
+            raise cut_short(self.path(name), start + length, size)
         return part
 
     def _get(self, name: str, options: "GetOptions") -> tuple[Part, int]:

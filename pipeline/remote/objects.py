@@ -1,10 +1,13 @@
 """What a store says of an object, and gives of it."""
 
+import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["ObjectInfo", "Part", "version_of"]
+from tokenfeed.pipeline.errors import RemoteError
+
+__all__ = ["ObjectInfo", "Part", "cut_short", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,3 +39,13 @@ def version_of(meta: Mapping[str, Any]) -> str:
     """The version of an object by what came with its bytes: the ETag, or time and size."""
     etag: str = (meta["e_tag"] or "").removeprefix("W/")
     return etag or f"{meta['last_modified'].timestamp()} {meta['size']}"
+
+
+def cut_short(place: str, end: int, size: int) -> RemoteError:
+    """What to raise where bytes up to `end` were asked for, and there are `size` in all."""
+    return RemoteError(
+        errno.EINVAL,
+        f"expected bytes up to {end:,}, got {size:,} in all: it was cut short or replaced. Copy it "
+        "again",
+        place,
+    )

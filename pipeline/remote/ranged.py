@@ -17,7 +17,20 @@ class Ranges(Protocol):
     """What gives any part of an object."""
 
     def read_range(self, name: str, start: int, length: int) -> Part:
-        """`length` bytes from `start` on."""
+        """Some bytes of an object, by one request, and which version of it they are of.
+
+        Args:
+            name: The object.
+            start: The place of the first byte, counted from 0.
+            length: How many bytes; none are given without a request.
+
+        Returns:
+            As many as were asked for, never fewer.
+
+        Raises:
+            FileNotFoundError: There is no such object.
+            OSError: It has fewer bytes, or the store refuses or cannot be reached.
+        """
         ...
 
 
