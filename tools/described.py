@@ -4,7 +4,7 @@ words."""
 from collections.abc import Iterator
 
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 
 __all__ = ["fields_of_tasks", "input_formats", "records_of_tasks"]
@@ -33,6 +33,6 @@ def fields_of_tasks() -> str:
     return "; ".join(said) + "."
 
 
-def _fields(task: type[Task]) -> Iterator[str]:
+def _fields(task: type[TaskEncoder]) -> Iterator[str]:
     read = task().named
     return (own if own in read else f"[{own}]" for own in task.kinds)

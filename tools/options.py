@@ -16,12 +16,12 @@ import tyro
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.schema import Task as TaskName
+from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
-from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.machines import check_machines
@@ -55,7 +55,7 @@ class Options:
     ]
     """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
     of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
-    task: Annotated[TaskName, tyro.conf.arg(help=f"What a record is. {records_of_tasks()}")] = "lm"
+    task: Annotated[Task, tyro.conf.arg(help=f"What a record is. {records_of_tasks()}")] = "lm"
     tokenizer: Annotated[
         str | None,
         tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
@@ -163,7 +163,7 @@ class Options:
         parted = (given.partition("=") for given in self._given_fields())
         return {own: name for own, _, name in parted}
 
-    def make_task(self) -> Task:
+    def make_task(self) -> TaskEncoder:
         """The task, with its fields; labels have no numbers yet."""
         given: dict[str, Any] = {**self.fields}
         return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)

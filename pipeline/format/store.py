@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import hide_password
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import VersionedBytes
 from tokenfeed.pipeline.remote.ranged import Ranges
 from tokenfeed.pipeline.remote.schemes import SCHEMES
 
@@ -72,7 +72,7 @@ class RangedStore(Store, Ranges, Protocol):
     Safe to share between threads. It repeats a request that fails, and raises in the end.
     """
 
-    def read_tail(self, name: str, length: int) -> Part:
+    def read_tail(self, name: str, length: int) -> VersionedBytes:
         """The last `length` bytes of a file, or all where it has fewer; errors are those of
         `read_range`."""
         ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.address import hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
-from tokenfeed.pipeline.remote.objects import Part, cut_short
+from tokenfeed.pipeline.remote.objects import VersionedBytes, cut_short
 from tokenfeed.pipeline.remote.process import check_process, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
 
@@ -88,16 +88,16 @@ class HubStore:
         with open(self._download(name), "rb") as file:
             return file.read()
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         """Some bytes of a file, downloaded first if it is not yet there; see `Ranges`."""
         with open(self._kept(name), "rb") as file:
             file.seek(start)
             data = file.read(length)
             if len(data) < length:
                 raise cut_short(self.path(name), start + length, os.stat(file.fileno()).st_size)
-        return Part(data, "")
+        return VersionedBytes(data, "")
 
-    def read_tail(self, name: str, length: int) -> Part:
+    def read_tail(self, name: str, length: int) -> VersionedBytes:
         """The last bytes of a file, or all where it has fewer."""
         size = self.size(name)
         length = min(length, size)

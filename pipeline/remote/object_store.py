@@ -14,7 +14,7 @@ from tokenfeed.pipeline.remote.address import Address, hide_password, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
-from tokenfeed.pipeline.remote.objects import ObjectInfo, Part, cut_short, version_of
+from tokenfeed.pipeline.remote.objects import ObjectInfo, VersionedBytes, cut_short, version_of
 from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
@@ -103,7 +103,7 @@ class ObjectStore:
             for start in starts
         )
 
-    def read_range(self, name: str, start: int, length: int, etag: str = "") -> Part:
+    def read_range(self, name: str, start: int, length: int, etag: str = "") -> VersionedBytes:
         """`length` bytes from `start` on, by one request; errors are those of `head`.
 
         Args:
@@ -116,12 +116,12 @@ class ObjectStore:
             RemoteError: The object has fewer, or another ETag.
         """
         if not length:
-            return Part(b"", "")
+            return VersionedBytes(b"", "")
         if self._etag_key == "version":
             return self._part(name, start, length, {"version": etag})
         return self._part(name, start, length, {"if_match": etag})
 
-    def read_tail(self, name: str, length: int) -> Part:
+    def read_tail(self, name: str, length: int) -> VersionedBytes:
         """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
         if not self.address.traits.reads_ends:
             size = self.size(name)
@@ -218,7 +218,7 @@ class ObjectStore:
             return size, etag, None
         return size, etag, self._counted(bytes(result.bytes()))
 
-    def _part(self, name: str, start: int, length: int, condition: "GetOptions") -> Part:
+    def _part(self, name: str, start: int, length: int, condition: "GetOptions") -> VersionedBytes:
         options: GetOptions = {"range": (start, start + length)}
         if any(condition.values()):
             options |= condition
@@ -227,11 +227,11 @@ class ObjectStore:
             raise cut_short(self.path(name), start + length, size)
         return part
 
-    def _get(self, name: str, options: "GetOptions") -> tuple[Part, int]:
+    def _get(self, name: str, options: "GetOptions") -> tuple[VersionedBytes, int]:
         """Some of an object, and the size of all."""
         result = self._connection.reads.get(name, options=options)
         meta = result.meta
-        return Part(self._counted(bytes(result.bytes())), version_of(meta)), meta["size"]
+        return VersionedBytes(self._counted(bytes(result.bytes())), version_of(meta)), meta["size"]
 
     def _counted(self, content: bytes) -> bytes:
         self._connection.meter.add(Traffic(bytes=len(content)))

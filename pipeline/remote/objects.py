@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.errors import RemoteError
 
-__all__ = ["ObjectInfo", "Part", "cut_short", "version_of"]
+__all__ = ["ObjectInfo", "VersionedBytes", "cut_short", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class ObjectInfo:
     etag: str
     """Differs for another version; empty where a server tells none, and in a list of Google's."""
     version: str
-    """As `Part` has it; of a list, its times may be finer."""
+    """As `VersionedBytes` has it; of a list, its times may be finer."""
     modified_s: float = 0.0
     """When it was written, by the store's clock."""
     metadata: dict[str, str] = field(default_factory=dict)
     """What was given when it was written; of a list always empty."""
 
 
-class Part(NamedTuple):
+class VersionedBytes(NamedTuple):
     """Some bytes of an object."""
 
     data: bytes

@@ -5,7 +5,7 @@ from typing import BinaryIO, Protocol, cast
 
 import pyarrow as pa
 
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import VersionedBytes
 
 __all__ = ["LARGEST_BYTES", "Ranges", "SeekableFile", "open_ranged", "open_ranged_bytes"]
 
@@ -16,7 +16,7 @@ _FIRST_BYTES, LARGEST_BYTES = 1 << 18, 8 << 20
 class Ranges(Protocol):
     """What gives any part of an object."""
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         """Some bytes of an object, by one request, and which version of it they are of.
 
         Args:

@@ -27,7 +27,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.expected import ExpectedShard
 from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.store import RangedStore
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import VersionedBytes
 
 __all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]
 
@@ -116,7 +116,7 @@ class RemoteShards:
         _log.info(_UNSTEADY, shard.ranged.expected.path)
         return part.data
 
-    def _part(self, shard: RemoteShard, start: int, length: int) -> Part:
+    def _part(self, shard: RemoteShard, start: int, length: int) -> VersionedBytes:
         try:
             return self._store.read_range(self._file(shard.number), start, length)
         except FileNotFoundError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import RemoteError
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 
 __all__ = ["RangedFolder", "cached_files"]
@@ -47,15 +47,15 @@ class RangedFolder:
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         if (self.folder / "broken").exists():
             raise RemoteError(errno.ETIMEDOUT, "broken for a test", self.path(name))
         self._note(f"{name} {start} {length}\n")
         with open(self.folder / name, "rb") as file:
             file.seek(start)
-            return Part(file.read(length), "")
+            return VersionedBytes(file.read(length), "")
 
-    def read_tail(self, name: str, length: int) -> Part:
+    def read_tail(self, name: str, length: int) -> VersionedBytes:
         return self.read_range(name, max(0, self.size(name) - length), length)
 
     def requests(self) -> list[str]:

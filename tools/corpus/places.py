@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.objects import ObjectInfo, Part
+from tokenfeed.pipeline.remote.objects import ObjectInfo, VersionedBytes
 from tokenfeed.pipeline.remote.ranged import open_ranged_bytes
 from tokenfeed.pipeline.remote.spans import SpansFile
 
@@ -55,7 +55,7 @@ class RemoteFile:
         except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         """Some of its bytes; the name is its own.
 
         Raises:

@@ -16,7 +16,7 @@ from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.counts import UnitCounts
-from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.task import TaskEncoder
 
 __all__ = ["RecordBlock", "read_record_blocks"]
 
@@ -52,7 +52,7 @@ class RecordBlock:
         )
 
 
-def read_record_blocks(unit: Unit, task: Task, ledger: UnitCounts) -> Iterator[RecordBlock]:
+def read_record_blocks(unit: Unit, task: TaskEncoder, ledger: UnitCounts) -> Iterator[RecordBlock]:
     """The usable records of a unit, in order; the others go straight to `ledger`."""
     pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
@@ -80,7 +80,7 @@ def _batch(part: Part, records: Records) -> RecordBlock:
     )
 
 
-def _fitting(batch: RecordBlock, task: Task, ledger: UnitCounts) -> RecordBlock:
+def _fitting(batch: RecordBlock, task: TaskEncoder, ledger: UnitCounts) -> RecordBlock:
     """The batch without records whose fields do not fit together."""
     unusable = task.unusable(batch.values)
     if not unusable:

@@ -11,7 +11,7 @@ from unicodedata import is_normalized
 
 import msgspec
 
-from tokenfeed.tools.encoding.vocabulary import Kind, Unproved
+from tokenfeed.tools.encoding.vocabulary import TokenizerKind, Unproved
 
 __all__ = ["AddedToken", "Model", "Shape"]
 
@@ -173,11 +173,11 @@ def _splits(regexes: tuple[str, ...], behavior: Any, *, invert: bool) -> tuple[P
 
 
 _SPACES = Replace(Pattern(String=" "), _MARK)
-_NORMALIZERS: dict[Kind, set[tuple[Normalizer, ...]]] = {
+_NORMALIZERS: dict[TokenizerKind, set[tuple[Normalizer, ...]]] = {
     "byte-level": {(), (NFC(),)},
     "SentencePiece": {(), (_SPACES,), (Prepend(_MARK), _SPACES)},
 }
-_PRE_TOKENIZERS: dict[Kind, set[tuple[PreTokenizer, ...]]] = {
+_PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
     "byte-level": {
         (_GPT_2,),
         (_GPT_2_PREFIXED,),
@@ -205,7 +205,7 @@ _PRE_TOKENIZERS: dict[Kind, set[tuple[PreTokenizer, ...]]] = {
 class Shape(msgspec.Struct, frozen=True):
     """A tokenizer of a shape that was proved."""
 
-    kind: Kind
+    kind: TokenizerKind
     model: Model
     added_tokens: tuple[AddedToken, ...]
     normalizer: tuple[Normalizer, ...]
@@ -222,7 +222,7 @@ class Shape(msgspec.Struct, frozen=True):
             file = msgspec.json.decode(json_bytes, type=_File)
         except msgspec.DecodeError as error:  # of which ValidationError is a kind
             raise Unproved(f"tokenizer.json: {error}") from None
-        kind: Kind = "SentencePiece" if file.model.byte_fallback else "byte-level"
+        kind: TokenizerKind = "SentencePiece" if file.model.byte_fallback else "byte-level"
         shape = cls(
             kind,
             file.model,

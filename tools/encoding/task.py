@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tokenfeed.pipeline.format.ragged import Ragged
-from tokenfeed.pipeline.format.schema import ENDED_TASKS, Column, task_columns
-from tokenfeed.pipeline.format.schema import Task as TaskName
+from tokenfeed.pipeline.format.schema import ENDED_TASKS, Column, Task, task_columns
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Encode", "FieldValues", "Labelled", "Samples", "Task"]
+__all__ = ["Encode", "FieldValues", "Labelled", "Samples", "TaskEncoder"]
 
 FieldValues = dict[str, list[Any]]
 """The values of R records, by field."""
@@ -38,14 +37,14 @@ class Samples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Task(ABC):
+class TaskEncoder(ABC):
     """What a task reads and writes.
 
     A subclass has an attribute for each of its own fields: the name that records have for it, or
     None to read none. The template and the end token stand around the texts.
     """
 
-    name: ClassVar[TaskName]
+    name: ClassVar[Task]
     """As `--task` has it."""
     record: ClassVar[str]
     """What a record is, as the help of `--task` has it."""
@@ -102,7 +101,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Labelled(Task):
+class Labelled(TaskEncoder):
     """A task with labels, which are numbered in the data set as a whole."""
 
     labels: Labels = field(default_factory=Labels)

@@ -26,11 +26,11 @@ from tokenfeed.pipeline.format.schema import (
     SCORE,
     TOKEN_TYPE_IDS,
     Column,
+    Task,
     task_columns,
 )
-from tokenfeed.pipeline.format.schema import Task as TaskName
 from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.encoding.task import Encode, FieldValues, Labelled, Samples, Task
+from tokenfeed.tools.encoding.task import Encode, FieldValues, Labelled, Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -38,10 +38,10 @@ __all__ = ["TASK_CLASSES", "Classify", "Complete", "Lm", "Score", "Tag"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lm(Task):
+class Lm(TaskEncoder):
     """Language modelling: a document is a row."""
 
-    name: ClassVar[TaskName] = "lm"
+    name: ClassVar[Task] = "lm"
     record: ClassVar[str] = "a document"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT}
     text: str = "text"
@@ -57,7 +57,7 @@ class Lm(Task):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfTexts(Task):
+class _OfTexts(TaskEncoder):
     """A task whose rows are texts or pairs of texts, each with a value."""
 
     text: str = "text"
@@ -99,7 +99,7 @@ class _OfTexts(Task):
 class Classify(_OfTexts, Labelled):
     """Classification of texts or of pairs of texts."""
 
-    name: ClassVar[TaskName] = "classify"
+    name: ClassVar[Task] = "classify"
     record: ClassVar[str] = "a text, or two, and its class"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "label": Kind.LABEL}
     label: str = "label"
@@ -114,7 +114,7 @@ class Classify(_OfTexts, Labelled):
 class Score(_OfTexts):
     """Regression of texts or of pairs of texts."""
 
-    name: ClassVar[TaskName] = "score"
+    name: ClassVar[Task] = "score"
     record: ClassVar[str] = "a text, or two, and a number"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "score": Kind.NUMBER}
     score: str = "score"
@@ -128,7 +128,7 @@ class Score(_OfTexts):
 class Tag(Labelled):
     """Classification of words: the first token of a word has its tag, the others have none."""
 
-    name: ClassVar[TaskName] = "tag"
+    name: ClassVar[Task] = "tag"
     record: ClassVar[str] = "words and their tags"
     kinds: ClassVar[Fields] = {"tokens": Kind.WORDS, "tags": Kind.LABELS}
     tokens: str = "tokens"
@@ -173,10 +173,10 @@ class Tag(Labelled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Complete(Task):
+class Complete(TaskEncoder):
     """Completion: the model is to learn what follows the prompt, and not the prompt."""
 
-    name: ClassVar[TaskName] = "complete"
+    name: ClassVar[Task] = "complete"
     record: ClassVar[str] = "a prompt (a separator is part of it) and its completion"
     kinds: ClassVar[Fields] = {"prompt": Kind.TEXT, "completion": Kind.TEXT}
     prompt: str = "prompt"
@@ -199,7 +199,7 @@ class Complete(Task):
         )
 
 
-TASK_CLASSES: dict[TaskName, type[Task]] = {
+TASK_CLASSES: dict[Task, type[TaskEncoder]] = {
     task.name: task for task in (Lm, Classify, Score, Tag, Complete)
 }
 """Every task, by its name."""

@@ -34,7 +34,7 @@ from tokenfeed.tools.encoding.engine import (
 )
 from tokenfeed.tools.encoding.preloading import fast_engine
 from tokenfeed.tools.encoding.record_blocks import RecordBlock, read_record_blocks
-from tokenfeed.tools.encoding.task import Samples, Task
+from tokenfeed.tools.encoding.task import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.outputs.output import Output
@@ -52,7 +52,7 @@ class EncodeSettings:
 
     output: Output
     """Where shards go; tokenizer.json lies there already."""
-    task: Task
+    task: TaskEncoder
     engine: EngineName
     """What makes the ids."""
     vocabulary_size: int

@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["ID_LIMIT", "Kind", "Unproved", "byte_letters", "check_vocabulary"]
+__all__ = ["ID_LIMIT", "TokenizerKind", "Unproved", "byte_letters", "check_vocabulary"]
 
-Kind = Literal["byte-level", "SentencePiece"]
+TokenizerKind = Literal["byte-level", "SentencePiece"]
 
 ID_LIMIT = 10_000_000
 """Ids are below; engines hold tables as long as the largest id."""
@@ -37,7 +37,9 @@ def byte_letters() -> dict[int, str]:
     }
 
 
-def check_vocabulary(kind: Kind, vocab: bytes, merges: bytes, *, findable: set[str] | None) -> None:
+def check_vocabulary(
+    kind: TokenizerKind, vocab: bytes, merges: bytes, *, findable: set[str] | None
+) -> None:
     """Look at a vocabulary and its merges, as JSON.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import find_labels
-from tokenfeed.tools.encoding.task import Labelled, Task
+from tokenfeed.tools.encoding.task import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
@@ -23,7 +23,7 @@ class Inputs:
     corpus: Corpus
     shard_bytes: int
     units: tuple[Unit, ...]
-    task: Task
+    task: TaskEncoder
     """With its labels numbered."""
     validation: float
 

@@ -25,7 +25,7 @@ from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engine import ReferenceEngine
 from tokenfeed.tools.encoding.labels import Labels, find_labels
-from tokenfeed.tools.encoding.task import Task
+from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
@@ -104,7 +104,7 @@ def listed(ragged: Ragged) -> list[list[int]]:
     return [ragged.values[start:end].tolist() for start, end in pairwise(ragged.offsets)]
 
 
-def encoded(task: Task, kind: str, **values: Any) -> dict[str, list[Any]]:
+def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]:
     """What the task makes of records, by column: a list of rows each."""
     given = {name: [*map(checker(of), values[name])] for name, of in task.fields.items()}
     tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)

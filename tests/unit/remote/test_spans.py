@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.remote.objects import Part
+from tokenfeed.pipeline.remote.objects import VersionedBytes
 from tokenfeed.pipeline.remote.ranged import LARGEST_BYTES
 from tokenfeed.pipeline.remote.spans import Span, SpansFile, joined_spans
 
@@ -22,11 +22,11 @@ class Ranges:
     data: bytes
     asked: list[Span] = field(default_factory=list)
 
-    def read_range(self, name: str, start: int, length: int) -> Part:
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         assert 0 <= start < start + length <= len(self.data)
         assert length <= LARGEST_BYTES
         self.asked.append((start, start + length))
-        return Part(self.data[start : start + length], "")
+        return VersionedBytes(self.data[start : start + length], "")
 
     @property
     def bytes(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tokenfeed.pipeline.format.schema import Task as TaskName
+from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
@@ -16,7 +16,7 @@ from tokenfeed.tools.options import parse_options
 
 @dataclass(frozen=True, kw_only=True)
 class Titled(Lm):
-    name: ClassVar[TaskName] = "titled"  # type: ignore[assignment]
+    name: ClassVar[Task] = "titled"  # type: ignore[assignment]
     record: ClassVar[str] = "a document with a title"
     kinds: ClassVar[Fields] = {"text": Kind.TEXT, "title": Kind.TEXT}
     title: str | None = None
