@@ -128,11 +128,13 @@ class Layout:
     def from_manifest(
         cls, manifest: Manifest, *, seed: int, shard_bytes: int | None, memory_bytes: int
     ) -> "Layout":
-        """Args:
-        manifest: What is to be shuffled.
-        seed: Another one gives another order.
-        shard_bytes: Text in a shard; None for as many shards as there were.
-        memory_bytes: What the rows in memory may take.
+        """Lay out a data set that is to be shuffled.
+
+        Args:
+            manifest: What is to be shuffled.
+            seed: Another one gives another order.
+            shard_bytes: Text in a shard; None for as many shards as there were.
+            memory_bytes: What the rows in memory may take.
 
         Raises:
             ConfigError: There are too many rows for so little memory.
