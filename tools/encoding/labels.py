@@ -56,6 +56,8 @@ def find_labels(
     fields: Fields,
     field: str,
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
+    *,
+    own: str,
 ) -> Labels:
     """Find every label of the corpus.
 
@@ -64,6 +66,7 @@ def find_labels(
         fields: What is needed of each record.
         field: The one that holds its label or labels.
         unusable: Tells which records have fields that do not fit together.
+        own: The task's own name for that field, for an error.
 
     Raises:
         CorpusError: There is no label, there are too many to be classes, or they are neither whole
@@ -72,8 +75,8 @@ def find_labels(
     counts = _count(units, field, fields[field])
     if not counts:
         raise CorpusError(
-            f"no record has a label in field `{field}`. Name the field that holds it with "
-            f"`--field {'tags' if fields[field] is Kind.LABELS else 'label'}=NAME`."
+            f"no record has a label in field `{field}`. Name the field that holds it with `--field "
+            f"{own}=NAME`."
         )
     unused = _unused(units, fields, field, unusable, set(counts))
     if len(unused) < len(counts):

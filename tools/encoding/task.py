@@ -108,10 +108,14 @@ class Labelled(TaskEncoder):
     """Every label there is; known when the corpus has been read."""
 
     @property
+    def own_label_field(self) -> str:
+        """Which of its own fields holds the label or labels."""
+        return next(own for own, kind in self.kinds.items() if kind in (Kind.LABEL, Kind.LABELS))
+
+    @property
     def label_field(self) -> str:
-        """The field of records that holds their label or labels."""
-        kinds = (Kind.LABEL, Kind.LABELS)
-        return next(name for name, kind in self.fields.items() if kind in kinds)
+        """The name that records have for it."""
+        return self.named[self.own_label_field]
 
     @property
     def label_names(self) -> tuple[str, ...]:

@@ -50,7 +50,9 @@ class Inputs:
             are_given = any(source.split is not None for source in corpus.sources)
             validation = 0.0 if are_given else _DEFAULT_VALIDATION
         if isinstance(task, Labelled):
-            labels = find_labels(units, task.fields, task.label_field, task.unusable)
+            labels = find_labels(
+                units, task.fields, task.label_field, task.unusable, own=task.own_label_field
+            )
             task = dataclasses.replace(task, labels=labels)
         return cls(
             corpus=corpus, shard_bytes=shard_bytes, units=units, task=task, validation=validation

@@ -229,7 +229,7 @@ def labels_of(path: Path, rows: list[Any], fields: Any = None) -> Labels:
     (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     units = cut_units(find(path, out=path / "out").sources, 10**9)
     fields = fields or {"text": Kind.TEXT, "label": Kind.LABEL}
-    return find_labels(units, fields, "label", lambda values: {})
+    return find_labels(units, fields, "label", lambda values: {}, own="label")
 
 
 def labelled(*labels: Any) -> list[Any]:

@@ -213,7 +213,7 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
 def label_names(folder: Path, field: str = "label", kind: Kind = Kind.LABEL) -> tuple[str, ...]:
     corpus = find_corpus((str(folder),), out=folder / "out", field=field)
     units = cut_units(corpus.sources, 10**9)
-    return find_labels(units, {field: kind}, field, lambda values: {}).names
+    return find_labels(units, {field: kind}, field, lambda values: {}, own="mood").names
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -247,8 +247,8 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
     cases: list[tuple[list[Any], Kind, str]] = [
         ([1 << 15], Kind.LABEL, "has label 32768"),
         ([*map(str, range(-1, 1 << 15))], Kind.LABEL, "more than 32,768 different"),
-        ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--field label=NAME`"),
-        ([[], []], Kind.LABELS, "`--field tags=NAME`"),
+        ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--field mood=NAME`"),
+        ([[], []], Kind.LABELS, "`--field mood=NAME`"),
         (["9" * 5000], Kind.LABEL, "field `label` has"),
     ]
     for number, (labels, kind, words) in enumerate(cases):
