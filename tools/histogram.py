@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from tokenfeed.pipeline.arithmetic import ceil_div
+
 __all__ = ["histogram_lines"]
 
 _BAR_WIDTH = 40
@@ -17,6 +19,6 @@ def histogram_lines(counts: Sequence[int]) -> Iterator[str]:
     if not filled:
         return
     for exponent in range(filled[0], filled[-1] + 1):
-        bar = "█" * -(-counts[exponent] * _BAR_WIDTH // max(counts))
+        bar = "█" * ceil_div(counts[exponent] * _BAR_WIDTH, max(counts))
         label = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
         yield f"{label:>25} {bar:<{_BAR_WIDTH}} {counts[exponent]:,}"

@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
 
 __all__ = ["sort_by_length", "steps_by_length"]
@@ -145,7 +146,7 @@ def _cut(
         rows = step_size * batching.rows_of(longest)
         least = ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))  # an int, or all would be cast
         near = stop - np.searchsorted(ascending, least)
-        count = max(1, min(most, -(-int(near) // rows), stop // rows))
+        count = max(1, min(most, ceil_div(int(near), rows), stop // rows))
         start = max(0, stop - count * rows)
         if count > 1 and (comes_again or ascending[start] < longest):  # else chance dealt them
             pieces[start:stop] = _deal(pieces[start:stop], count, draw)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import offsets_of, ranges
+from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 
 __all__ = ["concatenate", "pack"]
 
@@ -155,7 +155,7 @@ class _OpenBins:
 
     def _new_bins(self, count: int, each: int) -> _Group:
         """As many empty bins as some pieces need, with so many pieces in each."""
-        new = _Group(self._num_bins, -(-count // each), 0)
+        new = _Group(self._num_bins, ceil_div(count, each), 0)
         self._num_bins += new.bins
         return new
 

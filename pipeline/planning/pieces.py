@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import offsets_of, ranges
+from tokenfeed.pipeline.arithmetic import ceil_div, offsets_of, ranges
 from tokenfeed.pipeline.planning.order import mix64
 
 __all__ = ["Pieces", "cut_rows", "random_order", "regroup"]
@@ -34,7 +34,7 @@ def cut_rows(lengths: np.ndarray, longest: int) -> Pieces:
     """Cut rows into pieces of at most `longest` tokens."""
     if lengths.max() <= longest:
         return Pieces(offsets_of(lengths), lengths, None)
-    counts = -(-lengths // longest)
+    counts = ceil_div(lengths, longest)
     rows = np.repeat(np.arange(len(lengths)), counts)
     nth = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = (np.cumsum(lengths) - lengths)[rows] + nth * longest

@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.reader import read_texts
@@ -218,7 +219,7 @@ def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[byt
     corpus_bytes = int(sum(unit.weight_bytes for unit in units))
     room = min(_TEXTS_BYTES, corpus_bytes // _SAMPLED_PART)
     random.Random(seed).shuffle(parts)
-    each = -(-_TEXTS // min(len(parts), _PARTS))
+    each = ceil_div(_TEXTS, min(len(parts), _PARTS))
     longest, left = max(1, room // 2 // _TEXTS), room // 2
     texts: list[bytes] = []
     for part in parts:
