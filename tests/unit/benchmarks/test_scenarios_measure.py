@@ -6,10 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+
+pytest.importorskip("transformers")
+
 import scenarios_before
 import scenarios_data
 import scenarios_disk
-import torch
 from scenarios_before import Encoder, new_model
 from scenarios_case import SCENARIOS, SIDES, Scenario, settings_of
 from scenarios_data import Data

@@ -82,7 +82,7 @@ def write_parquet(path: Path, rows: list[str]) -> Path:
 
 
 def write_saved(path: Path, rows: list[str]) -> Path:
-    datasets.Dataset.from_dict({"text": rows}).save_to_disk(path)
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(path))
     return path
 
 
@@ -250,7 +250,7 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
 def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
     counts = {"train": 30, "test": 7, "validation": 5}
     made = {s: datasets.Dataset.from_dict({"text": texts(n)}) for s, n in counts.items()}
-    datasets.DatasetDict(made).save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path / "saved"))
     run(tmp_path / "saved", tmp_path / "out", "--tokenizer", tokenizer)
     splits = Manifest.read(tmp_path / "out").splits
     assert {name: sum(info.length_histogram) for name, info in splits.items()} == counts

@@ -196,7 +196,7 @@ def test_every_pattern_of_a_split_must_match(tree: Path) -> None:
 
 def save(folder: Path, *splits: str) -> None:
     data = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    datasets.DatasetDict(dict.fromkeys(splits, data)).save_to_disk(folder)
+    datasets.DatasetDict(dict.fromkeys(splits, data)).save_to_disk(str(folder))
 
 
 def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:

@@ -391,7 +391,7 @@ def test_the_numbers_of_a_saved_data_set_mean_its_classes(task: str, tmp_path: P
     if task == "tag":
         classes, content = datasets.Sequence(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
     data = datasets.Dataset.from_dict(content).cast_column(field, classes)
-    datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(tmp_path / "in")
+    datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(str(tmp_path / "in"))
     kind = Kind.LABEL if task == "classify" else Kind.LABELS
     assert label_names(tmp_path / "in", field, kind) == ("neutral", "good", "bad")
     _, rows = pretokenized(task, tmp_path / "in")

@@ -8,7 +8,6 @@ import pytest
 import torch
 import yaml
 from data_sets import random_rows, write_rows
-from hub_models import write_shards
 from hypothesis import given
 from hypothesis import strategies as st
 from stores import MemoryStore, keep_in_memory
@@ -223,7 +222,7 @@ def test_rows_of_a_failed_step_are_traced_to_their_data_set(folder: Path, tmp_pa
 
 
 def test_a_run_on_several_is_exported_with_their_tokenizer(tmp_path: Path) -> None:
-    shards = {str(write_shards(tmp_path / name, "lm")): 0.5 for name in ("one", "two")}
+    shards = {str(write_labelled(tmp_path / name, "lm")): 0.5 for name in ("one", "two")}
     run(make_config(shards, tmp_path / "run", steps=1, export=tmp_path / "model"))
     names = [path.name for path in (tmp_path / "model").iterdir()]
     assert "tokenizer.json" in names
