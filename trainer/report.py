@@ -79,10 +79,20 @@ class Report:
         """The report that a run left; None where it left none that can be read. The folder may
         have another name by now: a copy of the run, or moved."""
         try:
-            found = msgspec.json.decode((run_dir / REPORT_FILE).read_bytes(), type=cls)
-            return replace(found, run_dir=str(run_dir))
-        except (OSError, msgspec.MsgspecError):
+            return cls.of_json((run_dir / REPORT_FILE).read_bytes(), run_dir)
+        except (OSError, ValueError, RecursionError):
             return None
+
+    @classmethod
+    def of_json(cls, data: bytes, run_dir: Path) -> "Report":
+        """What report.json says of the run that is in a folder by now.
+
+        Raises:
+            ValueError: It is no report.
+            RecursionError: It is none, and deep.
+        """
+        found = msgspec.convert(json.loads(data), cls)  # msgspec alone reads no infinite loss
+        return replace(found, run_dir=str(run_dir))
 
     def write(self, run_dir: Path) -> None:
         """Write report.json, atomically."""

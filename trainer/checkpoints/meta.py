@@ -34,8 +34,8 @@ class Best:
     def of_json(cls, data: bytes) -> "Best | None":
         """What best.json says; None where it is damaged."""
         try:
-            return msgspec.json.decode(data, type=cls)
-        except msgspec.MsgspecError:
+            return msgspec.convert(json.loads(data), cls)  # msgspec alone reads no infinite loss
+        except (ValueError, RecursionError):
             return None
 
     def to_json(self) -> bytes:

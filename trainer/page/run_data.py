@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
@@ -42,7 +41,7 @@ class RunData:
         """
         path = folder / REPORT_FILE
         try:
-            report = dataclasses.asdict(msgspec.json.decode(path.read_bytes(), type=Report))
+            report = dataclasses.asdict(Report.of_json(path.read_bytes(), folder))
         except FileNotFoundError:
             raise ConfigError(
                 f"{folder} holds no {REPORT_FILE}. Give the folder of a run."
@@ -55,7 +54,7 @@ class RunData:
         settings = _settings(folder / CONFIG_FILE)
         return cls(
             folder=folder,
-            report=report | {"run_dir": str(folder)},  # where it is by now
+            report=report,
             lines=_lines(folder / METRICS_FILE),
             settings=settings,
             lengths=_lengths(settings.get("shards")),

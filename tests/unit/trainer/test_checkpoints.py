@@ -1,6 +1,7 @@
 """Checkpoints on a real disk: whole or absent, checked to the bit, the latest and best kept."""
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from saves import CPU, assert_same, best_of, make_meta, make_state, names_in, op
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.meta import Best
 from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_state
 from tokenfeed.trainer.checkpoints.tree import State, join, split
 
@@ -154,6 +156,20 @@ def test_the_best_is_kept_besides(folder: Path) -> None:
                 saver.keep_best(best_of(1))
     assert names_in(folder) == ["best.json", "step-00000001", "step-00000003", "step-00000004"]
     assert Checkpoints(folder).best() == best_of(1)
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_the_best_is_kept_also_where_a_loss_that_did_not_decide_is_no_number(
+    loss: float, folder: Path
+) -> None:
+    best = Best(step=1, metric="macro_f1", metrics={"loss": loss, "macro_f1": 0.5})
+    with open_saver(folder) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(make_meta(step), make_state(step))
+            if step == 1:
+                saver.keep_best(best)
+    assert names_in(folder) == ["best.json", "step-00000001", "step-00000003", "step-00000004"]
+    assert repr(Checkpoints(folder).best()) == repr(best)  # a NaN is not equal to itself
 
 
 def test_a_save_that_was_killed_is_no_checkpoint_and_is_cleared_by_the_next(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import resource
 import shutil
 import sys
@@ -136,6 +137,18 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
     monkeypatch.setattr(Task, "loss", fail)
     with pytest.raises(ConfigError, match=r"cannot change it\. Go on with --resume where more"):
         run(make_config(shards, tmp_path, resume=True))
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_a_run_whose_validation_loss_is_no_number_ends_with_a_report_and_a_page(
+    loss: float, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_: {"loss": loss})
+    config = make_config(shards, tmp_path)
+    report = run(config)
+    assert f"validation {loss} -> {loss}" in report.summary()
+    assert f">validation loss</span><b>{loss}</b>" in (tmp_path / "report.html").read_text()
+    assert run(config).summary() == report.summary()  # as it is read from the folder
 
 
 @pytest.mark.slow
