@@ -79,8 +79,9 @@ class Exported:
             ConfigError: There is none that can be read.
         """
         try:
-            return msgspec.json.decode((folder / _ABOUT).read_bytes(), type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+            # msgspec alone reads no infinite loss
+            return msgspec.convert(json.loads((folder / _ABOUT).read_bytes()), cls)
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{folder}: is no folder that `train --export` made ({error})."
             ) from error

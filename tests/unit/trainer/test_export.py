@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from training import load_weights, make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer import export
+from tokenfeed.trainer import evaluation, export
 from tokenfeed.trainer.export import Exported, load_exported
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import Head
@@ -70,6 +71,19 @@ def test_an_exported_model_gives_the_logits_of_the_best_weights(
     about = Exported.read(folder)
     assert (about.step, about.task, about.model) == (report.best_step, "lm", model)
     assert about.metrics == report.metrics["validation"]
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
+    loss: float, tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *args: evaluate(*args) | {"loss": loss})
+    folder = tmp_path / "exported"
+    report = run(make_config(tagged, tmp_path / "run", export=folder))
+    assert Exported.read(folder).step == report.best_step is not None
+    assert repr(Exported.read(folder).metrics["loss"]) == repr(loss)
+    assert load_exported(folder).state_dict()
 
 
 def test_a_finished_run_is_exported_without_training(documents: Path, tmp_path: Path) -> None:
