@@ -168,6 +168,13 @@ def _is_begun_alike(config: TrainConfig) -> bool:
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:
+    try:
+        str(config.run_dir).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} is not UTF-8, and safetensors reads no checkpoint from "
+            "there. Give another folder."
+        ) from None
     if config.run_dir.exists() and not config.run_dir.is_dir():
         raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
     if (config.run_dir / MANIFEST_FILE).exists():

@@ -31,7 +31,8 @@ def write_page(folder: Path) -> Path:
         ConfigError: The folder holds no report.
     """
     path = folder / PAGE_FILE
-    atomic_write(path, page_of(RunData.of_run(folder)).encode())
+    page = page_of(RunData.of_run(folder))
+    atomic_write(path, page.encode(errors="backslashreplace"))  # a path may be no UTF-8
     return path
 
 

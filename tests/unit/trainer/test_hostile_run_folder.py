@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import resource
 import shutil
 import sys
@@ -22,6 +23,7 @@ from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer import evaluation
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
+from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.tasks.task import Task
 from tokenfeed.trainer.telemetry import MetricsFile
@@ -137,6 +139,20 @@ def test_out_of_memory_gives_advice_that_the_run_can_follow(
     monkeypatch.setattr(Task, "loss", fail)
     with pytest.raises(ConfigError, match=r"cannot change it\. Go on with --resume where more"):
         run(make_config(shards, tmp_path, resume=True))
+
+
+def test_a_folder_from_which_no_checkpoint_could_be_read_is_refused(
+    shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / os.fsdecode(b"latin\xe9")
+    with pytest.raises(ConfigError, match=r"`--run-dir`: .* is not UTF-8.*Give another"):
+        run(make_config(shards, run_dir))
+    assert not run_dir.exists()
+
+
+def test_a_run_that_was_moved_to_a_folder_of_any_name_has_a_page(finished: Path) -> None:
+    moved = finished.rename(finished.with_name(os.fsdecode(b"latin\xe9")))
+    assert "latin\\udce9" in write_page(moved).read_text()
 
 
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
