@@ -221,7 +221,7 @@ def policy_of(described: object) -> Batching:
     """
     if found := described_policy(described):
         name, values = found
-        with contextlib.suppress(TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError):
             return _policies()[name](**values)
     raise ConfigError(
         f"{described}: is no policy that is known here. Use {offered()}, or a program that imports "

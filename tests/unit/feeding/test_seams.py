@@ -1,6 +1,7 @@
 """What others may add is added in one place: a policy, a store, a task's column, an accelerator."""
 
 import mmap
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import cut_rows, random_order
-from tokenfeed.pipeline.planning.policies import described_policy
+from tokenfeed.pipeline.planning.policies import described_policy, policy_of
 from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
 
 
@@ -131,6 +132,23 @@ def test_settings_of_a_policy_of_another_project_keep_their_names() -> None:
 @dataclass(frozen=True)
 class WithRows(AtRandom):
     rows: int = 1
+
+
+@dataclass(frozen=True)
+class Chosen(AtRandom):
+    order: str = "random"
+
+    def __post_init__(self) -> None:
+        {"random": 0}[self.order]
+
+
+@pytest.mark.parametrize(
+    "said", ["Chosen(batch_size=4, order='sorted')", "AtRandom(batch_size=4, size=5)"]
+)
+def test_a_policy_of_another_project_that_refuses_its_values_is_one_line(said: str) -> None:
+    assert policy_of("Chosen(batch_size=4)") == Chosen(4)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(said)}: is no policy that is known here"):
+        policy_of(said)
 
 
 def test_a_class_elsewhere_that_is_called_like_a_policy_of_ours_changes_no_state(
