@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import ModuleType
@@ -33,6 +33,11 @@ _context.set_forkserver_preload(
         *("transformers.trainer", "transformers.models.llama.modeling_llama"),
     ]
 )
+
+
+_turn = threading.RLock()
+"""One thread at a time starts a process or asks for an exit code. To start one, multiprocessing
+asks for all the others', and each can be read once: who comes second is told 255."""
 
 
 class _Inherited:
@@ -74,28 +79,35 @@ class Popen(subprocess.Popen[str]):
         command = [sys.executable, *map(str, words)]
         super().__init__(command, stdin=stdin, stdout=stdout, stderr=stderr, text=True)
 
+    @property
+    def sentinel(self) -> int:
+        """What `multiprocessing.connection.wait` takes: ready once the process has ended."""
+        return self._process.sentinel
+
     def _execute_child(self, args: list[str], *rest: Any) -> None:
         """Fork the warm process where `subprocess.Popen` would execute `args`."""
         ends = rest[9:15]  # of three pipes, where the process reads and where it is written to
         theirs = ends[0], ends[3], ends[5]
         streams = [_Inherited(number if end == -1 else end) for number, end in enumerate(theirs)]
-        with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
-            forkserver.ensure_running()
         self._process = _context.Process(target=_become, args=(args[1:], streams, *self._settings))
         try:
-            self._process.start()
+            with _turn:
+                with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1"):  # which is read by an import
+                    forkserver.ensure_running()
+                self._process.start()
         finally:
             self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
         self._child_created = True
         self.pid = self._process.pid or 0
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._process.exitcode
-        return self.returncode
+        with _turn:
+            if self.returncode is None:
+                self.returncode = self._process.exitcode
+            return self.returncode
 
     def _wait(self, timeout: float | None) -> int:
-        self._process.join(timeout)
+        connection.wait([self.sentinel], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode

@@ -1,7 +1,8 @@
 """The commands of tokenfeed as a shell finds them, in processes that start warm.
 
 Each is a program of some lines: it sends its arguments, environment, folder and descriptors to the
-test's process, which starts the command with them (`warm.Popen`), and ends with its exit code.
+test's process, which starts the command with them (`warm.Popen`), and ends with its exit code. A
+program that is ended, and the end of the server, end the command by SIGTERM.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator
+from multiprocessing import connection
 from pathlib import Path
 
 import warm
@@ -54,11 +56,15 @@ def serve(folder: Path) -> Iterator[None]:
 
 
 def _accept(server: socket.socket) -> None:
-    answering = []
+    clients, answering = [], []
     with contextlib.suppress(OSError):  # it was shut down
         while True:
-            answering.append(threading.Thread(target=_answer, args=(server.accept()[0],)))
+            clients.append(server.accept()[0])
+            answering.append(threading.Thread(target=_answer, args=(clients[-1],)))
             answering[-1].start()
+    for client in clients:
+        with contextlib.suppress(OSError):  # it has its answer
+            client.shutdown(socket.SHUT_RDWR)
     for thread in answering:
         thread.join()
 
@@ -66,14 +72,20 @@ def _accept(server: socket.socket) -> None:
 def _answer(client: socket.socket) -> None:
     with client:
         size, streams, _, _ = socket.recv_fds(client, 8, 3)
-        told = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
-        words, cwd, env = json.loads(told)
-        stdin, stdout, stderr = streams
         try:
+            told = client.recv(int.from_bytes(size, "big"), socket.MSG_WAITALL)
+            if not told:
+                return  # the program was ended before it said what it wants
+            words, cwd, env = json.loads(told)
+            stdin, stdout, stderr = streams
             process = warm.Popen(
                 words, stdin=stdin, stdout=stdout, stderr=stderr, env=env, cwd=Path(cwd)
             )
         finally:
             for stream in streams:
                 os.close(stream)
-        client.sendall(bytes([process.wait() % 256]))
+        if client in connection.wait([client, process.sentinel]):  # it says no more: it is gone
+            process.terminate()
+        code = process.wait()
+        with contextlib.suppress(OSError):  # nobody is there
+            client.sendall(bytes([code if code >= 0 else 128 - code]))  # as a shell has signals
