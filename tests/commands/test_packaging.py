@@ -49,6 +49,12 @@ def test_pretokenize_starts_without_torch(tmp_path: Path) -> None:
     assert run_python(code, tmp_path).strip() == "False"
 
 
+def test_shards_starts_without_what_reads_a_corpus(tmp_path: Path) -> None:
+    loaded = "[name for name in sys.modules if name.startswith('tokenfeed.tools.corpus')]"
+    code = f"import sys, tokenfeed.tools.shards_command; print({loaded})"
+    assert run_python(code, tmp_path).strip() == "[]"
+
+
 def test_the_loader_needs_neither_tokenizers_nor_datasets(tmp_path: Path) -> None:
     blocked = "import sys; sys.modules['tokenizers'] = sys.modules['datasets'] = None;"
     run_python(f"{blocked} from tokenfeed import *", tmp_path)

@@ -2,8 +2,6 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from tokenfeed.tools.corpus.formats.registry import FORMATS
-
 __all__ = ["versions"]
 
 _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
@@ -11,6 +9,8 @@ _PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
 
 def versions() -> list[str]:
     """Name and version of each, `none` where it is not installed."""
+    from tokenfeed.tools.corpus.formats.registry import FORMATS  # which `shards` does without
+
     of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
     return [f"{name} {_version(name)}" for name in (*_PACKAGES, *sorted(of_formats))]
 
