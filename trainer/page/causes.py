@@ -5,6 +5,7 @@ from html import escape
 from typing import Any
 
 from tokenfeed.trainer.stall.causes import ABOUT
+from tokenfeed.trainer.stall.table import shown_parts
 
 __all__ = ["cause_table"]
 
@@ -16,11 +17,9 @@ def cause_table(report: dict[str, Any]) -> str:
     stall = report["stall"]
     if stall["fraction"] is None:
         return "<p>Not measured: the first steps are warm-up, and the run had no others.</p>"
-    parts = {name: part for name, part in stall["parts"].items() if part["seconds"]}
-    ordered = sorted(parts.items(), key=lambda item: -item[1]["seconds"])
     work = {"fraction": 1 - stall["fraction"], "seconds": stall["window_seconds"]}
     work["seconds"] *= work["fraction"]
-    rows = "".join(_row(name, part) for name, part in [*ordered, ("work", work)])
+    rows = "".join(_row(name, part) for name, part in [*shown_parts(stall).items(), ("work", work)])
     return (
         f"<p>{stall['fraction']:.2%}{_bounds(stall.get('interval'))} of "
         f"{stall['window_seconds']:,.1f} s in {stall['window_steps']:,} steps after the "

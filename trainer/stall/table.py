@@ -11,6 +11,7 @@ __all__ = [
     "main_cause",
     "main_of",
     "rank_table",
+    "shown_parts",
     "slowest_line",
 ]
 
@@ -38,17 +39,24 @@ def headline(stall: Mapping[str, Any]) -> str:
     return line
 
 
+def shown_parts(stall: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of causes that show in a table, the largest first."""
+    parts = [
+        (name, part) for name, part in stall["parts"].items() if part["fraction"] >= _SHOWN_FROM
+    ]
+    return dict(sorted(parts, key=lambda item: -item[1]["fraction"]))
+
+
 def cause_table(stall: Mapping[str, Any]) -> list[str]:
     """A line for each cause that cost anything, the largest first, and for the work."""
-    parts = {name: part for name, part in stall["parts"].items() if part["fraction"] >= _SHOWN_FROM}
+    parts = shown_parts(stall)
     if stall["fraction"] is None or not parts:
         return []
-    ordered = sorted(parts.items(), key=lambda item: -item[1]["fraction"])
     work = 1 - stall["fraction"]
     names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *_TAILS.values()))
     return [
         f"{'':<{_NAME}}{names}  a step",
-        *(_row(name, part) for name, part in ordered),
+        *(_row(name, part) for name, part in parts.items()),
         f"{'work':<{_NAME}}{work:>{_COLUMN}.2%}{work * stall['window_seconds']:>{_COLUMN},.2f}",
     ]
 

@@ -131,11 +131,17 @@ def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
 
 def test_what_the_device_waited_for_is_said_of_every_cause_that_is_known() -> None:
     report = report_of()
-    report["stall"]["parts"]["of <tomorrow>"] = {"fraction": 0.0, "seconds": 0.1}
+    report["stall"]["parts"]["of <tomorrow>"] = {"fraction": 0.01, "seconds": 0.1}
     page = page_of(run_of(report, []))
     Checked(page)
     assert "<th>data<span class=soft>a batch that was not ready</span></th>" in page
     assert "<th>of &lt;tomorrow&gt;</th>" in page
+
+
+def test_a_cause_of_which_nothing_would_show_is_no_row() -> None:
+    report = report_of()
+    report["stall"]["parts"]["log"] = {"fraction": 4e-5, "seconds": 0.1}
+    assert "<th>log" not in page_of(run_of(report, []))
 
 
 @pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
