@@ -267,10 +267,10 @@ def is_alive(pid: int) -> bool:
 def memfds() -> set[str]:
     """Anonymous shared memory of loaders that any process still has open."""
     found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is not ours
-            if any("memfd:tokenfeed" in os.readlink(path) for path in (process / "fd").iterdir()):
-                found.add(process.name)
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if "memfd:tokenfeed" in os.readlink(path):
+                found.add(path.parts[2])
     return found
 
 

@@ -106,8 +106,15 @@ class Popen(subprocess.Popen[str]):
                 self.returncode = self._process.exitcode
             return self.returncode
 
+    def __exit__(self, kind: type[BaseException] | None, *raised: Any) -> None:
+        """Wait for its end; a test that fails meanwhile will not end it, so it is killed."""
+        if kind is not None:
+            self.kill()
+        super().__exit__(kind, *raised)
+
     def _wait(self, timeout: float | None) -> int:
-        connection.wait([self.sentinel], timeout)
+        if self.returncode is None:
+            connection.wait([self.sentinel], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(self.args, timeout or 0)
         return self.returncode
