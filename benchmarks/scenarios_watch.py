@@ -33,6 +33,11 @@ class Marks:
         self.tokens.append(tokens)
         self.slots.append(slots)
 
+    @property
+    def padding(self) -> float:
+        """The share of all slots that are padding."""
+        return 1 - self.tokens[-1] / self.slots[-1]
+
     def speed(self) -> dict[str, float]:
         """Steps and real tokens a second, and the share of slots that are padding."""
         first, last = min(SKIPPED, len(self.wall) // 4), -2
@@ -42,7 +47,7 @@ class Marks:
             "steps_s": (len(self.wall) - 2 - first) / seconds,
             "tokens_s": tokens / seconds,
             "tokens_cpu_s": tokens / (self.cpu[last] - self.cpu[first]),
-            "padding": 1 - self.tokens[-1] / self.slots[-1],
+            "padding": self.padding,
         }
 
 
