@@ -103,7 +103,7 @@ class Sums:
     """Also of steps that do not count."""
 
     def read(self) -> StallReading:
-        """They as they are now; what is added later does not change it."""
+        """The sums as they are now; what is added later does not change the reading."""
         return StallReading(
             steps=self.steps,
             tokens=self.tokens,
