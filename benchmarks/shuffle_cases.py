@@ -24,7 +24,7 @@ class Case:
     peer: str | None = None
     """Its name; None: ours."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of ours: policy and arguments, window_tokens; `shuffled`, after `shards shuffle`."""
+    """Of ours: policy and arguments, window_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,9 @@ def of_peers(rows_a_batch: int, epochs: int, *left_out: str) -> list[Case]:
 
 
 def windows(*padded: Any) -> list[Case]:
-    """Padded with windows of other sizes, and of shards that were shuffled."""
+    """Padded, with windows of other sizes."""
     sizes = {f"window_tokens {size}M": size * 1_000_000 for size in (4, 32, 128)}
-    named = [ours(f"padded, {n}", *padded, window_tokens=size) for n, size in sizes.items()]
-    return [*named, ours("padded, after `shards shuffle`", *padded, shuffled=True)]
+    return [ours(f"padded, {n}", *padded, window_tokens=size) for n, size in sizes.items()]
 
 
 def policies(rows: int, tokens: int, sequence: int, epochs: int) -> list[Case]:

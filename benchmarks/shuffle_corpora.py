@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 from bare_manifest import write_manifest
 
-from tokenfeed import Manifest
 from tokenfeed.pipeline.format.manifest import ShardInfo, SplitInfo, length_histogram
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import Task, task_columns
-from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
+from tokenfeed.pipeline.format.shard import ShardWriter
 
-__all__ = ["CORPORA", "Corpus", "origins", "write_shards"]
+__all__ = ["CORPORA", "Corpus", "write_shards"]
 
 VOCABULARY = 32_768
 SHARD_TOKENS = 64_000_000
@@ -125,13 +124,3 @@ def write_shard(folder: Path, number: int, corpus: Corpus, part: np.ndarray) -> 
         writer.append(rows)
     assert writer.info
     return writer.info
-
-
-def origins(folder: Path) -> np.ndarray:
-    """Which row of the corpus each row of a data set was, (R,), int64."""
-    manifest, numbers = Manifest.read(folder), []
-    for shard in manifest.split("train").shards:
-        reader = ShardReader.open(folder, manifest, shard)
-        parts = [reader.read(batch)[0] for batch in range(shard.batches)]
-        numbers += [rows.per_row["origin_record"].astype(np.int64) for rows in parts]
-    return np.concatenate(numbers)

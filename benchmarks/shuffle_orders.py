@@ -3,15 +3,14 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from shuffle_cases import Case
-from shuffle_corpora import CORPORA, Corpus, origins, write_shards
+from shuffle_corpora import CORPORA, Corpus, write_shards
 from shuffle_metrics import Order
 
-__all__ = ["CaseError", "find_peers", "load", "make", "orders_of", "run", "shards_of"]
+__all__ = ["CaseError", "find_peers", "load", "make", "orders_of", "run"]
 
 WHERE = str(Path(__file__).with_name("shuffle_case.py"))
 
@@ -48,23 +47,8 @@ def orders_of(case: Case, python: str | None, data: Path, folder: Path) -> list[
         lengths = folder / "lengths.npy"
         run(python, "peer", case.peer, lengths, case.rows_a_batch, case.epochs, out)
     else:
-        shards = shards_of(case, folder)
-        run(sys.executable, "ours", json.dumps(case.settings), shards, case.epochs, out)
-    orders = [load(Path(f"{out}-{epoch}.npz")) for epoch in range(case.epochs)]
-    if case.settings.get("shuffled"):
-        numbers = origins(shards)
-        orders = [replace(order, rows=numbers[order.rows]) for order in orders]
-    return orders
-
-
-def shards_of(case: Case, folder: Path) -> Path:
-    """The shards of a corpus; those that `shards shuffle` makes of them, where a case wants it."""
-    if not case.settings.get("shuffled"):
-        return folder / "shards"
-    if not (folder / "shuffled" / "manifest.json").exists():
-        command = ["tokenfeed.tools.shards", "shuffle", folder / "shards", folder / "shuffled"]
-        execute([sys.executable, "-m", *map(str, command)])
-    return folder / "shuffled"
+        run(sys.executable, "ours", json.dumps(case.settings), folder / "shards", case.epochs, out)
+    return [load(Path(f"{out}-{epoch}.npz")) for epoch in range(case.epochs)]
 
 
 def load(path: Path) -> Order:

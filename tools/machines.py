@@ -38,8 +38,3 @@ def check_machines(
         )
     if "workers" in given and not part:
         raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
-    if "shuffle" in given and runner == "local":
-        raise ConfigError(
-            f"`--shuffle`: needs the whole data set, and `{used[0]}` is about parts of it. Leave "
-            "it out, and use `shards shuffle` at the end."
-        )

@@ -25,7 +25,7 @@ from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.machines import check_machines
-from tokenfeed.tools.outputs.output import FolderOutput, Output, open_output
+from tokenfeed.tools.outputs.output import Output, open_output
 from tokenfeed.tools.run.clusters import Runner
 
 __all__ = ["Options", "parse_options"]
@@ -110,11 +110,8 @@ class Options:
     CORPUS, and OUT if it is a folder. `--finish` makes the data set of all parts."""
     finish: bool = False
     """Encode nothing: make the data set of what all parts have left."""
-    shuffle: bool = False
-    """Deliver all rows of a split in random order, as `shards shuffle` does, and in the same
-    memory. While it runs it takes up to six times the room of the data set."""
     seed: int = 0
-    """Draws the sample for training a tokenizer, and the order of `--shuffle`."""
+    """Draws the sample for training a tokenizer."""
     json: bool = False
     """Print the summary as JSON."""
 
@@ -240,17 +237,11 @@ class Options:
         """Refuse options that have no effect on this command."""
         given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
         for name in _TRAINING:
-            is_of_use = name == "seed" and self.shuffle
-            if name in given and self.tokenizer and not is_of_use:
+            if name in given and self.tokenizer:
                 raise ConfigError(
                     f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
-        if self.shuffle and not isinstance(self.output, FolderOutput):
-            raise ConfigError(
-                f"`--shuffle`: works in a folder, and {self.output} is none. Give a folder, and "
-                "bring it there by `shards copy`."
-            )
         check_machines(
             runner=self.runner,
             part=self.part,

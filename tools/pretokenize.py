@@ -42,11 +42,9 @@ def _make(server: "Server | None") -> None:
         from tokenfeed.tools.options import parse_options
         from tokenfeed.tools.pretokenizing.make import make_dataset
         from tokenfeed.tools.pretokenizing.part import make_part
-        from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
-    make = make_shuffled_dataset if options.shuffle else make_dataset
-    summary = make_part(options, server) if options.part else make(options, server)
+    summary = make_part(options, server) if options.part else make_dataset(options, server)
     if options.json:
         print_json(summary.as_json())
     else:

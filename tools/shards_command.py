@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|shuffle|copy|repair|explain`: look into a data set, prove it whole,
-read it back as text, shuffle it, bring it elsewhere, mend it, say what a step of a run held."""
+"""`shards inspect|verify|cat|copy|repair|explain`: show a data set, check it, print its text,
+copy it elsewhere, repair it, and show what a step of a training run held."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +19,9 @@ from tokenfeed.tools.copying import Copy
 from tokenfeed.tools.explain import Explain
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.repairing.command import Repair
-from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.verify import find_problems
 
-__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "ShuffleRows", "Verify", "run_subcommand"]
+__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_subcommand"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,13 +86,12 @@ def run_subcommand() -> int:
             "inspect": Inspect,
             "verify": Verify,
             "cat": Cat,
-            "shuffle": ShuffleRows,
             "copy": Copy,
             "repair": Repair,
             "explain": Explain,
         },
         prog="shards",
-        description="Look into a data set that `pretokenize` made, shuffle it, copy it or mend it.",
+        description="Show, check, copy or repair a data set that `pretokenize` made.",
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     return int(command.run())
@@ -134,7 +132,6 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
         "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
         f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
         "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
-        "order": _order(manifest),
         "fingerprint": manifest.fingerprint,
     }
     for name, text in facts.items():
@@ -152,13 +149,6 @@ def _ids(manifest: Manifest) -> str:
         f"{special} the tokenizer's template; special tokens in text: "
         f"{tokenizer.special_tokens_in_text}"
     )
-
-
-def _order(manifest: Manifest) -> str:
-    if manifest.shuffled is None:
-        return "that of the input"
-    seed, source = manifest.shuffled.seed, manifest.shuffled.source
-    return f"shuffled with seed {seed}, before that the data set of fingerprint {source}"
 
 
 def _column_names(manifest: Manifest) -> list[str]:

@@ -35,7 +35,6 @@ __all__ = [
     "Ledger",
     "Manifest",
     "ShardInfo",
-    "Shuffled",
     "SplitInfo",
     "TokenizerInfo",
     "length_histogram",
@@ -49,7 +48,7 @@ JOB_FILE = f"{PARTS_FOLDER}/job.json"
 """Says what run the parts are of; in a store, that there is one."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
-_ADDED = ("seal", "routed", "verified", "shuffled")
+_ADDED = ("seal", "routed", "verified")
 """Keys that the first manifests lack: left out where nothing is known, so that these keep their
 fingerprints."""
 _HISTOGRAM_BINS = 32
@@ -160,15 +159,6 @@ class Ledger:
     rejected: Count
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shuffled:
-    """How the rows of a data set came into a random order."""
-
-    seed: int
-    source: str
-    """Fingerprint of the data set that has the same rows in the order they had before."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A finished data set: what it holds, what made it, and the checksum of every file."""
@@ -186,8 +176,6 @@ class Manifest:
     """sources.jsonl: a line per input file, with its own ledger; rows point at it."""
     rejects: FileInfo
     """rejects.jsonl: a line per record that could not be used: file, record, reason."""
-    shuffled: Shuffled | None = None
-    """Given where `shards shuffle` ordered the rows."""
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,7 @@
 A run asks for the manifest of its data set many times: for its defaults, its task, its loaders and
 each evaluation. From a store that is a program of 0.2 s each time, of 100,000 shards a second more.
 And what a run reads stays one version, whatever is written meanwhile. Elsewhere nothing is kept:
-who copies, repairs or shuffles sees what is there. Torch-free.
+who copies or repairs sees what is there. Torch-free.
 """
 
 from collections.abc import Callable, Hashable, Iterator

@@ -61,16 +61,14 @@ def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
     return (
         f"a window takes rows from {places:,.0f} places of {name} only: if that is in any order, "
         f"steps stray {ratio:.0f} times as far from the whole as after a full shuffle. Raise "
-        "`window_tokens`, or run `shards shuffle` once."
+        "`window_tokens`."
     )
 
 
 def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> list[float]:
-    """For each source; see `deviation`. One that `shards shuffle` has ordered is a full shuffle."""
+    """For each source; see `deviation`."""
     return [
-        1.0
-        if source.manifest.shuffled
-        else _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
+        _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
         for source, tokens in zip(sources, of_window, strict=True)
     ]
 

@@ -29,7 +29,6 @@ import tokenfeed
 from tokenfeed.tools.cat import Cat
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.shards_command import Explain, Inspect, Repair, Verify
-from tokenfeed.tools.shuffling.command import ShuffleRows
 from tokenfeed.tools.train_command import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
@@ -79,6 +78,7 @@ OF_OTHERS = {
     *("--nodes", "--ntasks-per-node", "--gpus-per-node"),  # sbatch
     *("--parsable", "--array", "--cpus-per-task", "--requeue", "--wrap", "--dependency"),
     *("--nworkers", "--nthreads"),  # dask worker
+    *("--memory", "--shuffle"),  # withdrawn: decision 13
 }
 
 
@@ -259,7 +259,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_pages_name_options_that_there_are() -> None:
-    commands = (Options, Command, Inspect, Verify, Cat, ShuffleRows, Repair, Explain)
+    commands = (Options, Command, Inspect, Verify, Cat, Repair, Explain)
     known = {f"--{field.name.replace('_', '-')}" for each in commands for field in fields(each)}
     for page in PAGES:
         named = set(OPTION.findall(page.read_text(encoding="utf-8")))

@@ -134,9 +134,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def kill_at(moment: int, command: str, *arguments: object) -> bool:
-    """Run `pretokenize` or `shuffle`, and kill it when it has named, synced or deleted so many
-    files; False if it was done before."""
-    module = "shards" if command == "shuffle" else command
+    """Run a command, and kill it when it has renamed, synced or deleted `moment` files. Return
+    False if it ended before."""
     code = f"""
 import os, signal
 left = [{moment}]
@@ -149,11 +148,10 @@ def counted(function):
     return call
 for name in ("replace", "fsync", "unlink", "rmdir"):
     setattr(os, name, counted(getattr(os, name)))
-from tokenfeed.tools.{module} import main
+from tokenfeed.tools.{command} import main
 main()
 """
-    given = [*(["shuffle"] if command == "shuffle" else []), *map(str, arguments)]
-    result = warm.run(["-c", code, *given])
+    result = warm.run(["-c", code, *map(str, arguments)])
     assert result.returncode in (0, -signal.SIGKILL), result.stderr
     return result.returncode != 0
 

@@ -20,7 +20,7 @@ def rows_of(mean: float, spread: float) -> np.ndarray:
     return np.clip(lengths, 1, 16_384).astype(np.int64)
 
 
-def source_of(lengths: np.ndarray, *, shuffled: bool = False) -> Any:
+def source_of(lengths: np.ndarray) -> Any:
     batches = int(lengths.sum()) // BATCH_TOKENS
     shard = ShardInfo(
         file="train/00000.arrow",
@@ -38,5 +38,4 @@ def source_of(lengths: np.ndarray, *, shuffled: bool = False) -> Any:
         rows=split.rows,
         tokens=split.tokens,
         batches=batches,
-        manifest=SimpleNamespace(shuffled={"seed": 0} if shuffled else None),
     )

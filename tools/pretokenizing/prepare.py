@@ -164,8 +164,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
-    shuffle = {"--shuffle and --seed": options.seed} if options.shuffle else {}
-    return shuffle | {
+    return {
         "CORPUS": list(options.corpus),
         "--exclude": list(options.exclude),
         "--split": list(options.split),

@@ -57,7 +57,7 @@ def remake(
         for info in damaged
         if info not in (*shards, manifest.tokenizer)
     ]
-    recipe = _recipe(folder, manifest)
+    recipe = _recipe(folder)
     json_bytes = _tokenizer(folder, manifest, recipe)
     if manifest.tokenizer in damaged:
         atomic_write(folder / TOKENIZER_FILE, json_bytes)
@@ -70,17 +70,12 @@ def remake(
         return problems + _encoded(settings, run.inputs, shards, folder, manifest)
 
 
-def _recipe(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """What made the data set, if a shard of it is made of a unit."""
+def _recipe(folder: Path) -> dict[str, Any]:
+    """Return the recipe that made the data set."""
     if not (folder / MADE_BY_FILE).exists():
         raise ConfigError(
             f"{folder}: has no {MADE_BY_FILE}, which says by what options it was made. Copy that "
             "file from where the data set was made, or repair by `--from MIRROR`."
-        )
-    if manifest.shuffled:
-        raise ConfigError(
-            f"{folder}: its rows were shuffled, so each shard is made of the whole corpus. Repair "
-            "by `--from MIRROR`, or make the data set again."
         )
     return made_by(FolderOutput(folder))
 

@@ -33,7 +33,6 @@ from tokenfeed.tools.run.records import Records, ResultT
 
 __all__ = [
     "MADE_BY_FILE",
-    "UNSHUFFLED_FOLDER",
     "Run",
     "State",
     "claim",
@@ -46,8 +45,6 @@ __all__ = [
 ]
 
 MADE_BY_FILE = ".made_by.json"
-UNSHUFFLED_FOLDER = ".unshuffled"
-"""Holds the data set that an unfinished `pretokenize --shuffle` is to shuffle."""
 
 State = Literal["new", "unfinished", "finished"]
 
@@ -94,11 +91,6 @@ def state_of(output: Output) -> State:
         )
     if PARTS_FOLDER in names:
         return "unfinished"
-    if UNSHUFFLED_FOLDER in names:
-        raise ConfigError(
-            f"{output}: holds an unfinished run of `pretokenize --shuffle`. Repeat that command, "
-            "or give another folder."
-        )
     if others := sorted(names - {JOURNAL_FILE, CLAIM_FILE}):
         raise ConfigError(
             f"{output}: already holds other data ({others[0]}). Give a new or empty folder."

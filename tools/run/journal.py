@@ -6,13 +6,11 @@ engine was found wrong, and then no unit before it counts. A kill can only cut t
 which then counts as not written. One run at a time holds it, by a file lock.
 """
 
-import contextlib
 import dataclasses
 import io
 import json
 import logging
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Self
@@ -27,7 +25,6 @@ from tokenfeed.tools.run.records import ResultT, whole
 
 __all__ = [
     "Journal",
-    "kept_from_others",
     "recipe_in",
     "says_its_recipe",
 ]
@@ -163,26 +160,6 @@ class Journal(Generic[ResultT]):
                 damaged,
             )
         return bool(damaged)
-
-
-@contextlib.contextmanager
-def kept_from_others(folder: Path) -> Iterator[None]:
-    """Hold the journal of a folder to be made while no recipe can be written into it yet.
-
-    Afterwards it is removed, and folders that are empty then: what comes next claims the folder.
-    """
-    missing = [parent for parent in folder.parents if not parent.exists()]
-    with _opened(folder) as file:
-        path = folder / JOURNAL_FILE
-        _hold(file, path)
-        try:
-            yield
-        finally:
-            if not says_its_recipe(folder):
-                path.unlink()
-            for emptied in (folder, *missing):
-                with contextlib.suppress(OSError):
-                    emptied.rmdir()
 
 
 def _opened(folder: Path) -> io.FileIO:

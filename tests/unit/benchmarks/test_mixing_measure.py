@@ -7,8 +7,8 @@ import pytest
 from learning import stand_in
 from shuffle import STEPS, Measure
 from shuffle_case import delivered, open_loader
-from shuffle_cases import CASES, COSTS, MIXTURES, Case
-from shuffle_corpora import CORPORA, Corpus, origins, tenths, write_shards
+from shuffle_cases import CASES, COSTS, MIXTURES
+from shuffle_corpora import CORPORA, Corpus, tenths, write_shards
 from shuffle_metrics import (
     Order,
     again,
@@ -20,7 +20,6 @@ from shuffle_metrics import (
     persistence,
     shares,
 )
-from shuffle_orders import shards_of
 from shuffle_peers import PEERS
 
 ROWS = 40_000
@@ -143,7 +142,6 @@ def test_what_is_measured_of_us_is_every_token_once_with_the_padding_that_stats_
     assert np.bincount(order.rows, order.tokens).tolist() == lengths.tolist()
     assert np.bincount(order.rows[order.whole]).tolist() == [1] * len(lengths)
     assert order.padding == pytest.approx(loader.stats().padding, abs=1e-6)
-    assert origins(tmp_path / "shards").tolist() == list(range(len(lengths)))
 
 
 def test_every_case_is_of_a_corpus_and_of_a_peer_that_there_are() -> None:
@@ -151,7 +149,6 @@ def test_every_case_is_of_a_corpus_and_of_a_peer_that_there_are() -> None:
     for cases in CASES.values():
         assert len({case.name for case in cases}) == len(cases)
         assert all(case.peer in PEERS for case in cases if case.peer)
-    assert shards_of(Case("ours", 1), Path("folder")) == Path("folder/shards")
     assert list(STEPS.values()) == sorted(STEPS.values())
 
 

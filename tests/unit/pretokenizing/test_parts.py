@@ -214,7 +214,6 @@ def test_every_unit_is_of_exactly_one_part(count: int, number: int) -> None:
     [
         ({"part": "0/2", "finish": True}, "`--part 0/2` and `--finish`: leave one"),
         ({"part": "0/2", "runner": "dask"}, "`--runner dask` and `--part 0/2`: leave one"),
-        ({"part": "0/2", "shuffle": True}, "`--shuffle`: needs the whole data set"),
         ({"finish": True, "workers": 2}, "`--workers`: has no effect beside `--finish`"),
         ({"runner": "dask", "workers": 2}, "`--workers`: has no effect beside `--runner dask`"),
     ],

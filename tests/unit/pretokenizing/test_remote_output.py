@@ -234,11 +234,6 @@ def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path,
         make(lines, url, tokenizer)
 
 
-def test_a_shuffle_needs_a_folder(lines: Path, tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match="`--shuffle`: works in a folder, and s3://a/b is none"):
-        make(lines, "s3://a/b", tokenizer, shuffle=True)
-
-
 def claim_of(remote: Remote, **changes: Any) -> dict[str, Any]:
     """Put the claim of some other run there."""
     claim = {"run": "other", "host": "elsewhere", "pid": 7, "alive_at": time.time()} | changes

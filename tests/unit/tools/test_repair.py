@@ -19,7 +19,6 @@ from tokenfeed.tools import shards
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Complete
 from tokenfeed.tools.options import Options
-from tokenfeed.tools.pretokenizing.shuffled import make_shuffled_dataset
 from tokenfeed.tools.repairing.remake import _fields
 
 DAMAGE: list[Callable[[Path], object]] = [
@@ -171,10 +170,6 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     (out / "train/00000.arrow").unlink()
     (out / ".made_by.json").unlink()
     assert "has no .made_by.json" in repair(out, "--corpus", records, expect=2)
-    paths = (str(corpus), str(tmp_path / "shuffled"))
-    make_shuffled_dataset(Options(paths=paths, tokenizer=str(tokenizer), shuffle=True))
-    (tmp_path / "shuffled/train/00000.arrow").unlink()
-    assert "its rows were shuffled" in repair(tmp_path / "shuffled", "--corpus", corpus, expect=2)
 
 
 @pytest.mark.parametrize("changes", [{"--task": "unknown"}, {"--split": None}])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command import call, files_of
+from command import call
 from documents import DOCUMENTS
 from stores import keep_in_memory
 from tokenizers import Tokenizer, models
@@ -252,18 +252,8 @@ def test_damage_in_a_store_is_named_as_the_store_names_it(
     assert "memory://data/tokenizer.json: cannot be read: No such file. Restore it." in said
 
 
-def test_a_store_is_shuffled_into_a_folder(
-    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keep_in_memory(monkeypatch, documents)
-    for source, out in (documents, "ours"), ("memory://data", "theirs"):
-        shards("shuffle", source, tmp_path / out, "--workers", 1)
-    assert files_of(tmp_path / "ours") == files_of(tmp_path / "theirs")
-
-
-@pytest.mark.parametrize("command", ["inspect", "verify", "cat", "shuffle"])
-def test_an_address_without_a_store_is_refused_as_what_it_is(command: str, tmp_path: Path) -> None:
-    out = [tmp_path / "out"] if command == "shuffle" else []
-    said = shards(command, "s4://bucket/data", *out, expect=2)
+@pytest.mark.parametrize("command", ["inspect", "verify", "cat"])
+def test_an_address_without_a_store_is_refused_as_what_it_is(command: str) -> None:
+    said = shards(command, "s4://bucket/data", expect=2)
     assert "s4://bucket/data: no store for `s4://` (known: s3://, " in said
     assert said.count("\n") == 1
