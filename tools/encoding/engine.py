@@ -17,7 +17,7 @@ from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.routes import Routes
 from tokenfeed.tools.encoding.shapes import Shape
-from tokenfeed.tools.encoding.tokenizer import NOT_FAILURES, TextTokenizer
+from tokenfeed.tools.encoding.tokenizer import NOT_FAILURES, TextTokenizer, panics_unprinted
 from tokenfeed.tools.encoding.trust import check_tokenizer, fast_json, proved_shape
 from tokenfeed.tools.encoding.vocabulary import Unproved
 from tokenfeed.tools.signals import signals_held
@@ -100,7 +100,8 @@ class ReferenceEngine:
         """Encode some texts of a batch, from place `first` on."""
         decoded = [text.decode() for text in texts]
         try:
-            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+            with panics_unprinted():
+                encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         except BaseException as error:  # the library raises what its Rust side gives, panics too
             if isinstance(error, NOT_FAILURES):
                 raise
@@ -118,7 +119,8 @@ class ReferenceEngine:
         reasons = {}
         for index, text in enumerate(texts):
             try:
-                self._tokenizer.encode(text, add_special_tokens=False)
+                with panics_unprinted():
+                    self._tokenizer.encode(text, add_special_tokens=False)
             except BaseException as error:
                 if isinstance(error, NOT_FAILURES):
                     raise

@@ -177,7 +177,9 @@ class Complete(TaskEncoder):
     """Completion: the model is to learn what follows the prompt, and not the prompt."""
 
     name: ClassVar[Task] = "complete"
-    record: ClassVar[str] = "a prompt (a separator is part of it) and its completion"
+    record: ClassVar[str] = (
+        "a prompt (its separator included) and its completion, each encoded on its own"
+    )
     kinds: ClassVar[Fields] = {"prompt": Kind.TEXT, "completion": Kind.TEXT}
     prompt: str = "prompt"
     completion: str = "completion"

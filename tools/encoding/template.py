@@ -16,6 +16,9 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["Template"]
 
+_LARGEST_TYPE = 255
+"""`token_type_ids` is stored as uint8."""
+
 
 @dataclass(frozen=True, slots=True)
 class Template:
@@ -43,6 +46,13 @@ class Template:
             end_id: Ends the row, unless the template ends it so already; None for no end.
         """
         ids, types, text_types = _template(tokenizer.json_bytes, num_texts, special)
+        largest = max((id_ for part in ids for id_ in part), default=0)
+        if largest >= (size := tokenizer.vocabulary_size):
+            raise TokenizerError(
+                f"the tokenizer's template has the id {largest:,}, expected ids below {size:,}, "
+                "the size of its vocabulary. Correct the post_processor of tokenizer.json, or "
+                "leave out --add-special-tokens."
+            )
         if special and not any(ids):
             raise TokenizerError(
                 f"`--add-special-tokens`: the tokenizer has no template for {num_texts} text(s). "
@@ -97,4 +107,10 @@ def _template(
         elif special:
             ids[-1] += piece.ids
             types[-1] += [piece.type] * len(piece.ids)
+    largest = max((kind for part in (*types, text_types) for kind in part), default=0)
+    if largest > _LARGEST_TYPE:
+        raise TokenizerError(
+            f"the tokenizer's template has the type_id {largest:,}, expected at most "
+            f"{_LARGEST_TYPE}. Correct the post_processor in tokenizer.json."
+        )
     return ids, types, text_types

@@ -1,12 +1,13 @@
 """A tokenizer as a file: fetch it, check it, find its special ids.
 
-The bytes of tokenizer.json are kept as they came, since they are what a data set is identified by.
-Truncation and padding that such a file may carry are switched off for good, and special-token text
-inside a document is plain text unless asked for: a corpus must neither be cut in silence nor forge
-a document's end.
+The bytes of tokenizer.json are kept as they came, since they identify a data set. Truncation,
+padding and BPE dropout that such a file may ask for are switched off: no text is cut in silence,
+and the same text always gets the same ids. Special-token text inside a document is plain text
+unless asked for, so that no document can forge an end.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -14,17 +15,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import xxhash
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.encoding.vocabulary import ID_LIMIT
 
-__all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json"]
+__all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json", "panics_unprinted"]
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -46,14 +45,9 @@ _PAD_TOKENS = (
 )
 NOT_FAILURES = (KeyboardInterrupt, SystemExit, MemoryError)
 """Exceptions that are no library's failure. All others are, a panic in Rust included."""
+_MOST_TRIED_WORDS = 1000
 _LONG_NUMBER = re.compile(rb":\s*[1-9]\d{7,}")
 """An id of as many digits as `ID_LIMIT`, or a text that looks like one."""
-
-
-class _Steps(msgspec.Struct):
-    """What is decoded of a tokenizer.json: the vocabulary takes a hundred times as long."""
-
-    pre_tokenizer: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +62,8 @@ class TextTokenizer:
     pad_id: int
     splits_special: bool = False
     """Whether special-token text inside a document becomes its id; else it is plain text."""
+    dropout: float | None = None
+    """BPE dropout that the file asks for. It is switched off: it would make ids random."""
 
     @classmethod
     def load(
@@ -92,6 +88,9 @@ class TextTokenizer:
         """
         tokenizer = _parse(json_bytes, origin)
         tokenizer.encode_special_tokens = not splits_special
+        dropout = getattr(tokenizer.model, "dropout", None)
+        if dropout is not None:
+            tokenizer.model.dropout = None
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise TokenizerError(f"{origin}: has an empty vocabulary. Give another tokenizer.")
@@ -101,7 +100,7 @@ class TextTokenizer:
         end_id = vocabulary[end_token] if end_token else 0
         pad_id = next((vocabulary[name] for name in _PAD_TOKENS if name in vocabulary), end_id)
         size = max(vocabulary.values()) + 1
-        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special)
+        return cls(json_bytes, tokenizer, size, end_token, pad_id, splits_special, dropout)
 
     @property
     def end_id(self) -> int | None:
@@ -115,17 +114,26 @@ class TextTokenizer:
 
     @property
     def before_word(self) -> bytes:
-        """What a word that stands alone needs in front to be encoded as one within a text.
+        """Text that a word on its own needs in front to get the ids that it has within a text.
 
-        Byte-level tokenizers have other ids for a word that follows a space; others set words
-        apart themselves.
+        Worked out by encoding "a a": the second word of GPT-2 or Gemma has the ids of " a", the
+        second word of BERT or Llama 2 those of "a". Where the tokenizer does not know "a", or
+        merges both words, other words of its vocabulary are tried.
         """
-        steps = msgspec.json.decode(self.json_bytes, type=_Steps).pre_tokenizer or {}
-        steps = steps.get("pretokenizers", [steps])
-        glues = any(
-            step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps
-        )
-        return b" " if glues else b""
+
+        def encode(text: str) -> Encoding:
+            return self.tokenizer.encode(text, add_special_tokens=False)
+
+        for word in itertools.islice(_words(self.tokenizer), _MOST_TRIED_WORDS):
+            with contextlib.suppress(Exception):  # a model without an unknown token may raise
+                alone, within = encode(word), encode(f"{word} {word}").ids
+                if word not in "".join(alone.tokens):
+                    continue
+                if within == 2 * alone.ids:
+                    return b""
+                if within == alone.ids + encode(f" {word}").ids:
+                    return b" "
+        return b""
 
     @property
     def xxh3(self) -> str:
@@ -153,10 +161,16 @@ def fetch_tokenizer_json(name: str) -> bytes:
         ) from error
 
 
+def _words(tokenizer: Tokenizer) -> Iterator[str]:
+    """Words that a tokenizer probably has in its vocabulary, the likeliest first."""
+    yield "a"
+    yield from sorted(filter(str.isalpha, tokenizer.get_vocab()))
+
+
 def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
     _check_ids(json_bytes, origin)
     try:
-        with _stderr_held():
+        with panics_unprinted():
             tokenizer = Tokenizer.from_buffer(json_bytes)
     except BaseException as error:  # the library raises what its Rust side gives: no narrower class
         if isinstance(error, NOT_FAILURES):
@@ -168,20 +182,30 @@ def _parse(json_bytes: bytes, origin: object) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def _stderr_held() -> Iterator[None]:
-    """Let nothing write to stderr: a panic in Rust would say there, at length, what is said here in
-    one line."""
+def panics_unprinted() -> Iterator[None]:
+    """Drop what is printed to stderr if the block fails: a panic in Rust prints its backtrace there
+    and raises as well. If the block succeeds or is interrupted, the text is printed afterwards.
+    """
     try:
         stderr = os.dup(2)
-    except OSError:  # there is none
+    except OSError:  # stderr is closed
         yield
         return
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    has_memory_files = hasattr(os, "memfd_create")  # on Linux
+    held = os.memfd_create("stderr") if has_memory_files else os.open(os.devnull, os.O_RDWR)
+    os.dup2(held, 2)
+    has_failed = False
     try:
         yield
+    except BaseException as error:
+        has_failed = not isinstance(error, NOT_FAILURES)
+        raise
     finally:
         os.dup2(stderr, 2)
+        os.lseek(held, 0, os.SEEK_SET)
+        while not has_failed and (text := os.read(held, 1 << 16)):
+            os.write(2, text)
+        os.close(held)
         os.close(stderr)
 
 
@@ -189,9 +213,8 @@ def _check_ids(json_bytes: bytes, origin: object) -> None:
     """Refuse ids for which a library would fill the memory: it keeps tables as long as they are."""
     if not _LONG_NUMBER.search(json_bytes):
         return
-    with contextlib.suppress(
-        ValueError, AttributeError, TypeError
-    ):  # what is no tokenizer, the library says
+    # The library names what is wrong with a file that is no tokenizer.json.
+    with contextlib.suppress(ValueError, AttributeError, TypeError, KeyError):
         content = json.loads(json_bytes)
         vocab, added = content["model"]["vocab"], content.get("added_tokens") or []
         ids = [

@@ -148,6 +148,12 @@ def _preloading(options: Options, output: Output, tokenizer: TextTokenizer) -> C
 
 def _advise(options: Options, tokenizer: TextTokenizer) -> None:
     """Say what a user of this tokenizer may not have expected."""
+    if tokenizer.dropout:
+        logger.info(
+            "the tokenizer asks for BPE dropout %.3g, which is switched off: it would make ids "
+            "random",
+            tokenizer.dropout,
+        )
     ends = options.task in ENDED_TASKS
     if ends and tokenizer.end_token is None:
         logger.info("the tokenizer has no end token: rows end without one (see --end-token)")

@@ -85,3 +85,25 @@ def test_a_tokenizer_without_latin_letters_has_its_template_too() -> None:
     made = tokenizer(PROCESSORS["BERT"], ("\u0430", "\u0431"))
     frame = Template.from_tokenizer(made, num_texts=1, special=True, end_id=None)
     assert [part.tolist() for part in frame.ids] == [[2], [3]]
+
+
+def test_template_id_beyond_vocabulary_is_rejected() -> None:
+    for processor in (
+        processors.TemplateProcessing("[X] $A", "[X] $A $B", [("[X]", 65_546)]),
+        processors.BertProcessing(("[SEP]", 65_546), ("[CLS]", 2)),
+        processors.RobertaProcessing(("[SEP]", 3), ("[CLS]", 131_079)),
+    ):
+        made = tokenizer(processor)
+        with pytest.raises(
+            TokenizerError, match=r"has the id (65,546|131,079), expected ids below 5"
+        ):
+            Template.from_tokenizer(made, num_texts=1, special=True, end_id=None)
+        frame = Template.from_tokenizer(made, num_texts=1, special=False, end_id=None)
+        assert [len(part) for part in frame.ids] == [0, 0]
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_template_type_beyond_uint8_is_rejected(special: bool) -> None:
+    made = tokenizer(template("[CLS] $A", "[CLS] $A $B:256"))
+    with pytest.raises(TokenizerError, match="has the type_id 256, expected at most 255"):
+        Template.from_tokenizer(made, num_texts=2, special=special, end_id=None)

@@ -3,10 +3,12 @@
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizer_shapes import json_of
 
 from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.tools.encoding.engine import ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 
@@ -46,3 +48,17 @@ def test_a_panic_of_the_library_is_one_error(capfd: pytest.CaptureFixture[str]) 
 def test_what_is_no_tokenizer_is_one_error(content: bytes) -> None:
     with pytest.raises(TokenizerError, match=r"^my\.json: is not a tokenizer\.json"):
         TextTokenizer.load(content, origin="my.json")
+
+
+def test_other_json_with_long_number_is_one_error() -> None:
+    with pytest.raises(TokenizerError, match=r"^my\.json: is not a tokenizer\.json"):
+        TextTokenizer.load(b'{"rows": 1234567890}', origin="my.json")
+
+
+def test_bpe_dropout_is_switched_off() -> None:
+    ids = ReferenceEngine(TextTokenizer.load(changed(), origin="test")).encode(
+        [b"the lazy dog"] * 50
+    )
+    made = TextTokenizer.load(changed(dropout=0.5), origin="test")
+    assert made.dropout == 0.5
+    assert np.array_equal(ReferenceEngine(made).encode([b"the lazy dog"] * 50).values, ids.values)

@@ -36,7 +36,16 @@ ODD = ["", " ", " fox", GONE, "quick\u200bfox", "[SEP]</s><|endoftext|>", "e\u03
 TEXT = st.sampled_from(ODD) | st.text(max_size=12)
 TAGS = ("B", "I", "O")
 TAG = st.sampled_from(TAGS)
-ENDS = {"byte-level": "<|endoftext|>", "word-piece": None, "metaspace": "</s>", "llama": "</s>"}
+ENDS = {
+    "byte-level": "<|endoftext|>",
+    "word-piece": None,
+    "metaspace": "</s>",
+    "metaspace, never": "</s>",
+    "llama": "</s>",
+    "gemma": "</s>",
+}
+SPACED = ("byte-level", "metaspace, never", "gemma")
+"""Tokenizers with other ids for a word behind a space."""
 TEMPLATES = {
     "word-piece": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
     "metaspace": ("<s> $A </s>", "<s> $A </s> </s>:1 $B:1 </s>:1"),  # ends by itself
@@ -58,9 +67,12 @@ def oracle(kind: str) -> Tokenizer:
     elif kind == "llama":
         parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
         made.normalizer = normalizers.Sequence(parts)
+    elif kind == "gemma":
+        made.normalizer = normalizers.Replace(" ", "▁")
+    elif kind == "byte-level":
+        made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
     else:
-        by_byte = pre.ByteLevel(add_prefix_space=False)
-        made.pre_tokenizer = by_byte if kind == "byte-level" else pre.Metaspace()
+        made.pre_tokenizer = pre.Metaspace(prepend_scheme="never" if "never" in kind else "always")
     special = [unknown, *(("[CLS]", "[SEP]") if bert else ("<s>", "</s>", "<|endoftext|>"))]
     special = special[-1:] if kind == "byte-level" else special[:3]
     trainer = (WordPieceTrainer if bert else BpeTrainer)(
@@ -89,8 +101,8 @@ def ended(kind: str, ids: list[int]) -> list[int]:
 
 
 def word_encoding(kind: str, words: list[str], special: bool) -> Encoding:
-    """Only behind a space has a byte-level word the ids that it has within a text."""
-    words = [word and " " + word for word in words] if kind == "byte-level" else words
+    """Words that are encoded one by one as they are within a text."""
+    words = [word and " " + word for word in words] if kind in SPACED else words
     return oracle(kind).encode(words, is_pretokenized=True, add_special_tokens=special)
 
 
