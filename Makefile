@@ -8,7 +8,7 @@ PARALLEL := -n auto --dist loadfile --no-loadscope-reorder    # files with slow 
 MORE := $(shell $(PYTHON) -c 'import os; print(os.cpu_count() + 1)')
 STEPS := 200
 
-.PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve clean
+.PHONY: setup dev demo test test-fast test-slow test-long gpu check lint types editor package matrix fmt bench docs docs-serve map clean
 
 # .venv with everything that the targets below need.
 setup: .venv/.ready
@@ -95,6 +95,10 @@ docs-serve: .venv-docs/.ready
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'    # knows groups
 	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check --group docs -c constraints.txt
 	touch $@
+
+# What each file is for: the first line of its docstring, room by room.
+map:
+	@$(PYTHON) docs/map.py
 
 clean:
 	rm -rf .venv .venv-docs .venv-matrix demo build dist site

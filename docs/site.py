@@ -1,19 +1,23 @@
 """Hooks of mkdocs: pages that stand outside docs/, and links to them.
 
-The README is the front page. It, the changelog and what pages link to (results of benchmarks,
-examples) stay where they are in the repository; the site has them at the same paths.
+The README is the front page. The README, the changelog and what pages link to (results of
+benchmarks, examples) stay where they are in the repository; the site has them at the same paths.
+The map of the code and the list of decisions are generated.
 """
 
 import os
 import posixpath
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parent))
+from map import ROOT, code_map
+
 FRONT = "README.md"
 PAGES = (FRONT, "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")
 SHOWN_AS_THEY_ARE = ("benchmarks/results/*", "examples/*.py", "LICENSE")
@@ -21,7 +25,9 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what stands outside docs/."""
+    """Add the pages that stand outside docs/ or are generated."""
+    files.append(File.generated(config, "files.md", content=code_map()))
+    files.append(File.generated(config, "decisions/index.md", content=_decisions()))
     for name in PAGES:
         content = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, _in_site(name), content=content))
@@ -44,6 +50,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(_in_site(target), os.path.dirname(here) or ".")
 
     return LINK.sub(moved, markdown)
+
+
+def _decisions() -> str:
+    """Return a page that lists the decisions by their titles."""
+    lines = ["# Decisions", "", "Why things are as they are, failed experiments included.", ""]
+    for path in sorted((ROOT / "docs/decisions").glob("0*.md")):
+        title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        number, _, words = title.partition(". ")
+        lines.append(f"- {number}: [{words}]({path.name})")
+    return "\n".join(lines) + "\n"
 
 
 def _in_site(name: str) -> str:
