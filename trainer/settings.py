@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -28,6 +29,8 @@ __all__ = [
 
 Bytes = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
 """A size: a number of bytes, which people may write as 50GB."""
+_SHORT_NUMBER = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)(e[+-]?[0-9]+)?", re.IGNORECASE)
+"""A number without digits before or after its point, which msgspec takes for text."""
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
 
@@ -53,6 +56,9 @@ def typed(kind: Any, value: Any, said: str) -> Any:
         value = _weighed([str(word) for word in value], said)
     if isinstance(value, str) and any(is_size(bounds) for _, bounds in alternatives(kind)):
         value = value if (size := bytes_meant(value)) is None else size
+    if isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
+        kinds = [each for each, _ in alternatives(kind)]
+        value = float(value) if float in kinds and str not in kinds else value
     is_folder = alternatives(kind)[0][0] is Path  # empty, it would be the working directory
     if value in ("", {}) and (is_folder or takes_weights(kind)):
         raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")

@@ -217,6 +217,18 @@ def test_words_that_cannot_be_meant_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [(".3", 0.3), ("0.", 0.0), ("+.5", 0.5), ("1.e-1", 0.1), (".1E0", 0.1)]
+)
+def test_number_without_leading_or_trailing_zero_is_read(
+    text: str, number: float, told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"shards: {shards}\ndropout: '{text}'\n")
+    assert told("--shards", shards, "--dropout", text).dropout == number
+    assert told("--config", file).dropout == number
+
+
 def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> None:
     config = told("--shards=a_b", "--log_every", 3, "--save_every=4")
     assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
