@@ -78,7 +78,7 @@ class Options:
     split: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=GLOB")
     ] = ()
-    """Put files of such names or paths into the split NAME."""
+    """Put files into the split NAME, by their names or paths below the given folders."""
     validation: Annotated[
         float | None,
         tyro.conf.arg(metavar="PART", help_behavior_hint="(default: 0.01; 0 with given splits)"),
@@ -87,7 +87,7 @@ class Options:
     exclude: Annotated[
         tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="GLOB")
     ] = ()
-    """Leave out names or paths in the given folders."""
+    """Leave out names, or paths below the given folders."""
     shard_size: str = "auto"
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
     workers: int | Literal["auto"] = "auto"

@@ -8,6 +8,7 @@ import pytest
 from command import files_of, texts
 from fasta import FASTA, write_fasta
 
+from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -73,7 +74,8 @@ def test_a_file_given_by_name_is_known_by_what_a_new_format_begins_with(tmp_path
 
     assert format_of(tmp_path / "a.sequences", "text") == "fasta"
     assert format_of(tmp_path / "a.sequences", "body") == "text"
-    assert format_of(tmp_path / "a.txt", "text") == "text"
+    with pytest.raises(CorpusError, match=r"Rename it to end in \.fasta"):
+        format_of(tmp_path / "a.txt", "text")
     (tmp_path / "in").mkdir()
     write_fasta(tmp_path / "in/a.sequences", ["ACGT"])
     assert format_of(tmp_path / "in", "text") == "text"

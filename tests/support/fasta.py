@@ -30,8 +30,8 @@ def _cut(source: InputFile, shard_bytes: int) -> Iterator[Part]:
         start = stop
 
 
-def _begins(start: bytes, field: str | None) -> bool:
-    return start.startswith(b">") and field in (None, "title", "text")
+def _begins(start: bytes, field: str) -> bool:
+    return start.startswith(b">") and field in ("title", "text")
 
 
 FASTA = Format(name="fasta", endings=(".fasta", ".fa"), read=_read, cut=_cut, begins=_begins)

@@ -16,7 +16,7 @@ import zstandard
 
 from tokenfeed.tools.corpus.places import Place, open_place
 
-__all__ = ["READ_ERRORS", "Blocks", "Compression", "has_checksum", "whole_lines"]
+__all__ = ["READ_ERRORS", "Blocks", "Compression", "whole_lines"]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
@@ -28,7 +28,6 @@ _FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
 _PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
 """Bytes unpacked at once, before and after: at most so many are lost in front of a damage."""
 
-_ZSTD_HEADER_BYTES = 18
 _LARGEST_WINDOW_BYTES = 1 << 31
 """What `zstd --long=31` makes; it takes memory only as far as text fills it."""
 _DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
@@ -117,16 +116,6 @@ class _ZstdMember:
 
     def decompress(self, packed: bytes, max_length: int) -> bytes:
         return self._frame.decompress(packed) if packed else b""
-
-
-def has_checksum(path: Place) -> bool:
-    """Whether the first frame of a .zst has a checksum of its content, or cannot be read."""
-    try:
-        with open_place(path) as file:
-            header = zstandard.get_frame_parameters(file.read(_ZSTD_HEADER_BYTES))
-    except READ_ERRORS:
-        return True
-    return bool(header.has_checksum)
 
 
 def _unpacked(member: Any, packed: bytes) -> Iterator[bytes]:

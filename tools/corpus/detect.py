@@ -1,16 +1,19 @@
 """Which format a file has: by the ending of its name, and where that says nothing, by its content.
 
-A file in a folder whose ending is of no known format is a text: a source tree has all kinds of
-names. One that was given by name may hold records all the same, and then is read as such; but a
-.txt is a text, and a warning says so where it looks like more.
+A file in a folder with an unknown ending is a text, because a source tree has all kinds of names.
+A file with an unknown ending that was given by name is read as records if it holds records. A .json
+file is a text only if it does not begin with records: a wrong field name must give rejects, never
+raw JSON as training text.
 """
 
 import logging
 import os
 
+from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
+from tokenfeed.tools.corpus.formats.text import UTF16_MARKS
 from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 
@@ -45,31 +48,31 @@ def format_in_folder(name: str, path: Place, field: str) -> Format:
 
 
 def format_of_given(name: str, path: Place, field: str) -> Format:
-    """The format of a file given by name, or of standard input: by its content where its ending
-    says none. For the arguments see `format_in_folder`."""
-    format_ = format_in_folder(name, path, field)
-    if format_ is not FALLBACK:
-        return format_
-    compression = compression_of(name)
-    found = _by_content(path, compression, field)
-    if found is FALLBACK:
-        if _begins_any(_beginning(path, compression, _SNIFFED_BYTES), None):
-            logger.warning("%s: its records have no field `%s`: read as one text", name, field)
-    elif _by_ending(name) is FALLBACK:
-        logger.warning(
-            "%s: read as one text, though it holds records with a field `%s`; to have them read, "
-            "let its name end in %s",
-            *(name, field, found.endings[0]),
-        )
-        return FALLBACK
-    elif name != STANDARD_INPUT:
-        logger.info("%s: read as %s, for it holds such records", name, found.endings[0])
-    return found
+    """The format of a file given by name, or of standard input. An unknown ending is resolved by
+    content. For the arguments see `format_in_folder`.
+
+    Raises:
+        CorpusError: The name says text, and the content is records.
+    """
+    format_ = _by_ending(name)
+    if format_ is None or format_ is FALLBACK:
+        found = _by_content(path, compression_of(name), field)
+        if format_ is FALLBACK and found is not FALLBACK:
+            raise CorpusError(
+                f"{name}: the name says text, but the file holds records. Rename it to end in "
+                f"{found.endings[0]}. To read it as one text, give a folder that holds it."
+            )
+        if found is not FALLBACK and name != STANDARD_INPUT:
+            logger.info("%s: read as %s because it holds such records", name, found.endings[0])
+        return found
+    return format_in_folder(name, path, field)
 
 
 def is_binary(path: Place, compression: Compression | None) -> bool:
-    """Whether the (decompressed) beginning holds a NUL."""
-    return b"\0" in _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+    """Whether the (decompressed) beginning holds a NUL and is not UTF-16, which is rejected with a
+    reason instead."""
+    beginning = _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
+    return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
 
 
 def is_archive(name: str, path: Place) -> bool:
@@ -87,21 +90,15 @@ def _by_ending(name: str) -> Format | None:
 
 
 def _by_content(path: Place, compression: Compression | None, field: str) -> Format:
-    """The format whose records begin a file and have `field`; else it is just some text."""
+    """The format whose records begin the file; without records the file is a text."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = _beginning(path, compression, num_bytes)
-        if found := _begins_any(beginning, field):
-            return found
+        for format_ in FORMATS.values():
+            if format_.begins and format_.begins(beginning, field):
+                return format_
         if len(beginning) < num_bytes:
             break
     return FALLBACK
-
-
-def _begins_any(beginning: bytes, field: str | None) -> Format | None:
-    for format_ in FORMATS.values():
-        if format_.begins and format_.begins(beginning, field):
-            return format_
-    return None
 
 
 def _beginning(path: Place, compression: Compression | None, num_bytes: int) -> bytes:

@@ -3,7 +3,7 @@
 import fnmatch
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
 
@@ -19,20 +19,26 @@ def is_split_name(name: str) -> bool:
     return bool(_SPLIT.fullmatch(name)) and not name.startswith(_NO_SPLITS)
 
 
-def matching(patterns: Iterable[str], path: str, root: str) -> list[bool]:
+def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:
     """Which of `patterns` match a file or folder.
 
-    A pattern may name it alone, or its path: below `root`, which was given on the command line,
-    from the current folder, or from the root of the file system. A `*` matches any number of `/`.
+    A pattern is compared with the name and with the path below `root`, which was given on the
+    command line. A pattern that begins with `./` is compared with that path only. A pattern that
+    begins with `/` or is an address is compared with the whole path. The current folder does not
+    matter. A `*` matches any number of `/`.
     """
-    forms = (
-        os.path.basename(path),
-        os.path.relpath(path, root),
-        os.path.relpath(path),
-        os.path.abspath(path),
-    )
-    return [_matches_any(forms, os.path.normpath(pattern)) for pattern in patterns]
+    if not patterns:
+        return []
+    below = path.removeprefix(root).lstrip("/")
+    return [_matches(pattern, path, below) for pattern in patterns]
 
 
-def _matches_any(forms: Iterable[str], pattern: str) -> bool:
-    return any(fnmatch.fnmatchcase(form, pattern) for form in forms)
+def _matches(pattern: str, path: str, below: str) -> bool:
+    if "://" in pattern:
+        return fnmatch.fnmatchcase(path, pattern)
+    normal = os.path.normpath(pattern)
+    if pattern.startswith("/"):
+        return fnmatch.fnmatchcase(os.path.abspath(path), normal)
+    if fnmatch.fnmatchcase(below, normal):
+        return True
+    return not pattern.startswith("./") and fnmatch.fnmatchcase(os.path.basename(path), normal)

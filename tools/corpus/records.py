@@ -13,7 +13,10 @@ import numpy as np
 
 from tokenfeed.tools.corpus.kinds import Fields, Unusable, checker
 
-__all__ = ["Records", "Reject", "records_of", "rejected"]
+__all__ = ["Records", "Reject", "records_of", "rejected", "shown_names"]
+
+_LONGEST_NAMES = 200
+"""Characters."""
 
 
 class Reject(NamedTuple):
@@ -72,6 +75,12 @@ def records_of(
     return Records(np.array(numbers, np.uint64), values, rejects, weight_bytes)
 
 
+def shown_names(names: Iterable[str]) -> str:
+    """The names of fields for an error: all, or as many as fit into a line."""
+    shown = ", ".join(names) or "no fields"
+    return shown if len(shown) <= _LONGEST_NAMES else f"{shown[:_LONGEST_NAMES]}..."
+
+
 def rejected(record: int, fields: Fields, reason: str) -> Records:
     """No record, and one reject."""
     no_values: dict[str, list[Any]] = {name: [] for name in fields}
@@ -80,7 +89,7 @@ def rejected(record: int, fields: Fields, reason: str) -> Records:
 
 def _field(row: dict[str, Any], name: str, check: Callable[[Any], Any]) -> Any:
     if name not in row:
-        raise Unusable(f"no field `{name}`")
+        raise Unusable(f"no field `{name}`; it has: {shown_names(row)}")
     try:
         if isinstance(row[name], Unusable):
             raise row[name]

@@ -1,21 +1,24 @@
 """Find the input files of a corpus, in an order that depends on their names alone.
 
 A file given by name is always read. In a folder, hidden entries, `__pycache__`, what `--exclude`
-names, the output folder and binary files are left out; symbolic links are followed, but a file that
-two ways lead to is read once. To tell binary from text, and JSON Lines from other JSON, the start
-of a file is read here. What `Dataset.save_to_disk` wrote is read as its Arrow files.
+names, the output folder, links that lead nowhere and binary files are left out. Symbolic links are
+followed, but a file that two ways lead to is read once. To tell binary from text, and JSON Lines
+from other JSON, the start of a file is read here. What `Dataset.save_to_disk` wrote is read as its
+Arrow files.
 """
 
+import itertools
 import logging
 import operator
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.at_once import results_of
-from tokenfeed.tools.corpus.blocks import has_checksum
 from tokenfeed.tools.corpus.detect import (
     compression_of,
     format_in_folder,
@@ -40,6 +43,10 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 32
 """Objects whose beginnings are looked at at the same time."""
+_PATTERNS_MATCH = (
+    "A pattern is compared with names and with paths below the given folders. Begin it with / to "
+    "compare whole paths."
+)
 _COMPRESSION_RATIO = 4
 """Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
 
@@ -76,8 +83,7 @@ def find_corpus(
     search = _Search(None if out is None else os.path.realpath(out), field, exclude, splits)
     for path in paths:
         search.add(path)
-    search.check_splits()
-    search.name_unchecked()
+    search.check_patterns()
     if not search.sources:
         binary = (
             f" ({search.skipped_binary:,} binary files skipped)" if search.skipped_binary else ""
@@ -88,8 +94,15 @@ def find_corpus(
     return Corpus(sources=tuple(search.sources), skipped_binary=search.skipped_binary)
 
 
-_Found = tuple[str, str | None]
-"""A file, and the split that its place says it is of."""
+class _Entry(NamedTuple):
+    """A file or folder in a folder."""
+
+    path: str
+    real: str
+    """The path without symbolic links."""
+    is_folder: bool
+    split: str | None
+    """The split that a saved data set puts it into."""
 
 
 class _Search:
@@ -111,6 +124,8 @@ class _Search:
         self._seen: set[str] = set()
         self._used = [False] * len(splits)
         """Which patterns of splits have matched."""
+        self._unused = set(exclude)
+        """Patterns of `exclude` that have not matched."""
 
     def add(self, path: str) -> None:
         if path == STANDARD_INPUT:
@@ -129,43 +144,77 @@ class _Search:
         real = os.path.realpath(path)
         if self._out and os.path.commonpath([real, self._out]) == self._out:
             raise ConfigError(f"{path}: is or lies in the output folder. Choose another output.")
-        if os.path.isdir(path):
-            for found, of_split in self._walk(path, path):
-                self._add_file(found, path, of_split)
-        elif os.path.isfile(path):
-            self._add_given(path, path, os.path.realpath(path))
-        elif os.path.lexists(path):
-            raise CorpusError(f"{path}: is neither a folder nor a regular file.")
-        else:
+        try:
+            mode = os.stat(path).st_mode
+        except FileNotFoundError:
             raise CorpusError(
                 f"{path}: not found. Point at folders or files of text, or hub:OWNER/NAME."
-            )
-
-    def _walk(self, folder: str, root: str, split: str | None = None) -> Iterator[_Found]:
-        """Files below `folder`, each with the split that a saved data set says it is of."""
-        real = os.path.realpath(folder)
-        if real == self._out or real in self._seen:
-            return
-        self._seen.add(real)
-        try:
-            names = sorted(os.listdir(folder))
+            ) from None
         except OSError as error:
-            raise CorpusError(f"{folder}: cannot be listed: {error.strerror}.") from error
-        if is_data_set(names):
-            logger.info("%s: left out, it is a data set of pretokenize", folder)
+            raise _unreadable(path, error) from error
+        if stat.S_ISDIR(mode):
+            for entry in self._files_below(path, real):
+                if self._is_new(entry.real):
+                    found = self._format_of_found(entry.path, entry.path)
+                    self._append_readable(entry.path, entry.path, found, path, entry.split)
+        elif stat.S_ISREG(mode):
+            self._add_given(path, path, real)
+        else:
+            raise CorpusError(f"{path}: is neither a folder nor a regular file.")
+
+    def _files_below(self, root: str, real: str) -> Iterator[_Entry]:
+        """The files below a folder that was given, in the order of their names."""
+        levels = [self._entries(_Entry(root, real, True, None), root)]
+        while levels:
+            entry = next(levels[-1], None)
+            if entry is None:
+                levels.pop()
+            elif entry.is_folder:
+                levels.append(self._entries(entry, root))
+            else:
+                yield entry
+
+    def _entries(self, folder: _Entry, root: str) -> Iterator[_Entry]:
+        """What of a folder is to be read. Without links, this asks the system once per folder."""
+        if folder.real == self._out or not self._is_new(folder.real):
             return
-        saved = saved_entries(folder, names, split)
-        entries = _visible(folder, names, split) if saved is None else saved
-        for path, of_split in entries:
+        try:
+            with os.scandir(folder.path) as listed:
+                found = {entry.name: entry for entry in listed}
+        except OSError as error:
+            raise CorpusError(f"{folder.path}: cannot be listed: {error.strerror}.") from error
+        names = sorted(found)
+        if is_data_set(names):
+            if folder.path == root:
+                raise CorpusError(
+                    f"{root}: is a data set of pretokenize, not a corpus. Expected CORPUS... OUT: "
+                    "the last path is the output."
+                )
+            logger.info("%s: left out, it is a data set of pretokenize", folder.path)
+            return
+        entries = saved_entries(folder.path, names, folder.split)
+        if entries is None:
+            entries = [(name, folder.split) for name in names if not is_hidden(name)]
+        for name, split in entries:
+            entry, path = found[name], os.path.join(folder.path, name)
             if self._excluded(path, root):
                 continue
-            if os.path.isdir(path):
-                yield from self._walk(path, root, of_split)
-            elif saved is not None or os.path.isfile(path):
-                yield path, of_split
+            try:
+                is_folder = entry.is_dir()
+                if not is_folder and not entry.is_file():
+                    continue
+                real = os.path.join(folder.real, name)
+                real = os.path.realpath(path, strict=True) if entry.is_symlink() else real
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            yield _Entry(path, real, is_folder, split)
 
     def _excluded(self, path: str, root: str) -> bool:
-        return any(matching(self._exclude, path, root))
+        if not self._exclude:
+            return False
+        matches = matching(self._exclude, path, root)
+        self._unused.difference_update(itertools.compress(self._exclude, matches))
+        return any(matches)
 
     def _add_remote(self, url: str) -> None:
         """An object, or all below a URL."""
@@ -190,11 +239,6 @@ class _Search:
         if self._is_new(real):
             format_ = format_of_given(name, path, self._field)
             self._append(self._source(name, path, format_), name, None)
-
-    def _add_file(self, path: str, root: str, split: str | None) -> None:
-        """A file that was found in a folder."""
-        if self._is_new(os.path.realpath(path)):
-            self._append_readable(path, path, self._format_of_found(path, path), root, split)
 
     def _is_new(self, real: str) -> bool:
         """Whether nothing has led there yet; from now on something has."""
@@ -227,30 +271,21 @@ class _Search:
             raise CorpusError(f"{source.name}: {split!r} cannot be the name of a split.")
         self.sources.append(replace(source, split=split))
 
-    def check_splits(self) -> None:
-        """Refuse a pattern that no file matches: it is a slip of the pen."""
+    def check_patterns(self) -> None:
+        """Reject a split that matches no file; log an excluded path that matches nothing."""
+        for pattern in sorted(self._unused):
+            if "/" in pattern.strip("/"):
+                logger.warning("`--exclude %s`: matches nothing. %s", pattern, _PATTERNS_MATCH)
         found = {source.split for source in self.sources}
         for (split, glob), is_used in zip(self._splits, self._used, strict=True):
             if not is_used:
-                raise ConfigError(f"`--split {split}={glob}`: no input file matches it.")
+                raise ConfigError(
+                    f"`--split {split}={glob}`: no input file matches it. {_PATTERNS_MATCH}"
+                )
             if split not in found:
                 raise ConfigError(
                     f"`--split {split}={glob}`: patterns before it take all that it matches."
                 )
-
-    def name_unchecked(self) -> None:
-        """Log once which files have no checksum, so that damage may go unseen."""
-        unchecked = [
-            source.name
-            for source in self.sources
-            if source.compression == "zst" and not has_checksum(source.path)
-        ]
-        if unchecked:
-            others = f" and {len(unchecked) - 1:,} more" if unchecked[1:] else ""
-            logger.info(
-                "%s%s: no checksum of the content, so that damage may go unseen (`zstd` adds one)",
-                *(unchecked[0], others),
-            )
 
     def _add_stdin(self) -> None:
         """Standard input, as records if it looks like it, else as one text."""
@@ -287,11 +322,12 @@ def _size_and_state(path: Place) -> tuple[int, int | str]:
     try:
         status = os.stat(path)
     except OSError as error:
-        raise CorpusError(f"{path}: cannot be read: {error.strerror}.") from error
+        raise _unreadable(path, error) from error
     return status.st_size, status.st_mtime_ns
 
 
-def _visible(folder: str, names: list[str], split: str | None) -> Iterator[_Found]:
-    for name in names:
-        if not is_hidden(name):
-            yield os.path.join(folder, name), split
+def _unreadable(path: str, error: OSError) -> CorpusError:
+    return CorpusError(
+        f"{path}: cannot be read: {error.strerror}. Make it readable, or leave it out by "
+        "`--exclude`."
+    )

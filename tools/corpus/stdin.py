@@ -29,10 +29,11 @@ def spool_stdin(out: Path | None) -> tuple[str, int]:
     if sys.stdin is None:
         raise CorpusError("`-`: standard input is closed.")
     folder = out and next(parent for parent in out.absolute().parents if parent.is_dir())
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - open as long as the process
     digest = xxhash.xxh3_64()
-    while block := sys.stdin.buffer.read(_BLOCK_BYTES):
-        digest.update(block)
-        file.write(block)
-    file.flush()
-    return f"/proc/{os.getpid()}/fd/{os.dup(file.fileno())}", digest.intdigest()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        while block := sys.stdin.buffer.read(_BLOCK_BYTES):
+            digest.update(block)
+            file.write(block)
+        file.flush()
+        descriptor = os.dup(file.fileno())  # stays open for the life of the process
+    return f"/proc/{os.getpid()}/fd/{descriptor}", digest.intdigest()

@@ -1,14 +1,17 @@
 """Finding input files, cutting them into units, reading their documents."""
 
 import bz2
+import errno
 import gzip
+import inspect
 import itertools
 import json
 import lzma
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -124,6 +127,63 @@ def test_link_loops_end_and_a_file_reached_twice_is_read_once(tree: Path) -> Non
     assert names(find(tree, tree / "a.txt"), tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
 
 
+def test_unreadable_entries_of_a_folder_raise(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "sub/itself").symlink_to("itself")  # stat fails, and not because it is missing
+    with pytest.raises(CorpusError, match=r"sub/itself: cannot be read: Too many levels"):
+        find(tree)
+    assert names(find(tree, exclude=("itself",)), tree)[-1] == "sub/deep/d"
+    stat = os.stat
+
+    def fail(path: str, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("b.py"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    for paths in ((tree,), (tree / "b.py",)):
+        with pytest.raises(CorpusError, match=r"b\.py: cannot be read: Input/output error"):
+            find(*paths, out=tree.parent / "out", exclude=("itself",))
+
+
+def test_folders_deeper_than_the_stack_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "in" / "/".join("d" * 150)
+    folder.mkdir(parents=True)
+    (folder / "a.txt").write_text("text")
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 100)
+    try:
+        (source,) = find(tmp_path / "in").sources
+    finally:
+        sys.setrecursionlimit(before)
+    assert source.name == str(folder / "a.txt")
+
+
+def test_finding_files_without_patterns_resolves_no_path_per_file(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved: list[str] = []
+    for name in ("abspath", "relpath", "realpath"):
+        function = getattr(os.path, name)
+        counting = lambda path, *args, _f=function, **options: (  # noqa: E731
+            resolved.append(path) or _f(path, *args, **options)
+        )
+        monkeypatch.setattr(os.path, name, counting)
+    find(tree)
+    num_resolved = len(resolved)
+    for number in range(50):
+        (tree / f"{number}.txt").write_text("text")
+    assert len(find(tree).sources) == 54
+    assert len(resolved) == 2 * num_resolved
+
+
+def test_a_data_set_as_corpus_raises(tmp_path: Path) -> None:
+    for name in ("manifest.json", "tokenizer.json"):
+        (tmp_path / "made").mkdir(exist_ok=True)
+        (tmp_path / "made" / name).write_text("{}")
+    with pytest.raises(CorpusError, match=r"made: is a data set of pretokenize, not a corpus"):
+        find(tmp_path / "made")
+
+
 def test_missing_and_empty_input_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="gone: not found"):
         find(tmp_path / "gone")
@@ -151,6 +211,7 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path: Path) -> None:
         "a.txt": text.encode(),
         "a.txt.gz": gzip.compress(text.encode()),
         "a.txt.zst": zstandard.compress(text.encode()),
+        "bom.txt": text.encode("utf-8-sig"),
     }.items():
         (tmp_path / name).write_bytes(data)
         assert read(tmp_path / name) == [Document(0, text.encode())]
@@ -227,10 +288,18 @@ def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
     records = read(tmp_path)
     reasons = [record.reason for record in records if isinstance(record, Reject)]
     assert len(records) == len(reasons) == 4
-    assert reasons[0] == "field `text` has invalid UTF-8 at byte 3"
+    assert reasons[0] == "the text has invalid UTF-8 at byte 3"
     assert "cannot be read from here on" in reasons[1]
     assert reasons[2] == "column `text` is int64, expected text"
     assert reasons[3] == "no column `text`; it has: body"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_text_in_a_folder_is_rejected_by_name(tmp_path: Path, encoding: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_bytes("\ufeffplain words".encode(encoding))
+    assert find(tmp_path / "in").skipped_binary == 0
+    assert read(tmp_path / "in") == [Reject(0, "the text is UTF-16; convert it to UTF-8")]
 
 
 def test_invalid_utf8_in_parquet_costs_one_row(tmp_path: Path) -> None:

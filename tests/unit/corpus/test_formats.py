@@ -1,10 +1,12 @@
 """Every format that a corpus may have: the same rows, the same care for what cannot be used."""
 
+import bz2
 import csv
 import gzip
 import io
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from corpora import read, read_bytes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.kinds import Kind
@@ -236,7 +239,7 @@ def test_a_doubled_column_is_no_crash(tmp_path: Path) -> None:
 
 def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
-    for data in (b'{"body": "x"}', b'[{"body": "x"}]', b"[]", b"5", b"{"):
+    for data in (b'{"body": "x"}', b'{\n  "body": "x"\n}', b"[]", b"5", b"{"):
         assert read_bytes(path, data) == ({0: data}, {})
     good, bad = read_bytes(path, b'[{"text": "a"}, 5, {"text": null}, {}, {"text": "b"}]')
     assert (good, list(bad)) == ({0: b"a", 4: b"b"}, [1, 2, 3])
@@ -245,6 +248,32 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
         good, bad = read_bytes(path, b'[{"text": "a"}' + tail)
         assert (good, list(bad)) == ({}, [0])
         assert "cannot be read from here on" in bad[0]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.json.zst", "a.json.bz2", "-"])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_json_records_without_the_field_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, is_given: bool
+) -> None:
+    lacking, having = b'{"content": "a", "id": 1}', b'{"text": "b"}'
+    pack = {".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress}
+    for data in (lacking + b"\n" + having + b"\n", b"[" + lacking + b", " + having + b"]"):
+        folder = tmp_path / str(len(data))
+        folder.mkdir()
+        if name == "-":
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        else:
+            (folder / name).write_bytes(pack.get(Path(name).suffix, bytes)(data))
+        path = Path("-") if name == "-" else folder / name if is_given else folder
+        assert read(path) == ({1: b"b"}, {0: "no field `text`; it has: content, id"})
+
+
+def test_an_error_for_a_wrong_field_names_the_fields(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.json.gz").write_bytes(gzip.compress(b'{"content": "a", "id": 1}\n' * 99))
+    for options in ((), ("--tokenizer", tokenizer)):
+        message = error_of(tmp_path / "in", tmp_path / "out", *options)
+        assert "no field `text`; it has: content, id" in message
 
 
 def test_saved_splits_become_the_splits_of_the_output(tmp_path: Path, tokenizer: Path) -> None:
@@ -313,7 +342,16 @@ def test_a_split_cannot_lead_out_of_the_output_folder(tmp_path: Path, tokenizer:
     (tmp_path / "up").mkdir()
     (tmp_path / "up/a.txt").write_text("text")
     message = error_of(saved, tmp_path / "out", "--tokenizer", tokenizer)
-    assert "'../up' cannot be the name of a split" in message
+    assert "saved: the saved data set names '../up', which is not in this folder" in message
+
+
+def test_a_saved_set_cannot_name_files_outside_its_folder(tmp_path: Path) -> None:
+    write_arrow(tmp_path / "secret.arrow", ["a"])
+    for name in ("../secret.arrow", str(tmp_path / "secret.arrow"), "gone.arrow"):
+        path = write_saved(tmp_path / "saved", ["a"])
+        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
+        with pytest.raises(CorpusError, match="which is not in this folder"):
+            read(path)
 
 
 def test_a_split_that_no_file_is_of_is_a_slip(tmp_path: Path, tokenizer: Path) -> None:

@@ -31,9 +31,9 @@ class Format:
     """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
     cut_at_once: int = 1
     """Files in a store that are cut at the same time, where that is little to ask for."""
-    begins: Callable[[bytes, str | None], bool] | None = None
-    """Whether a file that begins so is of this format and has records with a field, or with any
-    field for None; where this is not given, only the ending of a name says so."""
+    begins: Callable[[bytes, str], bool] | None = None
+    """Whether a file with this beginning is of this format: a record has the field, or the file
+    cannot be anything else. None if only the ending of a name tells."""
     is_vague: bool = False
     """Whether files with its endings may be of another format, so that their content decides."""
     schema: Callable[[Place], pa.Schema] | None = None

@@ -29,7 +29,7 @@ from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
-__all__ = ["JSON_LINES", "JsonLines", "has_field", "is_json_lines", "json_object"]
+__all__ = ["JSON_LINES", "JsonLines", "is_json_lines", "json_object"]
 
 _UNDECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -95,19 +95,17 @@ class JsonLines:
         return dict(zip(self._fields, values, strict=True))
 
 
-def is_json_lines(start: bytes, field: str | None) -> bool:
-    """Whether the first line is an object that has `field`, or any, for None."""
-    line = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 1)[0]
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+def is_json_lines(start: bytes, field: str) -> bool:
+    """Whether a file begins with one object per line.
+
+    A file of a single line may be any JSON, like a minified package.json. It counts only if the
+    object has `field`.
+    """
+    lines = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 2)[:2]
+    if not lines[0].startswith(b"{"):
         return False
-    return has_field(value, field)
-
-
-def has_field(value: object, field: str | None) -> bool:
-    """Whether a value is an object that has `field`, or any, for None."""
-    return isinstance(value, dict) and (field is None or field in value)
+    objects = [value for value in map(_parsed, lines) if isinstance(value, dict)]
+    return any(field in value for value in objects) or bool(objects and lines[1:] and lines[1])
 
 
 def _column(values: list[Any], kind: Kind) -> list[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.formats.json_lines import has_field, json_object
+from tokenfeed.tools.corpus.formats.json_lines import json_object
 from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of
@@ -14,14 +14,14 @@ from tokenfeed.tools.corpus.records import Records, records_of
 __all__ = ["JSON_LIST", "is_json_list", "json_list"]
 
 
-def is_json_list(start: bytes, field: str | None) -> bool:
-    """Whether a list begins whose first element is an object that has `field`, or any, for None."""
+def is_json_list(start: bytes, field: str) -> bool:
+    """Whether a list begins whose first element is an object, with `field` or without."""
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
     try:
         value, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
     except (ValueError, RecursionError):
         return False
-    return text.startswith("[") and has_field(value, field)
+    return text.startswith("[") and isinstance(value, dict)
 
 
 def json_list(content: bytes, fields: Fields) -> Records:

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
 from tokenfeed.tools.corpus.places import Place
-from tokenfeed.tools.corpus.records import Records, records_of, rejected
+from tokenfeed.tools.corpus.records import Records, records_of, rejected, shown_names
 
 __all__ = [
     "BATCH_ROWS",
@@ -115,7 +115,7 @@ def column_problem(schema: pa.Schema, fields: Fields) -> str | None:
     """Why a table of this schema cannot give `fields`, or None where it can."""
     for name, kind in fields.items():
         if name not in schema.names:
-            return f"no column `{name}`; it has: {', '.join(schema.names)}"
+            return f"no column `{name}`; it has: {shown_names(schema.names)}"
         if schema.names.count(name) > 1:
             return f"has {schema.names.count(name)} columns `{name}`"
         if not fits(schema.field(name).type, kind):
