@@ -6,7 +6,6 @@ mistakes, 130 an interruption, 143 a SIGTERM); everything else is a bug of ours 
 traceback. What this file imports is little: from its first line on a Ctrl-C should find it ready.
 """
 
-import errno
 import io
 import json
 import logging
@@ -22,28 +21,10 @@ from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 __all__ = ["log_to_stderr", "print_json", "run_command"]
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
-_MACHINE_REFUSES = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.EIO,
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENAMETOOLONG,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.EAGAIN,
-}
-"""Errors of the operating system that are the user's to solve: full disks, missing rights, paths
-that lead nowhere, limits on files, memory and processes."""
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
-"""What the system's loader says where there is no memory for a library."""
+"""Messages of the system's loader without memory for a library."""
+_NO_THREAD = "can't start new thread"
+"""Python's message when the system refuses a thread."""
 
 _received: list[int] = []
 """Signals that came to end the command."""
@@ -74,13 +55,19 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
         code = _say(f"error: {error}", _FAILED)
     except MemoryError as error:
         code = _say(_out_of_memory(error), _FAILED)
+    except RuntimeError as error:
+        if _NO_THREAD not in str(error):
+            raise
+        code = _say(
+            "error: the system refuses to start another thread. Raise the limit on processes "
+            "(ulimit -u, or the container's), or use fewer processes.",
+            _FAILED,
+        )
     except ImportError as error:
         if not any(words in str(error) for words in _NO_ROOM):
             raise
         code = _say(_out_of_memory(error), _FAILED)
     except OSError as error:
-        if error.errno not in _MACHINE_REFUSES:
-            raise
         where = f"{error.filename}: " if error.filename else ""
         code = _say(f"error: {where}{error.strerror or error}", _FAILED)
     sys.exit(code)

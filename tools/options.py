@@ -7,6 +7,7 @@ depends on what is registered.
 import dataclasses
 import functools
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.sizes import bytes_of
@@ -31,6 +32,8 @@ from tokenfeed.tools.run.clusters import Runner
 __all__ = ["Options", "parse_options"]
 
 _LARGEST_VOCABULARY = 10_000_000
+_LONGEST_SPLIT = 255
+"""Bytes in the name of a folder."""
 _TRAINING = ("vocab_size", "seed")
 """Options of a tokenizer that is trained."""
 _FIELD = (
@@ -91,7 +94,8 @@ class Options:
     shard_size: str = "auto"
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
     workers: int | Literal["auto"] = "auto"
-    """Processes; auto: one a core. No influence on the output."""
+    """Processes; auto: one for each core that the machine or container grants. No influence on
+    the output."""
     runner: Runner = "local"
     """Who encodes: processes of this machine, or the workers of a Ray or Dask cluster, which must
     share CORPUS, and OUT if it is a folder. No influence on the output."""
@@ -141,7 +145,7 @@ class Options:
     @property
     def num_workers(self) -> int:
         """Processes that `workers` means here."""
-        return num_cores() if self.workers == "auto" else self.workers
+        return usable_cores() if self.workers == "auto" else self.workers
 
     @property
     def splits(self) -> tuple[tuple[str, str], ...]:
@@ -186,6 +190,8 @@ class Options:
                 f"`--vocab-size` {self.vocab_size}: expected {SMALLEST_VOCABULARY} (every byte has "
                 f"an id) to {_LARGEST_VOCABULARY:,}."
             )
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"`--seed` {self.seed}: expected 0 to 2^64 - 1.")
         if self.num_workers < 1:
             raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
         for name in ("tokenizer", "end_token"):
@@ -193,6 +199,11 @@ class Options:
                 raise ConfigError(f"`{_flag(name)}` is empty: expected a name.")
         for given in self.split:
             name, _, glob = given.partition("=")
+            if len(os.fsencode(name)) > _LONGEST_SPLIT:
+                raise ConfigError(
+                    f"`--split` {name[:40]}...: the name has {len(os.fsencode(name))} bytes, at "
+                    f"most {_LONGEST_SPLIT} fit into the name of a folder."
+                )
             if not is_split_name(name) or not glob:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."

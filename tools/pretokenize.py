@@ -4,6 +4,7 @@ What this file imports is little, so that a Ctrl-C or a wrong locale is met at o
 when the command has begun. `pretokenizing.make` is the run itself.
 """
 
+import contextlib
 import gc
 import os
 import sys
@@ -72,14 +73,17 @@ def _early_server(arguments: list[str]) -> "Server | None":
 
 
 def _sizes(path: str) -> Iterator[int]:
-    """The size of a file, or of those below a folder."""
+    """Yield the size of a file, or of each file below a folder."""
     if os.path.isfile(path):
         yield os.path.getsize(path)
-    for folder, _, names in os.walk(path):
-        for name in names:
-            found = os.path.join(folder, name)
-            if os.path.isfile(found):
-                yield os.path.getsize(found)
+    folders = [path] if os.path.isdir(path) else []
+    while folders:  # not os.walk, which recurses in Python 3.11
+        with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif entry.is_file():
+                    yield entry.stat().st_size
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cores_per_rank", "num_cores"]
+__all__ = ["cores_per_rank", "num_cores", "usable_cores"]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -18,6 +18,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_cores() -> int:
+    """Whole cores that affinity and the container's quota leave to this process, at least 1."""
+    return max(1, int(min(num_cores(), _cpu_quota())))
 
 
 def cores_per_rank() -> int:

@@ -35,9 +35,10 @@ def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> 
     try:
         with open(temporary, "w+b") as file:
             yield file
-            file.flush()
-            if synced:
-                os.fsync(file.fileno())
+            with _naming(path):
+                file.flush()
+                if synced:
+                    os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
@@ -46,6 +47,16 @@ def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> 
         raise
     if synced:
         sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the path to an error of the system that has none, like those of fsync."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def atomic_write(path: Path, data: bytes, *, is_shared: bool = False) -> None:
@@ -60,7 +71,8 @@ def sync_folder(folder: Path) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _naming(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

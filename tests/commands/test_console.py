@@ -46,6 +46,15 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
         ("logging.getLogger('tokenfeed.x').warning('odd'); return 3", 3, "warning: odd"),
         ("logging.getLogger('tokenfeed.x').info('so far')", 0, "so far"),
         ("raise BrokenPipeError", 141, None),
+        ("raise OSError(errno.ESTALE, 'Stale file handle', 'x')", 1, "error: x: Stale file handle"),
+        ("raise OSError(errno.EBUSY, 'Device busy', 'out')", 1, "error: out: Device busy"),
+        ("raise OSError(errno.EINVAL, 'Invalid argument')", 1, "error: Invalid argument"),
+        (
+            "raise RuntimeError('can\\'t start new thread')",
+            1,
+            "error: the system refuses to start another thread. Raise the limit on processes "
+            "(ulimit -u, or the container's), or use fewer processes.",
+        ),
     ],
 )
 def test_every_end_is_one_line_and_a_code(body: str, code: int, line: str | None) -> None:

@@ -7,6 +7,7 @@ import pytest
 from delivery import MakeDataset, open_loader, realistic_lengths
 
 from tokenfeed.pipeline.feeding import cores
+from tokenfeed.tools.options import Options
 
 
 @pytest.fixture
@@ -66,6 +67,14 @@ def test_the_quota_of_a_container_counts_as_cores(
     for name, text in files.items():
         write(machine / "cgroups" / name, text)
     assert cores.cores_per_rank() == share
+
+
+def test_pretokenize_workers_auto_respects_container_quota(machine: Path) -> None:
+    options = Options(paths=("corpus", "out"))
+    assert options.num_workers == 16
+    write(machine / "membership", "0::/")
+    write(machine / "cgroups" / "cpu.max", "250000 100000")
+    assert options.num_workers == 2
 
 
 def test_a_quota_is_shared_by_ranks_as_well(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,9 @@ def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
     [
         ({"tokenizer": "t", "vocab_size": 400}, "`--vocab-size` 400: is for a tokenizer that is"),
         ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
+        ({"seed": -1}, "`--seed` -1: expected 0 to 2^64 - 1"),
+        ({"seed": 2**64}, "expected 0 to 2^64 - 1"),
+        ({"split": ("n" * 256 + "=*.txt",)}, "the name has 256 bytes, at most 255 fit"),
     ],
 )
 def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: str) -> None:
