@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.remote.address import without_secrets
 
 __all__ = ["log_to_stderr", "print_json", "run_command"]
 
@@ -126,7 +127,7 @@ def _out_of_memory(error: Exception) -> str:
 def _say(line: str, code: int) -> int:
     global _said
     _said = True
-    print(" ".join(line.split("\n")), file=sys.stderr)
+    print(without_secrets(" ".join(line.split("\n"))), file=sys.stderr)
     return code
 
 
@@ -134,7 +135,7 @@ class _Formatter(logging.Formatter):
     """Information as it is; anything graver with its level in front."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
+        message = without_secrets(super().format(record))
         if record.levelno <= logging.INFO:
             return message
         return f"{record.levelname.lower()}: {message}"

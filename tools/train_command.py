@@ -226,9 +226,10 @@ def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
         command.check()
         steps = Learnable.of_shards(command.shards).steps_of(command.epochs, command)[0]
         command = dataclasses.replace(command, steps=steps)
-    for name, value in _values(command).items():
-        if name != "json" and value != getattr(begun, name):
-            _log.info("%s was %s, is %s from now on", name, getattr(begun, name), value)
+    was = begun.as_dict()
+    for name, value in command.settings().as_dict().items():
+        if name != "json" and value != was[name]:
+            _log.info("%s was %s, is %s from now on", name, was[name], value)
     return command
 
 

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.mixture import proportions
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.trainer.config import Shards, TrainConfig
 from tokenfeed.trainer.data_sets import read_manifest, source_of, weights_of
 
@@ -112,7 +113,7 @@ def _names(groups: dict[_Meaning, dict[str, float]]) -> dict[_Meaning, str]:
     found: dict[str, str] = {}
     for weights in groups.values():
         first = next(iter(weights))
-        parts = dict.fromkeys(PurePath(folder).name for folder in weights)
+        parts = dict.fromkeys(PurePath(public(folder)).name for folder in weights)
         name = "+".join(parts).replace(".", "_")
         if not name or name in found:
             reason = f"{found[name]} has this name" if name else "its folder has no name"
@@ -132,5 +133,5 @@ def _check_tokenizers(manifests: dict[str, Manifest]) -> None:
             raise ConfigError(
                 f"`--shards`: several tasks need one tokenizer, and {first} has {ours.xxh3}, "
                 f"{folder} has {theirs.xxh3}. Run `pretokenize` with `--tokenizer "
-                f"{PurePath(first) / ours.file}`."
+                f"{PurePath(public(first)) / ours.file}`."
             )

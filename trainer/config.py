@@ -16,6 +16,7 @@ import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.trainer.setting_checks import (
     bounds,
     check_pattern,
@@ -71,6 +72,15 @@ NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 AboveZero = Annotated[float, msgspec.Meta(gt=0)]
 Shards = str | dict[str, AboveZero]
 """The folder of a data set, or several with their weights."""
+
+
+_ADDRESSES = ("shards", "upload")
+
+
+def _public(setting: Shards) -> Shards:
+    if isinstance(setting, str):
+        return public(setting)
+    return {public(address): weight for address, weight in setting.items()}
 
 
 def _new_run_dir() -> Path:
@@ -213,12 +223,14 @@ class TrainConfig:
         require_multiple(self, "micro_batch_tokens", "sequence_length")
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings by name, as YAML and JSON hold them."""
+        """Return the settings by name, as YAML and JSON hold them, without secrets in addresses."""
         found: dict[str, Any] = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
         phases = [{k: v for k, v in phase.items() if v is not None} for phase in found["phases"]]
+        for settings in (found, *phases):
+            settings |= {k: _public(settings[k]) for k in _ADDRESSES if settings.get(k)}
         return found | {"phases": phases}
 
     def write(self) -> None:

@@ -13,6 +13,7 @@ from typing import Self
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.trainer.config import Shards, TrainConfig
 
 __all__ = [
@@ -49,8 +50,8 @@ def first_of(shards: Shards) -> str:
 def shown(shards: Shards) -> str:
     """As it is written on the command line."""
     if isinstance(shards, str):
-        return shards
-    return " ".join(f"{folder}={weight:g}" for folder, weight in shards.items())
+        return public(shards)
+    return " ".join(f"{public(folder)}={weight:g}" for folder, weight in shards.items())
 
 
 def read_manifest(shards: Shards) -> Manifest:
@@ -111,10 +112,11 @@ class DataSets:
     @property
     def names(self) -> dict[str, str]:
         """By folder what to call it: its last part, or all of it where two end alike."""
-        lasts = {folder: PurePath(folder).name for folder in self.weights}
+        lasts = {folder: PurePath(public(folder)).name for folder in self.weights}
         known = list(lasts.values())
         return {
-            folder: last if known.count(last) == 1 else folder for folder, last in lasts.items()
+            folder: last if known.count(last) == 1 else public(folder)
+            for folder, last in lasts.items()
         }
 
     def having(self, split: str) -> list[str]:

@@ -15,7 +15,7 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.pipeline.remote.objects import VersionedBytes
 from tokenfeed.pipeline.remote.ranged import Ranges
 from tokenfeed.pipeline.remote.schemes import SCHEMES
@@ -163,7 +163,7 @@ def open_store(path: StorePath) -> Store:
         if scheme not in STORES:
             known = ", ".join(f"{name}://" for name in STORES) or "none"
             raise ConfigError(
-                f"{hide_password(path)}: no store for `{scheme}://` (known: {known}). Give one of "
+                f"{public(path)}: no store for `{scheme}://` (known: {known}). Give one of "
                 "these, or a folder of this machine."
             )
         return STORES[scheme](path)

@@ -1,4 +1,4 @@
-"""The address of a data set in a store: `s3://bucket/prefix`, and how messages show it."""
+"""The address of a data set in a store, `s3://bucket/prefix`, and its form without secrets."""
 
 import re
 from dataclasses import dataclass
@@ -9,10 +9,16 @@ from urllib.parse import urlsplit
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.schemes import Traits, traits_of
 
-__all__ = ["Address", "hide_password", "require"]
+__all__ = ["Address", "object_address", "public", "require", "without_secrets"]
 
-_ANONYMOUS = "anonymous"
-_PASSWORD = re.compile(r"(?<=://)([^/@\s:]*):[^/@\s]*@")
+_ANONYMOUS = "?anonymous"
+_USER = re.compile(r"[^/?#]*@|(?!\[)[^/?#@]*:(?!\d+(?:[/?#]|$)).*@", re.DOTALL)
+"""User and password in front of a host. An unquoted password may hold `/`, `?`, `#` and `@`."""
+_WEB_QUERY = re.compile(r"[?#].*", re.DOTALL)
+_QUERY = re.compile(r"\?[^/?#]*=.*", re.DOTALL)
+"""In the address of a bucket `?` and `#` are parts of a key, but `?name=value` is a query."""
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
+_BY_ENVIRONMENT = "Give keys by the environment: docs/how/remote.md."
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -21,12 +27,14 @@ class Address:
 
     scheme: str
     url: str
-    """What the client is given: it may hold a password."""
-    anonymous: bool
+    """Without user, password and query; it may be shown."""
+    anonymous: bool = False
     """Whether requests go unsigned."""
+    query: str = ""
+    """What is sent with every request to a web server. It may hold a signature: never show it."""
 
     def __repr__(self) -> str:
-        return hide_password(self.url)
+        return self.url
 
     @property
     def traits(self) -> Traits:
@@ -37,31 +45,73 @@ class Address:
     def from_url(cls, url: str) -> Self:
         """Take a URL apart.
 
+        The path of a bucket is taken literally, as by `aws s3`: `%20` in it is no blank.
+
         Raises:
-            ConfigError: It names no bucket or host, or has a part that means nothing here.
+            ConfigError: It names no bucket or host, or holds a user, a password or keys.
         """
-        shown = hide_password(url)
+        shown = public(url)
+        scheme, _, rest = url.partition("://")
+        is_web = traits_of(scheme).is_web
+        if not is_web:
+            anonymous = rest.endswith(_ANONYMOUS)
+            base, query = rest.removesuffix(_ANONYMOUS), ""
+            if shown != url or ":" in base.partition("/")[0]:
+                raise ConfigError(f"{shown}: holds a user, a key or a query. {_BY_ENVIRONMENT}")
+        else:
+            anonymous = False
+            before, _, fragment = rest.partition("#")
+            base, _, query = before.partition("?")
+            if _USER.match(rest):
+                raise ConfigError(
+                    f"{shown}: holds a user or a password, which are not sent. Remove them; a "
+                    "signed address (`?...`) works."
+                )
+            if fragment:
+                raise ConfigError(f"{shown}: `#` and what follows it is no address. Write %23.")
+            query = "" if f"?{query}" == _ANONYMOUS else query
+        host, _, path = base.partition("/")
+        if not host:
+            raise ConfigError(f"{shown}: names no {'host' if is_web else 'bucket'}.")
         try:
-            parts = urlsplit(url)
+            _ = urlsplit(f"//{host}").port
         except ValueError as error:
             raise ConfigError(f"{shown}: is no address ({error}).") from None
-        is_web = traits_of(parts.scheme).is_web
-        if not parts.netloc:
-            raise ConfigError(f"{shown}: names no {'host' if is_web else 'bucket'}.")
-        if parts.query not in ("", _ANONYMOUS) or parts.fragment:
-            raise ConfigError(
-                f"{shown.partition('?')[0]}: the only thing that may follow is `?{_ANONYMOUS}`. "
-                "Give keys by the environment: docs/how/remote.md."
-            )
-        if not is_web and ":" in parts.netloc:
-            raise ConfigError(f"{shown}: give keys by the environment: docs/how/remote.md.")
-        base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-        return cls(parts.scheme, base, bool(parts.query))
+        return cls(scheme, f"{scheme}://{host}/{path}".rstrip("/"), anonymous, query)
 
 
-def hide_password(text: str) -> str:
-    """A URL, or a text with URLs, without passwords."""
-    return _PASSWORD.sub(r"\1:***@", text)
+def object_address(url: str) -> tuple[str, str]:
+    """Split the URL of an object into the URL of its folder and its name; "" without a folder.
+
+    The folder keeps the query, for it may be a signature.
+    """
+    is_web = traits_of(url.partition("://")[0]).is_web
+    base, mark, query = url.partition("?" if is_web else _ANONYMOUS)
+    folder, _, name = base.rstrip("/").rpartition("/")
+    return (f"{folder}{mark}{query}" if not folder.endswith("/") else "", name)
+
+
+def public(url: str) -> str:
+    """Return a URL without its secrets: user, password, query and fragment.
+
+    Anything else, such as a path, is returned as it is; so are `?` and `#` in the key of a bucket.
+    """
+    scheme, mark, rest = url.partition("://")
+    if not mark:
+        return url
+    rest = (_WEB_QUERY if traits_of(scheme).is_web else _QUERY).sub("", _hide_user(scheme, rest))
+    return f"{scheme}://{rest}"
+
+
+def without_secrets(text: str) -> str:
+    """Return a text with every URL in it as `public` has it."""
+    return _URL.sub(lambda found: public(found[0]), text) if "://" in text else text
+
+
+def _hide_user(scheme: str, rest: str) -> str:
+    found = _USER.match(rest)
+    is_container = found and scheme == "abfss" and ":" not in found[0]
+    return f"***@{rest[found.end() :]}" if found and not is_container else rest
 
 
 def require(module: str, url: str) -> None:
@@ -72,6 +122,6 @@ def require(module: str, url: str) -> None:
     """
     if find_spec(module) is None:
         raise ConfigError(
-            f"{hide_password(url)}: needs the package `{module}`, which is not installed. "
+            f"{public(url)}: needs the package `{module}`, which is not installed. "
             "`pip install 'tokenfeed[remote]'` brings it."
         )

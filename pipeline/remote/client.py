@@ -11,9 +11,10 @@ from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.remote.address import Address, hide_password
+from tokenfeed.pipeline.remote.address import Address
 from tokenfeed.pipeline.remote.failures import first_line
 from tokenfeed.pipeline.remote.process import check_process
 from tokenfeed.pipeline.remote.retrying import Meter, Timing
@@ -75,10 +76,9 @@ class Connection:
         except (BaseError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            shown = hide_password(self.address.url)
             raise ConfigError(
-                f"{shown}: {first_line(error)}. docs/how/remote.md tells how."
-            ) from error
+                f"{self.address}: {first_line(error)}. docs/how/remote.md tells how."
+            ) from None  # the client's own error may hold a signature
 
 
 _connections: dict[tuple[int, Address, Timing], Connection] = {}
@@ -112,14 +112,17 @@ def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
         "retry_config": _retries(timing, max_retries),
     }
     if address.traits.is_web:
-        return store.HTTPStore.from_url(address.url, **settings)
+        query = f"?{address.query}" if address.query else ""
+        return store.HTTPStore.from_url(f"{address.url}{query}", **settings)
     if address.scheme == "s3":
         _check_endpoint()
     if address.anonymous:
         settings["skip_signature"] = True
     elif address.scheme == "s3" and (provider := _aws_profile()):
         settings["credential_provider"] = provider
-    return store.from_url(address.url, **settings)
+    scheme, _, rest = address.url.partition("://")
+    host, slash, path = rest.partition("/")
+    return store.from_url(f"{scheme}://{host}{slash}{quote(path)}", **settings)
 
 
 def _check_endpoint() -> None:

@@ -8,7 +8,7 @@ import errno
 import re
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError, TokenfeedError
-from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.address import without_secrets
 
 __all__ = ["cause_of_failure", "first_line"]
 
@@ -86,7 +86,7 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
         raise error
     if type(error).__name__ == "InvalidPathError":
         raise RemoteError(errno.EINVAL, _LISTED.format(cause=first_line(error)), place) from None
-    cause = _cause(str(error))
+    cause = without_secrets(_cause(str(error)))
     if (final := _final(error)) and not (has_talked and _METADATA_SERVICE in str(error)):
         raise RemoteError(final[0], final[1].format(cause=cause), place) from None
     return cause
@@ -95,7 +95,7 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
 def first_line(error: Exception) -> str:
     """What the client says, without its own debugging lines."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return hide_password(lines[0].strip().removeprefix(_BEFORE_LISTED))
+    return without_secrets(lines[0].strip().removeprefix(_BEFORE_LISTED))
 
 
 def _final(error: Exception) -> tuple[int, str] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.address import hide_password, require
+from tokenfeed.pipeline.remote.address import public, require, without_secrets
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.objects import VersionedBytes, cut_short
 from tokenfeed.pipeline.remote.process import check_process, talks_here
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["HubStore"]
 
 _ADDRESS = re.compile(
-    r"hf://(?P<kind>datasets|models)/(?P<owner>[^/@]+/[^/@]+)(@(?P<revision>[^/]+))?(?P<folder>/.*)?"
+    r"hf://(?P<kind>datasets|models)/(?P<owner>[^/@?#]+/[^/@?#]+)(@(?P<revision>[^/?#]+))?(?P<folder>/[^?#]*)?"
 )
 _meter = Meter()
 
@@ -52,7 +52,7 @@ class HubStore:
         match = _ADDRESS.fullmatch(url.rstrip("/"))
         if match is None:
             raise ConfigError(
-                f"{hide_password(url)}: expected hf://datasets/OWNER/NAME[@REVISION][/FOLDER], or "
+                f"{public(url)}: expected hf://datasets/OWNER/NAME[@REVISION][/FOLDER], or "
                 "hf://models/..."
             )
         kind, revision = match["kind"].removesuffix("s"), match["revision"] or "main"
@@ -143,7 +143,7 @@ def _cause_of(error: Exception, place: str) -> str:
     """
     from huggingface_hub import errors
 
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = without_secrets(" ".join(str(error).split())) or type(error).__name__
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(
         error, errors.LocalEntryNotFoundError
     ):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from tokenfeed.pipeline.remote.address import Address, hide_password, require
+from tokenfeed.pipeline.remote.address import Address, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
@@ -54,7 +54,7 @@ class ObjectStore:
     @property
     def name(self) -> str:
         """The address as messages show it."""
-        return hide_password(self.address.url)
+        return self.address.url
 
     @property
     def traffic(self) -> Traffic:
@@ -77,8 +77,11 @@ class ObjectStore:
             RemoteError: The store refuses, or cannot be reached.
         """
 
+        # A signed address is often valid for GET alone. The body is not fetched until it is read.
+        options: GetOptions = {} if self.address.query else {"head": True}
+
         def attempt() -> ObjectInfo:
-            result = self._connection.reads.get(name, options={"head": True})
+            result = self._connection.reads.get(name, options=options)
             metadata = {str(key): value for key, value in result.attributes.items()}
             return self._info(name, result.meta, metadata)
 

@@ -132,6 +132,9 @@ class _Objects(Handler):
 
     def _give(self, *, head: bool) -> None:
         there = self.server_state.objects.get(self._name)
+        signature = self.server_state.signature
+        if signature and (head or signature not in urlsplit(self.path).query):
+            return self.answer(403, {})
         if there is None:
             return self.answer(404, {})
         wanted = self.headers.get("If-Match")
@@ -193,6 +196,8 @@ class ObjectServer:
 
     objects: dict[str, StoredObject] = field(default_factory=dict)
     lies: bool = False
+    signature: str = ""
+    """What the query must hold, if anything; then GET alone is answered, as for a signed URL."""
     etags: Iterator[str] | None = None
     """What each answer calls the version of its object: None for its own ETag, or nothing."""
     port: int = 0

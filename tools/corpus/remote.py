@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.address import object_address, public
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
 from tokenfeed.tools.corpus.places import RemoteFile
@@ -27,20 +27,19 @@ def object_at(url: str) -> RemoteFile | None:
         CorpusError: Nothing else can be at this URL.
     """
     is_web = _object_store(url).address.traits.is_web
-    base, mark, query = url.rstrip("/").partition("?")
-    parent, _, name = base.rpartition("/")
+    folder, name = object_address(url)
     if is_web:
         name = unquote(name)  # as the client does with the rest: what it asks for it quotes itself
-    if parent.endswith("/"):
+    if not folder:
         return None  # a whole bucket
-    store = _object_store(f"{parent}{mark}{query}")
+    store = _object_store(folder)
     try:
         return RemoteFile(store, store.head(name))
     except FileNotFoundError:
         pass
     if is_web:
         raise CorpusError(
-            f"{hide_password(url)}: not found. Give each file by its URL: a web server has no "
+            f"{public(url)}: not found. Give each file by its URL: a web server has no "
             "lists of them."
         )
     return None
@@ -77,6 +76,6 @@ def _object_store(url: str) -> ObjectStore:
     if isinstance(store, ObjectStore):
         return store
     raise ConfigError(
-        f"{hide_password(url)}: no corpus is read from there. Give hub:OWNER/NAME, or the address "
+        f"{public(url)}: no corpus is read from there. Give hub:OWNER/NAME, or the address "
         "of a bucket or of a file on the web."
     )

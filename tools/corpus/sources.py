@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.tools.at_once import results_of
 from tokenfeed.tools.corpus.detect import (
     compression_of,
@@ -89,7 +90,8 @@ def find_corpus(
             f" ({search.skipped_binary:,} binary files skipped)" if search.skipped_binary else ""
         )
         raise CorpusError(
-            f"{', '.join(paths)}: no input file found{binary}. Point at folders or files of text."
+            f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
+            "files of text."
         )
     return Corpus(sources=tuple(search.sources), skipped_binary=search.skipped_binary)
 
@@ -219,6 +221,11 @@ class _Search:
     def _add_remote(self, url: str) -> None:
         """An object, or all below a URL."""
         if file := object_at(url):
+            if file.store.address.query and str(file) in self._seen:
+                raise ConfigError(
+                    f"{file}: is given twice. Files are told apart by what stands before `?`: give "
+                    "each address once."
+                )
             self._add_given(str(file), file, str(file))
             return
         found = [

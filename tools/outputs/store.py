@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.remote.address import hide_password
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.pipeline.remote.objects import ObjectInfo
 from tokenfeed.tools.at_once import results_of
@@ -44,7 +44,7 @@ class StoreOutput:
         if isinstance(store, ObjectStore) and not store.address.traits.is_web:
             return cls(store)
         raise ConfigError(
-            f"{hide_password(url)}: no data set is written there. Give a folder, or the address of "
+            f"{public(url)}: no data set is written there. Give a folder, or the address of "
             "a bucket."
         )
 

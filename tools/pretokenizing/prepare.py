@@ -11,6 +11,7 @@ import xxhash
 
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.pipeline.remote.address import public
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.installed import installed_engines
@@ -171,7 +172,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[
     states_xxh3 = xxhash.xxh3_64_hexdigest(repr(states).encode())
     training = None if options.tokenizer else [options.vocab_size, options.seed]
     return {
-        "CORPUS": list(options.corpus),
+        "CORPUS": list(map(public, options.corpus)),
         "--exclude": list(options.exclude),
         "--split": list(options.split),
         "--task": inputs.task.name,
@@ -179,7 +180,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[
         "the labels": list(inputs.task.label_names),
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,
-        "--tokenizer": options.tokenizer,
+        "--tokenizer": options.tokenizer and public(options.tokenizer),
         "--vocab-size and --seed": training,
         "--end-token": options.end_token,
         "--add-special-tokens": options.add_special_tokens,
