@@ -33,7 +33,11 @@ _PLACEHOLDERS = {int: "N", float: "X", Path: "PATH"}
 
 
 def read_flags(
-    settings: type[Any], groups: Mapping[str, str], prog: str, description: str
+    settings: type[Any],
+    groups: Mapping[str, str],
+    prog: str,
+    description: str,
+    other_names: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """What the command line says, by the names of the fields; --help prints and exits.
 
@@ -43,6 +47,8 @@ def read_flags(
         groups: Titles, by the field that a group begins with.
         prog: Name of the command.
         description: What stands above the options.
+        other_names: What other tools call an option, with the options to suggest instead. The empty
+            name is for a word that is not an option.
 
     Raises:
         ConfigError: An option that there is not, or one with a value that it does not take.
@@ -52,9 +58,19 @@ def read_flags(
     parser = _parser(settings, kinds, groups, prog, description)
     found, others = parser.parse_known_args([_hyphened(word) for word in sys.argv[1:]])
     if others:
-        flag, near = others[0].split("=")[0], nearest(others[0], map(flag_of, kinds))
-        raise ConfigError(f"`{flag}` is no option.{near} See {prog} --help.")
+        raise ConfigError(_unknown(others[0], kinds, other_names or {}, prog))
     return {name: _typed(kinds[name], said, flag_of(name)) for name, said in vars(found).items()}
+
+
+def _unknown(word: str, kinds: Mapping[str, Any], other_names: Mapping[str, str], prog: str) -> str:
+    """The message about a word that means nothing, with the nearest option."""
+    if not word.startswith("-"):
+        meant = f" Did you mean {other_names['']} {word}?" if "" in other_names else ""
+        return f"`{word}`: unexpected word.{meant} See {prog} --help."
+    flag = word.split("=")[0]
+    if flag in other_names:
+        return f"Unknown option `{flag}`. Did you mean {other_names[flag]}? See {prog} --help."
+    return f"Unknown option `{flag}`.{nearest(flag, map(flag_of, kinds))} See {prog} --help."
 
 
 def _typed(kind: Any, said: Any, flag: str) -> Any:

@@ -1,10 +1,11 @@
 """The `train` command: shards in, a trained model and a report out.
 
-Ctrl-C and SIGTERM end the run after the step under way, with a checkpoint and a report, so nothing
-is lost and `--resume` goes on from there. A second Ctrl-C ends it at once. SIGUSR1 saves, and the
-run goes on.
+Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end the run after the step or the evaluation batch
+under way, with a checkpoint and a report; `--resume` goes on from there. A second Ctrl-C ends it at
+once. SIGUSR1 saves, and the run goes on.
 """
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -23,7 +24,7 @@ __all__ = ["main"]
 
 
 class Wishes:
-    """Turns the first SIGINT or SIGTERM, and every SIGUSR1, into a wish that the loop asks for."""
+    """Turn the first signal to end, and every SIGUSR1, into a wish that the loop reads."""
 
     def __init__(self) -> None:
         self.ended_by: int | None = None
@@ -33,6 +34,8 @@ class Wishes:
             signal.signal(number, self._stop_later)
         if hasattr(signal, "SIGUSR1"):  # not on Windows
             signal.signal(signal.SIGUSR1, self._save_later)
+            if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+                signal.signal(signal.SIGHUP, self._stop_later)
 
     def should_stop(self) -> bool:
         """Whether to save and end."""
@@ -47,12 +50,18 @@ class Wishes:
 
     def _stop_later(self, number: int, frame: FrameType | None) -> None:
         self.ended_by = number
-        os.write(sys.stderr.fileno(), b"stopping after this step; Ctrl-C again stops at once\n")
+        _say(b"stopping: saves and writes the report first; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def _save_later(self, number: int, frame: FrameType | None) -> None:
         self._save = True
-        os.write(sys.stderr.fileno(), b"saving after this step\n")
+        _say(b"saving after this step\n")
+
+
+def _say(line: bytes) -> None:
+    """Write to stderr, whose terminal may be gone."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stderr.fileno(), line)
 
 
 def main() -> None:

@@ -43,8 +43,16 @@ _GROUPS = {
 }
 _EITHER = (("steps", "epochs", "how long to train"), ("step_tokens", "step_rows", "what a step is"))
 """Settings of which one is enough, and what they say."""
-_OF_ONE_COMMAND = ("resume", "json")
-"""What a file says of these was for another command: config.yaml of a run has them too."""
+
+
+_OTHER_NAMES = {
+    "": "--shards",
+    "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
+    "--lr": "--learning-rate",
+    "--max-steps": "--steps",
+    "--output-dir": "--run-dir",
+}
+"""What other trainers call our options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +80,8 @@ class Command(TrainConfig):
         return TrainConfig(**_values(self))
 
     def as_yaml(self) -> str:
-        """The settings as --config takes them; without what is for one command only."""
-        values = self.settings().as_dict()
-        return yaml.safe_dump(
-            {name: value for name, value in values.items() if name not in _OF_ONE_COMMAND},
-            sort_keys=False,
-        )
+        """The settings as --config takes them."""
+        return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
 
 
 _ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu", "monitor_only")
@@ -137,14 +141,25 @@ def _resumes(said: dict[str, Any]) -> bool:
 
 def _said() -> dict[str, Any]:
     """What the command line says, and below it the file and the preset that it names."""
-    flags = read_flags(Command, _GROUPS, "train", _DESCRIPTION)
-    for one, other, meaning in _EITHER:
-        if flags.get(one) is not None and flags.get(other) is not None:
-            raise ConfigError(
-                f"`{flag_of(other)}` and {flag_of(one)} both say {meaning}. Leave one out."
-            )
+    flags = read_flags(Command, _GROUPS, "train", _DESCRIPTION, _OTHER_NAMES)
+    _check_either(flags, {name: flag_of(name) for name in flags})
     preset = PRESETS[flags["preset"]] if flags.get("preset") else {}
     return _with_steps(_over(_over(preset, _file(flags.get("config"))), flags))
+
+
+def _check_either(said: dict[str, Any], written: dict[str, str], where: str = "") -> None:
+    """Refuse two settings of one source that contradict each other.
+
+    Args:
+        said: The settings by name.
+        written: How each one is written there.
+        where: The file, for the message.
+    """
+    for one, other, meaning in _EITHER:
+        if said.get(one) is not None and said.get(other) is not None:
+            raise ConfigError(
+                f"{where}`{written[other]}` and {written[one]} both say {meaning}. Leave one out."
+            )
 
 
 def _with_steps(said: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +173,8 @@ def _with_steps(said: dict[str, Any]) -> dict[str, Any]:
 
 def _file(path: Path | None) -> dict[str, Any]:
     found = read_settings(path, _KINDS) if path else {}
-    return {name: value for name, value in found.items() if name not in _OF_ONE_COMMAND}
+    _check_either(found, {name: name for name in found}, f"{path}: ")
+    return found
 
 
 def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -174,13 +190,18 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def _learnable(said: dict[str, Any]) -> Learnable | None:
-    """None where it cannot be read or has nothing to train on: the run says why."""
+    """What the data sets hold; None if they have nothing to train on, which the run reports. With
+    --print-config they may also be unreadable.
+
+    Raises:
+        TokenfeedError: A data set cannot be read. This comes before torch is imported.
+    """
     if "shards" not in said:
         if _resumes(said):
             folder = said["run_dir"]
             raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
         raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
-    with contextlib.suppress(TokenfeedError):
+    with contextlib.suppress(*[TokenfeedError] if said.get("print_config") else []):
         learnable = Learnable.of_shards(said["shards"])
         return learnable if learnable.is_trainable else None
     return None
@@ -220,16 +241,12 @@ def _tell(choices: list[Choice], command: Command) -> None:
 
 
 def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
-    """The settings of a run that goes on; those that differ from before are named."""
+    """The settings of a run that goes on."""
     command = Command(**_over(_values(begun), said))
     if command.epochs is not None:
         command.check()
         steps = Learnable.of_shards(command.shards).steps_of(command.epochs, command)[0]
         command = dataclasses.replace(command, steps=steps)
-    was = begun.as_dict()
-    for name, value in command.settings().as_dict().items():
-        if name != "json" and value != was[name]:
-            _log.info("%s was %s, is %s from now on", name, was[name], value)
     return command
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
     "METRICS_FILE",
+    "OF_ONE_COMMAND",
     "PAGE_FILE",
     "REPORT_FILE",
     "AttentionName",
@@ -66,6 +67,8 @@ PAGE_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
 """A --lora-target: every linear layer but the head."""
+OF_ONE_COMMAND = ("resume", "json", "export")
+"""Settings that config.yaml of a run leaves out: they were for the command that began it."""
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -223,7 +226,8 @@ class TrainConfig:
         require_multiple(self, "micro_batch_tokens", "sequence_length")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings by name, as YAML and JSON hold them, without secrets in addresses."""
+        """Return the settings by name, as YAML and JSON hold them: without secrets in addresses,
+        and without `step_tokens` where `step_rows` replaces it."""
         found: dict[str, Any] = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -231,11 +235,23 @@ class TrainConfig:
         phases = [{k: v for k, v in phase.items() if v is not None} for phase in found["phases"]]
         for settings in (found, *phases):
             settings |= {k: _public(settings[k]) for k in _ADDRESSES if settings.get(k)}
+        if self.step_rows is not None:
+            del found["step_tokens"]
         return found | {"phases": phases}
+
+    def changes(self, begun: "TrainConfig") -> list[str]:
+        """One line for each setting that differs from those that a run was begun with."""
+        before, now = begun.as_dict(), self.as_dict()
+        return [
+            f"{name} was {before.get(name)}, is {now.get(name)} from now on"
+            for name in before | now
+            if name not in OF_ONE_COMMAND and before.get(name) != now.get(name)
+        ]
 
     def write(self) -> None:
         """Write config.yaml into the run's folder, atomically."""
-        content = yaml.safe_dump(self.as_dict(), sort_keys=False)
+        kept = {k: v for k, v in self.as_dict().items() if k not in OF_ONE_COMMAND}
+        content = yaml.safe_dump(kept, sort_keys=False)
         atomic_write(self.run_dir / CONFIG_FILE, content.encode())
 
     @classmethod
@@ -246,7 +262,7 @@ class TrainConfig:
             return None
         try:
             values = read_settings(path, get_type_hints(cls, include_extras=True))
-            return cls(**values | {"run_dir": run_dir, "resume": True, "json": False})
+            return cls(**values | {"run_dir": run_dir, "resume": True})
         except (ConfigError, TypeError) as error:  # a TypeError: it says nothing of the shards
             raise ConfigError(
                 f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "

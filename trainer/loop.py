@@ -170,7 +170,7 @@ class Trainer:
             self.learner.compile([b for feeds in self.feeds.values() for b in feeds.blanks()])
         self.metrics.keep(until_step=self.step if config.resume else -1)
         if self.world.is_main:
-            config.write()
+            self._write_config()
             self.uploads.begin()
         self.stall = StallMeter[object](
             self.device,
@@ -188,6 +188,14 @@ class Trainer:
         self._evaluate(note=is_missing and self._is_due(config.eval_every))
         if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
+
+    def _write_config(self) -> None:
+        """Log the settings that a resumed run changes, after all checks; keep all settings."""
+        with contextlib.suppress(ConfigError):  # a damaged config.yaml is replaced
+            begun = TrainConfig.of_run(self.config.run_dir) if self.config.resume else None
+            for line in self.config.changes(begun) if begun else ():
+                _log.info("%s", line)
+        self.config.write()
 
     def _open_metrics(self) -> MetricsFile:
         metrics = MetricsFile(self.config.run_dir)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.trainer.config import PAGE_FILE, REPORT_FILE
+from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import efficiency_parts
 from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline, rank_table
 
@@ -109,7 +109,7 @@ class Report:
         if self.validation_loss_first is not None:
             change = _change(self.validation_loss_first, self.validation_loss_last)
             loss += f", validation {change}"
-        end = "" if self.finished else ", stopped before the end: go on with --resume"
+        end = "" if self.finished else f", {self._way_on()}"
         skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
         return "\n".join(
             [
@@ -127,6 +127,12 @@ class Report:
                 f"report   {Path(self.run_dir) / PAGE_FILE}, {REPORT_FILE}",
             ]
         )
+
+    def _way_on(self) -> str:
+        """How a run that did not reach its last step can go on."""
+        if any((Path(self.run_dir) / CHECKPOINTS_FOLDER).glob("step-????????")):
+            return "stopped before the end: go on with --resume"
+        return "ended before its first checkpoint: start it again without --resume"
 
     def _metrics(self) -> list[str]:
         """A line for each split that was measured."""

@@ -11,7 +11,7 @@ from tokenfeed.pipeline.format.once import reading_once
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config import CONFIG_FILE, TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.profiling import check_profile
@@ -158,13 +158,11 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     begun = TrainConfig.of_run(config.run_dir)
     if begun is None:
         return False
-    asked = dataclasses.replace(config, resume=True, json=False)
+    asked = config
     if asked.micro_batch_tokens == "auto":
         asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {
-        name: getattr(asked, name) for name in ("export", "track", "profile", "upload", "headspace")
-    }
-    return dataclasses.replace(begun, **free) == asked
+    free = {name: getattr(asked, name) for name in ("track", "profile", "upload", "headspace")}
+    return not asked.changes(dataclasses.replace(begun, **free))
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:
@@ -184,6 +182,12 @@ def _check_folder(config: TrainConfig, *, finished: bool) -> None:
         )
     checkpoints = Checkpoints.of_run(config.run_dir)
     if config.resume:
+        if checkpoints.latest() is None and (config.run_dir / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"`--resume`: the run in {config.run_dir} ended before its first checkpoint "
+                f"(--save-every {config.save_every}). Leave --resume out, and give its settings "
+                "again, to start it again in this folder."
+            )
         checkpoints.to_resume()
     elif checkpoints.latest():
         raise ConfigError(

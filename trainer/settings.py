@@ -122,7 +122,7 @@ def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], said: str) -
     for written, value in content.items():
         name = str(written).replace("-", "_")
         if name not in kinds:
-            raise ConfigError(f"{said} {written} is no setting.{nearest(name, kinds)}")
+            raise ConfigError(f"{said} unknown setting {written}.{nearest(name, kinds)}")
         if name in found:
             raise ConfigError(f"{said} {name} is there twice. Leave one out.")
         found[name] = typed(kinds[name], value, f"{said} {written}")

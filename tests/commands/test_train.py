@@ -21,8 +21,10 @@ from training import (
     write_counting,
 )
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.report import Report
 
 TRAIN = Path(sys.executable).with_name("train")
 MODULE = ("-m", "tokenfeed.tools.train")
@@ -78,7 +80,9 @@ def start(config: TrainConfig, program: Sequence[str] = MODULE) -> warm.Popen:
     return warm.Popen([*program, *words_of(config)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_the_command_with_a_checkpoint_and_a_report(
     number: signal.Signals, exit_code: int, shards: Path, tmp_path: Path
 ) -> None:
@@ -189,6 +193,35 @@ def test_the_help_of_the_command_needs_no_torch() -> None:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "--micro-batch-tokens" in result.stdout
+
+
+def test_missing_shards_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.argv = ['train', '--shards', {str(tmp_path / 'nowhere')!r}]\n"
+        "from tokenfeed.tools.train import main\n"
+        "try: main()\n"
+        "finally: assert 'torch' not in sys.modules"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_killed_run_without_checkpoint_says_how_to_start_again(
+    shards: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    process = start(make_config(shards, run_dir, steps=100_000, save_every=100_000))
+    wait_for_step(2, run_dir, process)
+    process.kill()
+    process.communicate()
+    report = Report.of_run(run_dir)
+    assert report
+    assert "start it again without --resume" in report.summary()
+    with pytest.raises(ConfigError, match="ended before its first checkpoint"):
+        run(make_config(shards, run_dir, resume=True))
+    assert run(make_config(shards, run_dir, steps=2)).finished
 
 
 @pytest.mark.cuda

@@ -15,17 +15,12 @@ _WEIGHTS = "params"
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State:
-    """Settings of each group, and by group and weight what the optimizer keeps of it."""
-    names = _names_by_group(optimizer, model)
+    """The moments by group and weight; the settings of groups come from the run's own settings."""
     weights = dict(model.named_parameters())
     return {
-        "settings": [
-            {key: value for key, value in group.items() if key != _WEIGHTS}
-            for group in optimizer.param_groups
-        ],
         "weights": [
             {name: dict(optimizer.state.get(weights[name], {})) for name in group}
-            for group in names
+            for group in _names_by_group(optimizer, model)
         ],
     }
 
@@ -37,7 +32,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: St
         ResumeError: It is of other weights.
     """
     if "param_groups" not in state:
-        state = _as_torch_has_it(_names_by_group(optimizer, model), model, state)
+        state = _as_torch_has_it(optimizer, model, state)
     optimizer.load_state_dict(state)
 
 
@@ -52,8 +47,10 @@ def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[
     return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
 
 
-def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> State:
-    """The state in torch's form, where whatever stands for a weight does so in its place."""
+def _as_torch_has_it(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> State:
+    """Convert the state to torch's form, with names for weights and the optimizer's own settings:
+    a resumed run may have another weight decay than the run that saved."""
+    names = _names_by_group(optimizer, model)
     if [set(group) for group in names] != [set(group) for group in state["weights"]]:
         raise ResumeError(
             "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
@@ -68,9 +65,8 @@ def _as_torch_has_it(names: list[list[str]], model: nn.Module, state: State) -> 
             if values
         },
         "param_groups": [
-            {key: tuple(value) if isinstance(value, list) else value for key, value in of.items()}
-            | {_WEIGHTS: group}
-            for of, group in zip(state["settings"], names, strict=True)
+            settings | {_WEIGHTS: group}
+            for settings, group in zip(optimizer.param_groups, names, strict=True)
         ],
     }
 

@@ -185,7 +185,7 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "missing"
-    config = parsed(monkeypatch, "--shards", missing, "--run-dir", tmp_path)
+    config = parsed(monkeypatch, "--shards", missing, "--run-dir", tmp_path, "--print-config")
     assert config == TrainConfig(
         shards=str(missing), run_dir=tmp_path
     )  # the run says what is amiss

@@ -15,6 +15,7 @@ from training import load_weights, make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer import evaluation, export
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.export import Exported, load_exported
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import Head
@@ -125,6 +126,15 @@ def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path
     assert not (tmp_path / "exported").exists()
     run(dataclasses.replace(config, resume=True))
     assert load_exported(tmp_path / "exported")
+
+
+def test_export_is_not_repeated_by_a_later_resume(documents: Path, tmp_path: Path) -> None:
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
+    run(config)
+    begun = TrainConfig.of_run(tmp_path / "run")
+    assert begun is not None
+    assert begun.export is None
+    assert run(dataclasses.replace(begun, steps=config.steps + 2)).finished
 
 
 def test_a_failed_export_leaves_nothing_and_can_be_repeated(

@@ -296,7 +296,7 @@ def test_an_empty_run_dir_is_refused(words: list[str], monkeypatch: pytest.Monke
         ("seed", [1], "seed"),
         ("precision", "int8", "expected one of auto, fp32, bf16, fp16, got int8"),
         ("shards", 3, "shards: expected text or folders with weights .*, got 3"),
-        ("stepps", 3, "stepps is no setting. Did you mean steps?"),
+        ("stepps", 3, "unknown setting stepps. Did you mean steps?"),
     ],
 )
 def test_a_setting_of_a_wrong_type_in_config_yaml_is_one_line(

@@ -229,7 +229,10 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("phases: [{steps: 3, learning_rat: 1}]", "phases 1: learning_rat is no.*learning_rate"),
+        (
+            "phases: [{steps: 3, learning_rat: 1}]",
+            "phases 1: unknown setting learning_rat\\b.*learning_rate",
+        ),
         ("phases: [{trainable: norm}]", "phases 1: has no steps"),
         ("phases: [{steps: 3}, {steps: 0}]", "phases 2: steps: expected a whole number of at"),
         ("phases: [3]", "phases 1: expected settings"),

@@ -195,8 +195,25 @@ def test_resume_takes_the_settings_the_run_was_begun_with(
     caplog.set_level("INFO")
     arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
     monkeypatch.setattr(sys, "argv", arguments)
-    assert parse_config() == dataclasses.replace(begun, resume=True, steps=12)
+    resumed = parse_config()
+    assert resumed == dataclasses.replace(begun, resume=True, steps=12)
+    with pytest.raises(ResumeError):
+        run(dataclasses.replace(resumed, optimizer="muon"))
+    assert "from now on" not in caplog.text
+    run(resumed)
     assert "steps was 8, is 12 from now on" in caplog.text
+
+
+def test_resume_with_other_weight_decay_uses_it(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    for name, decay in (("same", 0.1), ("other", 50.0)):
+        shutil.copytree(finished, tmp_path / name)
+        config = make_config(shards, tmp_path / name, steps=10, weight_decay=decay, resume=True)
+        run(config)
+    same, other = (load_weights(tmp_path / name, 10) for name in ("same", "other"))
+    matrices = [name for name, weight in same.items() if weight.dim() == 2]
+    assert all(float(other[name].norm()) < 0.99 * float(same[name].norm()) for name in matrices)
 
 
 def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
