@@ -26,6 +26,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -368,6 +369,27 @@ def test_files_of_two_splits_in_turn_share_two_shards(tmp_path: Path, tokenizer:
     options = ("--tokenizer", tokenizer, "--split", "test=*.test.txt")
     summary = run_json(tmp_path / "in", tmp_path / "out", *options)
     assert (summary["units"], summary["splits"]) == (2, {"test": 20, "train": 20})
+
+
+def test_parquet_memory_stays_flat_over_parts(tmp_path: Path) -> None:
+    columns = {f"column{number}": [number] * 300 for number in range(20)}
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a"] * 300} | columns), path, row_group_size=1)
+    sources = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
+    parts = [part for unit in cut_units(sources, 1) for part in unit.parts]
+    footer_bytes = pq.read_metadata(path).serialized_size
+
+    def resident_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def read_parts(parts: list[Part]) -> None:
+        for part in parts:
+            assert [len(records) for records in read_records(part, {"text": Kind.TEXT})] == [1]
+
+    read_parts(parts[:10])
+    before = resident_bytes()
+    read_parts(parts[10:40])
+    assert resident_bytes() - before < 40 * footer_bytes  # one copy was 8 times its size
 
 
 def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:

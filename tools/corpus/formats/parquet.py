@@ -107,39 +107,42 @@ class _ParquetTable:
     def _chunks(self, groups: list[int], fields: Fields) -> "list[pq.ColumnChunkMetaData]":
         """What row groups have of the columns wanted, or of what these consist of; nothing where
         the footer is damaged there, or they are encrypted."""
-        paths = [self.file.schema.column(n).path for n in range(self.file.metadata.num_columns)]
-        nested = tuple(f"{name}." for name in fields)
-        wanted = [n for n, path in enumerate(paths) if path in fields or path.startswith(nested)]
+        paths = self.file.reader.column_paths  # `file.schema` lives until a garbage collection
+        wanted = [number for number, path in enumerate(paths) if path[0] in fields]
         if not self._has_sound_chunks(groups, wanted):
             return []
         by_group = map(self.file.metadata.row_group, groups)
         return [group.column(number) for group in by_group for number in wanted]
 
     def _has_sound_chunks(self, groups: list[int], columns: list[int]) -> bool:
-        """Whether the footer is sound there. Arrow raises where it is about to read chunks that are
-        not; who asks for one of these has the process aborted."""
+        """Whether the footer is sound there.
+
+        Asking for the metadata of a damaged column chunk aborts the process. Reading raises
+        instead, before Arrow asks for any byte of the chunk.
+        """
         import pyarrow.parquet as pq
 
-        source = pa.PythonFile(_Unread(self.size), mode="r")
+        empty = _Empty(self.size)
+        source = pa.PythonFile(empty, mode="r")
         file = pq.ParquetFile(source, metadata=self.file.metadata, pre_buffer=True)
         try:
             next(file.reader.iter_batches(1, row_groups=groups, column_indices=columns), None)
-        except _AboutToReadError:
-            return True
         except DAMAGE:
-            return False
+            return empty.was_read
         return True
 
 
-class _AboutToReadError(Exception):
-    """Arrow has looked at the footer, and wants the bytes that it names."""
+class _Empty(SeekableFile):
+    """A file without the bytes that its size promises.
 
+    It must not raise: Arrow never frees a reader whose file has raised.
+    """
 
-class _Unread(SeekableFile):
-    """A file that nothing is read of."""
+    was_read = False
 
     def _bytes(self, at: int, size: int) -> bytes:
-        raise _AboutToReadError
+        self.was_read = True
+        return b""
 
 
 def _span(chunk: "pq.ColumnChunkMetaData") -> Span:
