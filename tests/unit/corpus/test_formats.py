@@ -392,6 +392,28 @@ def test_parquet_memory_stays_flat_over_parts(tmp_path: Path) -> None:
     assert resident_bytes() - before < 40 * footer_bytes  # one copy was 8 times its size
 
 
+def test_compressed_batches_are_decompressed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, rows = tmp_path / "a.feather", texts(70)
+    table = pa.table({"id": range(70), "text": rows})
+    feather.write_feather(table, str(path), chunksize=7, compression="zstd")
+    indices: list[int] = []
+
+    def get_batch(reader: pa.ipc.RecordBatchFileReader, index: int) -> pa.RecordBatch:
+        indices.append(index)
+        return super(CountingReader, reader).get_batch(index)
+
+    CountingReader = type(
+        "CountingReader", (pa.ipc.RecordBatchFileReader,), {"get_batch": get_batch}
+    )
+    monkeypatch.setattr(pa.ipc, "open_file", CountingReader)
+    monkeypatch.setattr(pa.ipc, "RecordBatchFileReader", CountingReader)
+    good, bad = read(path, shard_bytes=1)
+    assert (list(good.values()), bad) == ([row.encode() for row in rows], {})
+    assert indices == list(range(10))
+
+
 def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
     table = pa.table({"text": ["some text"] * 4000})
     with pa.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:

@@ -1,6 +1,7 @@
 """CSV and TSV that swallow lines, doubled columns, lists that no column holds."""
 
 import csv
+import gzip
 import io
 import random
 from pathlib import Path
@@ -55,6 +56,19 @@ def test_a_value_of_very_many_lines_is_read_with_a_warning(tmp_path: Path, lines
     warnings = [records.warning for records in found if records.warning]
     assert len(warnings) == (lines > 100)
     assert all(f"one row is made of lines 3 to {lines + 2}," in line for line in warnings)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_a_byte_order_mark_in_a_value_survives(tmp_path: Path, name: str) -> None:
+    comma, mark = b"\t" if name == "a.tsv" else b",", b"\xef\xbb\xbf"
+    values = [mark + b"a", b"b", mark + mark + b"c", mark + b"d", b"\xef\xbb", mark] * 3
+    rows = [comma.join((value, b"1")) for value in [mark + b"text", *values]]
+    rows[7:7] = [b"a row with too many values" + comma * 5]
+    data = b"\n".join(rows)
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    good, bad = read_bytes(tmp_path / name, pack(data))
+    assert list(good.values()) == [value for value in values if value != b"\xef\xbb"]
+    assert sorted(bad) == [4, 6, 11, 17]
 
 
 def test_a_row_without_end_is_given_up_before_it_fills_the_memory(

@@ -91,7 +91,7 @@ def test_a_corrupt_record_batch_costs_itself(tmp_path: Path) -> None:
     assert list(good.values()) == [row.encode() for row in rows[:GROUP] + rows[2 * GROUP :]]
     assert list(bad) == [GROUP]
     assert bad[GROUP].startswith("record batch 1 is damaged: ")
-    assert sorted({*good, *bad}) == list(range(2 * GROUP + 1))
+    assert [*good] == [*range(GROUP), *range(2 * GROUP, ROWS)]  # those behind keep their numbers
 
 
 def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> None:

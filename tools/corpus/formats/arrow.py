@@ -1,13 +1,15 @@
 """Read Arrow files and streams by record batches, mapped into memory.
 
-A damaged batch costs its own records; in a stream, all that follows.
+A damaged batch costs its own records; in a stream, all that follows. Only the batches and columns
+wanted of a file are decompressed. A stream is always read from its beginning.
 """
 
-import itertools
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
@@ -29,6 +31,10 @@ from tokenfeed.tools.corpus.records import Records, rejected
 __all__ = ["ARROW"]
 
 _MAGIC = b"ARROW1"
+_FIRST_MESSAGE = 8
+"""Where the messages of a file begin: behind the magic and its padding."""
+_HEADER, _LENGTH = 2, 0
+"""Fields of flatbuffers: the header of a message, the number of rows in a record batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,52 +47,91 @@ class _ArrowTable:
             return _reader(file).schema
 
     def group_rows(self) -> list[int]:
-        return list(map(_num_rows, _batches(self.path)))
+        with pa.memory_map(self.path) as file:
+            reader = _reader(file)
+            if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+                return [batch.num_rows for batch in reader]
+            return _rows_in_headers(file, reader.num_record_batches)
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
         """See `Table.read`."""
-        wanted = list(itertools.islice(_batches(self.path), start, stop))
-        total = sum(map(_num_rows, wanted))
-        for index, batch in enumerate(wanted, start):
-            for row in range(0, _num_rows(batch), BATCH_ROWS):
+        num_batches = 1 if stop is None else stop - start
+        for index, batch in enumerate(self._batches(fields, start, stop), start):
+            if isinstance(batch, Exception):
+                yield _damaged(index, batch, first, fields)
+                first += self.group_rows()[index]
+                continue
+            for row in range(0, batch.num_rows, BATCH_ROWS):
+                slice_ = batch.slice(row, BATCH_ROWS)
                 try:
-                    if isinstance(batch, Exception):
-                        raise batch
-                    slice_ = batch.slice(row, BATCH_ROWS).select(list(fields))
-                    yield numbered(slice_, fields, first + row, total)
+                    yield numbered(slice_, fields, first + row, batch.num_rows * num_batches)
                 except DAMAGE as error:
-                    reason = f"record batch {index} is damaged: {damage_reason(error)}"
-                    yield rejected(first + row, fields, reason)
-            first += _num_rows(batch)
+                    yield _damaged(index, error, first + row, fields)
+            first += batch.num_rows
+
+    def _batches(
+        self, fields: Fields, start: int, stop: int | None
+    ) -> Iterator[pa.RecordBatch | Exception]:
+        """Record batches with the columns wanted.
+
+        An error stands in place of a damaged batch of a file; a stream ends with the first one.
+        """
+        columns = [self.schema.get_field_index(name) for name in fields]
+        with pa.memory_map(self.path) as file:
+            reader = _reader(file, pa.ipc.IpcReadOptions(included_fields=columns))
+            if not isinstance(reader, pa.ipc.RecordBatchFileReader):
+                yield from islice(reader, start, stop)
+                return
+            for index in range(start, reader.num_record_batches if stop is None else stop):
+                try:
+                    batch = reader.get_batch(index)
+                except DAMAGE as error:
+                    batch = error
+                yield batch
 
 
-def _batches(path: str) -> Iterator[pa.RecordBatch | Exception]:
-    """The record batches of an Arrow file or stream, mapped into memory and read when used.
+def _damaged(index: int, error: Exception, record: int, fields: Fields) -> Records:
+    reason = f"record batch {index} is damaged: {damage_reason(error)}"
+    return rejected(record, fields, reason)
 
-    An error stands in place of a damaged batch; a stream ends with the first one.
+
+def _rows_in_headers(file: pa.NativeFile, num_batches: int) -> list[int]:
+    """The rows of each record batch of a file by its header: nothing is decompressed.
+
+    A batch behind damage counts as one record.
     """
-    with pa.memory_map(path) as file:
-        reader = _reader(file)
-        if not isinstance(reader, pa.ipc.RecordBatchFileReader):
-            yield from reader
-            return
-        for index in range(reader.num_record_batches):
-            try:
-                batch = reader.get_batch(index)
-            except DAMAGE as error:
-                batch = error
-            yield batch
+    rows: list[int] = []
+    file.seek(_FIRST_MESSAGE)
+    with suppress(*DAMAGE, struct.error, StopIteration):
+        messages = pa.ipc.MessageReader.open_stream(file)
+        while len(rows) < num_batches:
+            message = messages.read_next_message()
+            if message.type == "record batch":
+                rows.append(_num_rows(message.metadata.to_pybytes()))
+    return rows + [1] * (num_batches - len(rows))
 
 
-def _num_rows(batch: pa.RecordBatch | Exception) -> int:
-    """The records that a batch counts for: 1 for a damaged batch, which may not say how many."""
-    return 1 if isinstance(batch, Exception) else batch.num_rows
+def _num_rows(message: bytes) -> int:
+    """The length of the record batch that a message announces, which is a flatbuffer."""
+    (root,) = struct.unpack_from("<I", message)
+    header = _place(message, root, _HEADER)
+    (length,) = struct.unpack_from("<I", message, header)
+    (rows,) = struct.unpack_from("<q", message, _place(message, header + length, _LENGTH))
+    return int(rows)
 
 
-def _reader(file: pa.NativeFile) -> Any:
+def _place(message: bytes, table: int, field: int) -> int:
+    """Where a field of a table of a flatbuffer is."""
+    (before,) = struct.unpack_from("<i", message, table)
+    (offset,) = struct.unpack_from("<H", message, table - before + 4 + 2 * field)
+    return int(table + offset)
+
+
+def _reader(file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None) -> Any:
     is_file = file.read(len(_MAGIC)) == _MAGIC
     file.seek(0)
-    return pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)
+    open_any = pa.ipc.open_file if is_file else pa.ipc.open_stream
+    return open_any(file, options=options)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 Between commas a value may be quoted and hold newlines; a TSV knows no quoting.
 """
 
+import codecs
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -115,6 +116,8 @@ def _parsed(
 
 
 def _table(data: bytes, fields: Fields, columns: list[str], parse: csv.ParseOptions) -> pa.Table:
+    if data.startswith(codecs.BOM_UTF8):  # belongs to the first value, and Arrow drops one
+        data = codecs.BOM_UTF8 + data
     return csv.read_csv(
         pa.BufferReader(data),
         csv.ReadOptions(use_threads=False, block_size=len(data) + 1, column_names=columns),
