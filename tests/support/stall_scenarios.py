@@ -52,6 +52,10 @@ class Loop:
     sub_marks: int = 0
     """More marks inside a micro-batch."""
     steps: int = 300
+    pause_seconds: float = 0.0
+    """Of an evaluation before the first step."""
+    drift: float | None = None
+    """Of the device's clock; None for one of the seed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,8 @@ class Run:
 
     def __init__(self, loop: Loop, fault: Fault | None, seed: int, *, metered: bool) -> None:
         self.loop, self.fault, self.seed = loop, fault or Fault("other"), seed
-        self.device = SimulatedDevice(
-            launch=loop.launch_seconds, depth=loop.depth, drift=random.Random(seed).gauss(0, 2e-5)
-        )
+        drift = random.Random(seed).gauss(0, 2e-5) if loop.drift is None else loop.drift
+        self.device = SimulatedDevice(launch=loop.launch_seconds, depth=loop.depth, drift=drift)
         self.allocations = 0
         self.meter: StallMeter[float] | None = None
         if metered:
@@ -95,6 +98,10 @@ class Run:
         self.begun: tuple[float, float] = (0.0, 0.0)
 
     def all_steps(self) -> None:
+        if self.loop.pause_seconds:
+            with self.cause("evaluation"):
+                self.device.wait()
+                self.device.host += self.loop.pause_seconds
         for step in range(1, self.loop.steps + WARMUP + 1):
             self.device.random.seed(self.seed * 1_000_003 + step)
             self.step(step)

@@ -34,6 +34,9 @@ class Chain:
         self._last_mark: Any
         self._last_mark, before, after = clock.mark()
         self._last = Moment(0.0, before, after)
+        self._device = 0.0
+        self._not_passed_at = before
+        """The latest host time at which the device had not passed the first of the links."""
 
     @property
     def is_long(self) -> bool:
@@ -43,11 +46,14 @@ class Chain:
     def add_up(self) -> None:
         """Add up the segments whose marks have passed."""
         links, clock, add, draw = self._links, self._clock, self._ledger.add, self._timeline.add
-        last_mark, last = self._last_mark, self._last
+        last_mark, last, asked = self._last_mark, self._last, clock.now()
         while links and clock.passed(links[0][0][0]):
             (mark, before, after), phase, end, is_inside = links.popleft()
-            moment = Moment(last.device + clock.seconds(last_mark, mark), before, after)
+            self._device += clock.seconds(last_mark, mark)
             clock.recycle(last_mark)
+            # Marks on two streams may pass in another order: time stands still until it is past.
+            device = max(last.device, self._device)
+            moment = Moment(device, max(before, self._not_passed_at), after)
             add(phase, last, moment)
             draw(phase, last.device, moment.device)
             last_mark, last = mark, moment
@@ -56,4 +62,6 @@ class Chain:
             if end is not None:
                 self._ledger.end_step(end)
                 self._timeline.end_step(end.tokens, moment.device)
+        if links:
+            self._not_passed_at = asked
         self._last_mark, self._last = last_mark, last

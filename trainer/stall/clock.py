@@ -12,11 +12,12 @@ class Moment(NamedTuple):
     """A mark that the device has passed, in seconds."""
 
     device: float
-    """On the device's clock, since the first mark."""
-    before: float
-    """Host time just before it was queued: no device passes it earlier."""
+    """Device time since the first mark."""
+    earliest: float
+    """Host time before which the device did not pass it: the mark was not queued yet, or the
+    device was asked and had not passed it."""
     after: float
-    """Host time just after: whatever came before it is queued by then."""
+    """Host time just after it was queued: all work before it is queued by then."""
 
 
 class Clock(Protocol[Mark]):

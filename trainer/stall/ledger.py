@@ -30,9 +30,10 @@ __all__ = ["Ledger", "StepEnd"]
 _SLACK_SECONDS = 50e-6
 """Two launches differ by less: what a batch is late beyond it, it was copied."""
 _LEAST_LEAD_SECONDS = 30e-6
-_SETTLED = 0.05
-"""So much of a spin's lead may be left when steps count again, which they do after so many:"""
-_SETTLING_STEPS = 20
+_WAITED = 1.5
+"""A host that takes so many times as long as usual for a stretch has waited in it."""
+_QUEUED = 0.002
+"""The share of a reference that may pass before all of it is queued."""
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
 
@@ -55,15 +56,15 @@ class Ledger:
         self._is_beside_host = is_beside_host
         self._skipped_steps = skipped_steps
         self._map, self._debt = ClockMap(), Debt()
+        self._passed = float("-inf")
+        """The earliest host time at which the device passed the latest mark."""
+        self._lead = float("-inf")
+        """How much later than the host had queued it, at least."""
+        self._lent = 0.0
+        """The part of the lead that the host has only because spins held the device up."""
         self._open, self._sums = OpenStep(), Sums()
         self._spin = 0.0
         """How far the next stretch is made to begin behind the host."""
-        self._step_lead = 0.0
-        """The host's when the first stretch of the latest step began."""
-        self._settled_lead: float | None = None
-        """After a spin: steps count again once the lead at their beginning is no longer."""
-        self._unsettled = 0
-        """Steps since then."""
         self._host_seconds: dict[Kind, float] = {}
         """What the host usually takes for a stretch."""
         self._waiting: set[Kind] = set()
@@ -84,20 +85,22 @@ class Ledger:
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
         seconds = end.device - start.device
-        self._open.seconds += seconds
         if not self._is_beside_host:
+            self._open.seconds += seconds
             if phase not in ("work", "calibration"):
                 self._open.gaps[cast(Cause, phase)] += seconds
             return
-        self._map.add(end.device, end.before)
-        self._debt.see(self._lead(start))
+        began, lead = self._passed, self._lead
+        self._passed = self._map.add(end.device, end.earliest)
+        self._lead = self._passed - end.after
         if phase == "work":
-            self._work(start, end)
+            self._work(start, end, began, lead)
         elif phase == "calibration":
             self._spin = seconds
+            self._lent += seconds
         else:
-            self._gap(phase, start, end)
-        self._debt.see(self._lead(end))
+            self._gap(phase, start, end, lead)
+        self._debt.see(self._lead)
 
     def mark(self) -> None:
         """The segment before ended with a mark inside the work."""
@@ -115,98 +118,112 @@ class Ledger:
         if self._skipped_steps:
             self._skipped_steps -= 1
             self._learn_references()
-        elif not step.is_measured or not self._is_settled():
+        elif not step.is_measured:
             self._learn_references()
         else:
             self._record(step)
-        if not step.is_measured:
-            spun = sum(stretch.spin for stretch in self._open.stretches)
-            self._settled_lead = self._step_lead + max(_LEAST_LEAD_SECONDS, _SETTLED * spun)
-            self._unsettled = 0
         self._open = OpenStep()
 
     def read(self) -> StallReading:
         """All whole steps so far."""
         return self._sums.read()
 
-    def _lead(self, moment: Moment) -> float:
-        """How long after it was queued the device passed."""
-        return self._map.host(moment.device) - moment.before
-
-    def _gap(self, cause: Cause, start: Moment, end: Moment) -> None:
-        if not ABOUT[cause].interrupts:
+    def _gap(self, cause: Cause, start: Moment, end: Moment, lead: float) -> None:
+        """Charge a gap that began with this lead of the host."""
+        about, seconds = ABOUT[cause], end.device - start.device
+        if not about.interrupts:
             self._close_stretch(cause)
             self._open.has_batch |= cause == "data"
             is_talk = cause == "communication" and not self._open.has_batch
             self._open.opener = "step" if is_talk else cause
-        idle = end.device - start.device
+        regained = self._regain(self._lead)
+        if not about.drains or about.interrupts:  # else the host may have waited for the device
+            seconds += regained
+        self._open.seconds += seconds
         copied = 0.0
         if cause == "data":
-            copied = min(idle, max(0.0, self._lead(end) - _SLACK_SECONDS))
-        paid = 0.0 if cause == "communication" else self._debt.pay(idle - copied)
+            copied = min(end.device - start.device, max(0.0, self._lead - _SLACK_SECONDS))
+        paid = 0.0 if cause == "communication" else self._debt.pay(seconds - copied)
         if paid:
             self._open.gaps[self._debt.owner] += paid
         if copied:
             self._open.gaps["copy"] += copied
-        self._open.gaps[cause] += idle - copied - paid
-        if ABOUT[cause].drains:
-            self._debt.lose(cause, self._lead(start), self._lead(end))
+        self._open.gaps[cause] += seconds - copied - paid
+        if about.drains:
+            self._debt.lose(cause, lead, self._lead)
 
-    def _work(self, start: Moment, end: Moment) -> None:
+    def _work(self, start: Moment, end: Moment, began: float, lead: float) -> None:
+        """Add work that the device began at a host time, with this lead of the host."""
         seconds = end.device - start.device
         stretch = self._open.stretch
         if stretch is None:
-            lead = self._lead(start)
             stretch = Stretch(self._open.opener, start.after, end, self._spin)
             stretch.is_ahead = lead > _LEAST_LEAD_SECONDS
             self._open.stretch, self._spin = stretch, 0.0
-            if not self._open.stretches and self._open.opener == "step":
-                self._step_lead = lead
         stretch.seconds += seconds
-        stretch.bound += min(max(0.0, end.after - self._map.host(start.device)), seconds)
-        stretch.end = end
+        stretch.bound += min(max(0.0, end.after - began), seconds)
+        stretch.end, stretch.lead = end, self._lead
 
     def _close_stretch(self, closer: str) -> None:
         stretch, self._open.stretch = self._open.stretch, None
         if stretch is None:
             return
         stretch.kind = kind = Kind(stretch.opener, closer)
-        lead = self._lead(stretch.end)
+        lead = stretch.lead
         stretch.is_ahead &= lead > max(_LEAST_LEAD_SECONDS, 0.01 * stretch.seconds)
-        stretch.is_ahead |= stretch.bound <= 0.01 * stretch.seconds
+        stretch.is_queued = stretch.bound <= _QUEUED * stretch.seconds
+        stretch.is_queued |= stretch.is_ahead and stretch.spin > 0  # as far as the queue holds
+        waited = self._watch_host(stretch, stretch.end.after - stretch.opened, lead)
+        stretch.regained = max(0.0, self._regain(lead) - waited)
+        self._open.seconds += stretch.seconds + stretch.regained
         self._find_payer(stretch)
-        self._watch_host(stretch, stretch.end.before - stretch.opened, lead)
-        if kind in self._waiting and not stretch.is_ahead:
+        if kind in self._waiting and not stretch.is_known:
             self._debt.lose("wait", self._hidden_by_wait(stretch), lead)
         self._open.stretches.append(stretch)
+
+    def _regain(self, lead: float) -> float:
+        """Return the seconds that the device would have idled, had no spin lent the host a lead.
+
+        Without the spin the lead would be shorter by what was lent, and the device would idle
+        where that is less than nothing. If the host has waited for the device instead, as in a
+        queue that is full, less was lost.
+        """
+        lost = max(0.0, self._lent - max(0.0, lead))
+        self._lent -= lost
+        return lost
 
     def _find_payer(self, stretch: Stretch) -> None:
         """Who lost the lead that this stretch began without."""
         if stretch.kind.is_between:
             stretch.payer = "other"
-        if stretch.is_ahead or self._debt.seconds < 0.5 * stretch.bound or not stretch.bound:
+        if stretch.is_known or self._debt.seconds < 0.5 * stretch.bound or not stretch.bound:
             return
         stretch.payer = self._debt.owner
         self._debt.pay(max(0.0, min(self._longer(stretch), stretch.bound)))
 
     def _longer(self, stretch: Stretch) -> float:
         """How much longer than its reference it took."""
-        reference = self._sums.references.get(stretch.kind)
+        reference = self._sums.reference(stretch.kind)
         if reference is None:
             return stretch.bound if stretch.kind.is_between else 0.0
         return stretch.seconds - reference.total(1, stretch.slots)
 
-    def _watch_host(self, stretch: Stretch, host: float, lead: float) -> None:
-        """A host that takes longer by the time the device was held up has waited for it."""
-        usual = self._host_seconds.get(stretch.kind, host)
+    def _watch_host(self, stretch: Stretch, host: float, lead: float) -> float:
+        """Return for how long the host waited for the device in a stretch that took it `host`.
+
+        A host that takes longer by the time that the device was held up waits there each time.
+        """
+        usual = self._host_seconds.setdefault(stretch.kind, host)
         if not stretch.spin:
             self._host_seconds[stretch.kind] = min(host, 1.1 * usual)
-            return
-        if host - usual > 0.5 * stretch.spin and lead <= _LEAST_LEAD_SECONDS:
+        elif host - usual > 0.5 * stretch.spin and lead <= _LEAST_LEAD_SECONDS:
             self._waiting.add(stretch.kind)
-            stretch.is_ahead = True  # up to the wait
+            stretch.is_queued = True  # up to the wait
         else:
             self._waiting.discard(stretch.kind)
+        if stretch.kind in self._waiting:
+            return host
+        return host - usual if host > _WAITED * usual else 0.0
 
     def _hidden_by_wait(self, stretch: Stretch) -> float:
         """The lead that a host had at the end, did it not wait: none, where it is the slower."""
@@ -219,13 +236,11 @@ class Ledger:
             stretch.slots = slots / len(working)
 
     def _learn_references(self) -> None:
-        """Of a step that does not count, only what a spin has put behind the host."""
+        """Learn from a step that does not count: only what was queued behind a spin."""
         for stretch in self._open.stretches:
-            if stretch.spin and stretch.is_ahead:
-                self._reference(stretch)
-
-    def _reference(self, stretch: Stretch) -> None:
-        self._sums.references.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
+            if stretch.spin and stretch.is_queued:
+                line = self._sums.queued.setdefault(stretch.kind, Line())
+                line.add(stretch.slots, stretch.seconds)
 
     def _blame(self, cause: Cause) -> None:
         """Charge what the stretches of this step took longer than usual."""
@@ -238,16 +253,6 @@ class Ledger:
             stretch.seconds -= longer
             stretch.bound -= longer
             self._open.gaps[cause] += longer
-
-    def _is_settled(self) -> bool:
-        """Whether the lead that a spin gave the host is gone."""
-        if self._settled_lead is None:
-            return True
-        self._unsettled += 1
-        is_gone = self._step_lead <= self._settled_lead
-        if is_gone or self._unsettled >= _SETTLING_STEPS:
-            self._settled_lead = None
-        return self._settled_lead is None
 
     def _record(self, step: StepEnd) -> None:
         sums, seconds, gaps = self._sums, self._open.seconds, self._open.gaps
@@ -268,20 +273,22 @@ class Ledger:
     def _record_stretch(self, stretch: Stretch) -> float:
         """Add it to its sums, and say how long it may have been idle for all that is known."""
         self._ordinary.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
-        if stretch.is_ahead:
-            self._reference(stretch)
+        if stretch.is_known:
+            lines = self._sums.queued if stretch.is_queued else self._sums.ahead
+            lines.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
+        if stretch.is_queued and not stretch.regained:
             return 0.0
         payment = Payment(stretch.kind, stretch.payer)
         self._sums.work[payment].add(stretch)
         alone = WorkSums()
         alone.add(stretch)
-        reference = self._sums.references.get(stretch.kind)
+        reference = self._sums.reference(stretch.kind)
         self._open.gaps[stretch.payer] += idle_seconds(alone, reference, stretch.payer)
-        return stretch.bound if self._needs_reference(payment) else 0.0
+        return 0.0 if stretch.is_known or not self._needs_reference(payment) else stretch.bound
 
     def _needs_reference(self, payment: Payment) -> bool:
         if payment.kind.is_between:
             return False
-        reference = self._sums.references.get(payment.kind)
-        known = reference.count if reference else 0
+        queued = self._sums.queued.get(payment.kind)
+        known = queued.count if queued else 0
         return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._sums.work[payment].count

@@ -9,6 +9,8 @@ from tokenfeed.trainer.stall.work import Kind, Line, Payment, WorkSums, idle_sec
 
 __all__ = ["StallReading", "Sums"]
 
+_FEW = 8
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallReading:
@@ -99,8 +101,19 @@ class Sums:
     seconds: float = 0.0
     gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     work: defaultdict[Payment, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
-    references: dict[Kind, Line] = field(default_factory=dict)
-    """Also of steps that do not count."""
+    queued: dict[Kind, Line] = field(default_factory=dict)
+    """What stretches take that were queued as a whole before they began, also in steps that do not
+    count."""
+    ahead: dict[Kind, Line] = field(default_factory=dict)
+    """What stretches take where the host was ahead at both ends."""
+
+    def reference(self, kind: Kind) -> Line | None:
+        """What stretches of a kind take when the device is not kept waiting: by those that were
+        queued as a whole, unless these are few and of the others there are more."""
+        queued, ahead = self.queued.get(kind), self.ahead.get(kind)
+        if queued is None or ahead is None:
+            return queued or ahead
+        return ahead if queued.count < min(_FEW, ahead.count) else queued
 
     def read(self) -> StallReading:
         """The sums as they are now; what is added later does not change the reading."""
@@ -111,5 +124,9 @@ class Sums:
             seconds=self.seconds,
             gaps=dict(self.gaps),
             work={payment: copy.copy(sums) for payment, sums in self.work.items()},
-            references={kind: copy.copy(line) for kind, line in self.references.items()},
+            references={
+                kind: copy.copy(line)
+                for kind in self.queued.keys() | self.ahead.keys()
+                if (line := self.reference(kind)) is not None
+            },
         )

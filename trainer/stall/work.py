@@ -56,10 +56,21 @@ class Stretch:
     seconds: float = 0.0
     bound: float = 0.0
     """No more of it was idle: after that long, all of it was queued."""
+    regained: float = 0.0
+    """How much longer it had been idle without the spins before."""
+    lead: float = 0.0
+    """Of the host, at the end so far."""
+    is_queued: bool = False
+    """Whether the host had queued all of it when the device began: then nothing of it was idle."""
     is_ahead: bool = False
-    """Whether the host was ahead of the device at both ends."""
+    """Whether the host was ahead of the device at both ends: then hardly any of it was idle."""
     payer: Cause = "launch"
     slots: float = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is taken for idle nowhere."""
+        return self.is_queued or self.is_ahead
 
 
 @dataclass(slots=True)
@@ -94,8 +105,8 @@ class WorkSums:
         """Add one."""
         self.count += 1
         self.slots += stretch.slots
-        self.seconds += stretch.seconds
-        self.bound += stretch.bound
+        self.seconds += stretch.seconds + stretch.regained
+        self.bound += stretch.bound + stretch.regained
 
     def less(self, other: "WorkSums") -> "WorkSums":
         """What came after an earlier state."""
@@ -119,7 +130,7 @@ class Line:
     yy: float = 0.0
 
     def add(self, slots: float, seconds: float) -> None:
-        """Learn from a stretch."""
+        """Add a point."""
         self.count += 1
         self.x += slots
         self.xx += slots * slots

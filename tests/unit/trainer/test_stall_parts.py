@@ -18,7 +18,7 @@ from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.batches import Batches
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
-from tokenfeed.trainer.stall.clock_map import ClockMap, lowest_line_above
+from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
 from tokenfeed.trainer.stall.table import cause_table, headline
@@ -39,33 +39,18 @@ def test_a_quantile_is_within_some_percent_of_the_sorted_values(
     assert histogram.largest == max(values)
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 10_000), st.floats(-1, 1)), min_size=3, unique_by=lambda p: p[0]
-    )
-)
-def test_no_point_is_above_the_line_and_no_line_of_the_hull_is_lower(
-    points: list[tuple[int, float]],
-) -> None:
-    points.sort()
-    slope, offset = lowest_line_above([(float(x), y) for x, y in points])
-    assert all(y <= slope * x + offset + 1e-9 for x, y in points)
-    assert abs(slope) <= 1e-4
-    assert any(y == pytest.approx(slope * x + offset, abs=1e-9) for x, y in points)
-
-
-@pytest.mark.parametrize("drift", [-5e-5, 0.0, 2e-5, 9e-5])
-def test_the_map_of_clocks_follows_their_drift_and_never_overstates_a_lead(drift: float) -> None:
-    draw, clocks = random.Random(1), ClockMap()
-    errors = []
+@pytest.mark.parametrize("drift", [-1e-4, -5e-6, 0.0, 5e-6, 1e-4])
+def test_clock_map_never_overstates_a_lead_whatever_the_drift(drift: float) -> None:
+    draw, clocks, errors = random.Random(1), ClockMap(), []
+    passed, pause = 0.0, 10.0
     for number in range(20_000):
-        host = 0.01 * number
+        queued = pause + 0.01 * number
         lead = 0.0 if number % 50 == 0 else draw.random() * 0.01
-        device = (host + lead) * (1 + drift) + 77.0
-        clocks.add(device, host)
-        errors.append(host + lead - clocks.host(device))
-    assert min(errors[2000:]) >= -1e-5
-    assert max(errors[2000:]) <= 5e-5
+        passed = max(passed, queued + lead)
+        found = clocks.add(passed * (1 + drift) + 77.0, queued)
+        errors.append(passed - found)
+    assert min(errors) >= 0.0
+    assert max(errors) <= 0.5 * 3e-4 + 0.01 * 0.01
 
 
 def test_a_debt_is_paid_once_and_forgotten_when_the_lead_is_back() -> None:

@@ -13,6 +13,17 @@ POINT = 0.01
 SHORT = replace(CLEAN, steps=100)
 
 
+FEW = {
+    "data-bound": replace(REGIMES["data-bound"], kernels=20, kernel_seconds=500e-6, steps=100),
+    "launch-bound": replace(
+        REGIMES["launch-bound"], kernels=40, launch_seconds=20e-6, data_seconds=0.2e-3, steps=100
+    ),
+    "mixed": replace(REGIMES["mixed"], kernels=40, kernel_seconds=30e-6, steps=100),
+    "gpu-bound": replace(CLEAN, kernels=20, kernel_seconds=500e-6, steps=100),
+}
+"""The same regimes with fewer kernels, for many runs."""
+
+
 def assert_parts_sum(report: StallReport) -> None:
     parts = sum(part.seconds for part in report.causes.values())
     assert report.stall == pytest.approx(parts / report.seconds)
@@ -58,6 +69,15 @@ def test_a_device_that_is_never_kept_waiting_has_no_stall() -> None:
     assert report.advice == []
 
 
+@pytest.mark.parametrize("pause", [0.0, 10.0, 30.0])
+@pytest.mark.parametrize("drift", [-1e-4, 2e-6, 5e-6, 1e-4])
+def test_launch_stall_is_found_at_any_drift_and_pause(drift: float, pause: float) -> None:
+    loop = replace(FEW["launch-bound"], steps=60, drift=drift, pause_seconds=pause)
+    report = measure(loop)
+    assert report.stall == pytest.approx(truth(loop).idle, abs=POINT)
+    assert max(report.causes, key=lambda cause: report.causes[cause].fraction) == "launch"
+
+
 def covered(loop: Loop, seeds: range) -> int:
     count = 0
     for seed in seeds:
@@ -66,17 +86,6 @@ def covered(loop: Loop, seeds: range) -> int:
         low, high = report.interval
         count += low <= truth(loop, seed=seed).idle <= high
     return count
-
-
-FEW = {
-    "data-bound": replace(REGIMES["data-bound"], kernels=20, kernel_seconds=500e-6, steps=100),
-    "launch-bound": replace(
-        REGIMES["launch-bound"], kernels=40, launch_seconds=20e-6, data_seconds=0.2e-3, steps=100
-    ),
-    "mixed": replace(REGIMES["mixed"], kernels=40, kernel_seconds=30e-6, steps=100),
-    "gpu-bound": replace(CLEAN, kernels=20, kernel_seconds=500e-6, steps=100),
-}
-"""The same regimes with fewer kernels, for many runs."""
 
 
 @pytest.mark.parametrize("regime", FEW)
