@@ -32,6 +32,5 @@ def make_model(data: Path) -> LlamaForCausalLM:
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
-        use_cache=False,  # with one, transformers lets packed documents attend to each other
     )
     return LlamaForCausalLM(config)

@@ -1,6 +1,7 @@
 """The loader in other frameworks: what their loops need beside batches, one small file each.
 
     steps         any loop: the micro-batches of an optimizer step, and what to divide a loss by
+    packed        any loop: check that a model keeps the documents of a packed row apart
     transformers  `transformers.Trainer`
     lightning     Lightning
     accelerate    Accelerate

@@ -1,7 +1,7 @@
-"""A micro-batch, and how the host builds it with numpy; `on_device` gives the same with torch.
+"""A micro-batch, and how the host builds it with numpy; `on_device` builds the same with torch.
 
-Both start from ragged tokens in storage dtype. Masks, positions and, but for tags, labels are
-built when they are asked for.
+Both start from ragged tokens in storage dtype. Masks, positions and labels (except tags) are built
+on first use.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, RaggedBatch
 
@@ -21,6 +22,7 @@ __all__ = [
     "ATTENTION_MASK",
     "POSITION_IDS",
     "SEGMENTS",
+    "SEQ_IDX",
     "Batch",
     "Recipe",
     "Tensors",
@@ -29,7 +31,11 @@ __all__ = [
     "paddings",
 ]
 
-ATTENTION_MASK, POSITION_IDS, SEGMENTS = "attention_mask", "position_ids", "segments"
+ATTENTION_MASK, POSITION_IDS, SEQ_IDX = "attention_mask", "position_ids", "seq_idx"
+SEGMENTS = "segments"
+_ENDS, _LONGEST = ("cu_seq_lens_q", "cu_seq_lens_k"), ("max_length_q", "max_length_k")
+_USE_CACHE = "use_cache"
+_OF_PACKED = (POSITION_IDS, *_ENDS, *_LONGEST, SEQ_IDX, _USE_CACHE)
 _TABLE_LENGTH = 256  # longer masks are as quick to compare as to look up
 _FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill through it
 
@@ -38,22 +44,34 @@ Recipe = Callable[[RaggedBatch, Tensors], torch.Tensor]
 """Builds a tensor that is asked for from those that there are."""
 
 
-class Batch(Mapping[str, torch.Tensor]):
-    """One micro-batch; as a Mapping it goes straight into a transformers model.
+class Batch(Mapping[str, Any]):
+    """One micro-batch. It is a Mapping, so a transformers model takes it as `model(**batch)`.
 
-    Shapes are of B sequences, T padded length, P pieces, S segments. Tensors, on the loader's
-    device:
+    Each key is also an attribute: `batch.input_ids`. Shapes are of B sequences, T padded length,
+    P pieces, S segments. Tensors are on the loader's device. Every batch has:
 
     - `input_ids`: [B, T] int64.
-    - `attention_mask`: [B, T] bool, true on tokens. Not in packed batches.
-    - `position_ids`: [B, T] int64, counted from the beginning of each document. Only in packed
-      batches: transformers (4.53 and later) keeps attention inside documents by them, if it gets no
-      mask and the model's config says `use_cache=False`.
-    - `token_type_ids`: [B, T] int64, where rows are pairs of texts.
     - `labels`: [B, T] int64, -100 where no loss counts. Language modelling: the ids, unshifted (the
       model compares position t + 1 with t), without the first token of every piece, which has no
       context, and without prompts. Tagging: the tags. Classification: [B] int64, a class.
       Regression: [B] float32, a number; NaN in a filler.
+    - `token_type_ids`: [B, T] int64, where rows are pairs of texts.
+
+    Padded and fixed batches also have:
+
+    - `attention_mask`: [B, T] bool, true on tokens.
+
+    Packed batches instead have what keeps documents apart inside a transformers model:
+
+    - `position_ids`: [B, T] int64, counted from the beginning of each document. Eager, SDPA and
+      flex attention find the documents by them.
+    - `cu_seq_lens_q`, `cu_seq_lens_k`: [S + 1] int32, where documents begin and the batch ends.
+      `max_length_q`, `max_length_k`: T, an int that no document exceeds. FlashAttention finds the
+      documents by these four.
+    - `seq_idx`: [B, T] int32, the document of each slot. State-space layers find the documents by
+      it if their kernels are installed, else transformers refuses them. Some ignore it: see
+      `check_documents_apart`.
+    - `use_cache`: False, because with a cache transformers does not look at `position_ids`.
     """
 
     def __init__(
@@ -75,12 +93,27 @@ class Batch(Mapping[str, torch.Tensor]):
         self.num_slots = rows * length
         """B times T: tokens and padding."""
 
-    def __getitem__(self, key: str) -> torch.Tensor:
+    def __getitem__(self, key: str) -> Any:
         if key not in self._tensors:
             if key not in self._keys:
                 raise KeyError(key)
-            self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
+            if key in _ENDS:
+                return self.cu_seqlens
+            if key in _LONGEST:
+                return self._ragged.padded_length
+            if key == _USE_CACHE:
+                return False
+            with torch.inference_mode(False):  # it is kept, and may be trained on later
+                self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
         return self._tensors[key]
+
+    def __getattr__(self, name: str) -> Any:
+        keys = self.__dict__.get("_keys", ())  # a copy that is being made has none yet
+        if name in keys:
+            return self[name]
+        raise AttributeError(
+            f"Batch has no attribute {name!r}. Its keys are {', '.join(keys)}.", name=name, obj=self
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys  # a Mapping's own would build the tensor to see
@@ -105,17 +138,21 @@ class Batch(Mapping[str, torch.Tensor]):
         return self._tensors[INPUT_IDS].device
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> "Batch":
-        """The same on another device; itself where it is there already."""
+        """Return the batch on another device; itself if it is there already."""
         if self.device == torch.device(device):
             return self
-        tensors = {key: self[key] for key in self}
-        if self._ragged.is_packed:
-            tensors[SEGMENTS] = self.cu_seqlens
-        moved = copy(self)
-        moved._tensors = {
-            key: tensor.to(device, non_blocking=non_blocking) for key, tensor in tensors.items()
-        }
-        return moved
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in page-locked memory, for copies to a GPU that need no host."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        for key in self:
+            self[key]  # what is built later would be built here
+        changed = copy(self)
+        changed._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
+        return changed
 
     @property
     def ends_step(self) -> bool:
@@ -154,6 +191,7 @@ class Batch(Mapping[str, torch.Tensor]):
     def cu_seqlens(self) -> torch.Tensor:
         """Packed batches: where documents and paddings begin in the flattened batch, and its end,
         [S + 1] int32 on the device, as variable-length attention takes it."""
+        self._check_packed("cu_seqlens")
         if SEGMENTS not in self._tensors:
             self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.segments.copy())
         return self._tensors[SEGMENTS]
@@ -161,14 +199,23 @@ class Batch(Mapping[str, torch.Tensor]):
     @property
     def max_seqlen(self) -> int:
         """Packed batches: the longest segment."""
+        self._check_packed("max_seqlen")
         return int(np.diff(self._ragged.segments).max())
 
     @property
     def document_ids(self) -> torch.Tensor:
-        """Packed batches: which segment each slot belongs to, [B, T] int64."""
-        slots = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
-        documents = torch.bucketize(slots, self.cu_seqlens[1:], right=True)
-        return documents.view(self._ragged.shape)
+        """Packed batches: which segment each slot belongs to, [B, T] int32; the same as
+        `seq_idx`."""
+        self._check_packed("document_ids")
+        document_ids: torch.Tensor = self[SEQ_IDX]
+        return document_ids
+
+    def _check_packed(self, name: str) -> None:
+        if not self._ragged.is_packed:
+            raise ConfigError(
+                f"`{name}`: only packed batches have it, and in this one every row is a single "
+                "document. Use `attention_mask`, or make the loader with `batching=Packed(...)`."
+            )
 
 
 def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
@@ -203,8 +250,8 @@ def no_targets_like(labels: torch.Tensor) -> torch.Tensor:
 
 def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
     inputs = (name for name in ragged.token_columns if name not in (INPUT_IDS, TARGETS))
-    where = POSITION_IDS if ragged.is_packed else ATTENTION_MASK
-    return (INPUT_IDS, where, *inputs, TARGETS)
+    where = _OF_PACKED if ragged.is_packed else (ATTENTION_MASK,)
+    return (INPUT_IDS, *where, *inputs, TARGETS)
 
 
 def _padded(
@@ -253,7 +300,7 @@ def _prefixes(length: int) -> np.ndarray:
 
 def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     if ragged.is_full:
-        return torch.ones(ragged.shape, dtype=torch.bool)
+        return torch.ones(ragged.shape, dtype=torch.bool, device="cpu")
     return torch.from_numpy(_mask(ragged))
 
 
@@ -263,6 +310,12 @@ def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     steps[0] = 0
     steps[segments[1:-1]] -= np.diff(segments)[:-1]
     return torch.from_numpy(np.cumsum(steps, out=steps).reshape(ragged.shape))
+
+
+def _seq_idx(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    lengths = np.diff(ragged.segments)
+    documents = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return torch.from_numpy(documents.reshape(ragged.shape))
 
 
 def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
@@ -286,6 +339,7 @@ def _labels(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
 _BUILT_WHEN_ASKED: dict[str, Recipe] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
+    SEQ_IDX: _seq_idx,
     TARGETS: _labels,
 }
 """The rest was built at once: token columns."""

@@ -6,12 +6,14 @@ sequence is the same for any number of workers, none included.
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
 from tokenfeed.pipeline.feeding.remote import cache_for
@@ -28,27 +30,46 @@ __all__ = ["ShardDataset", "WindowSlice"]
 
 
 class WindowSlice:
-    """One rank's slice of a window in a single tensor; iterating it builds its CPU batches."""
+    """One rank's slice of a window in a single tensor. Iterating it builds its CPU batches."""
 
-    def __init__(self, header: Header, data: torch.Tensor, pad_id: int) -> None:
+    def __init__(
+        self, header: Header, data: torch.Tensor, pad_id: int, *, is_pinned: bool = False
+    ) -> None:
         self._header = header
         self._data = data
         self._pad_id = pad_id
+        self._is_pinned = is_pinned
 
     @classmethod
     def from_rank_slice(cls, rank_slice: RankSlice, pad_id: int) -> "WindowSlice":
         """Lay a slice into a tensor; in a worker, straight into shared memory."""
         size = rank_slice.num_bytes
         if get_worker_info() is None:
-            data = torch.empty(size, dtype=torch.uint8)
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
         else:  # an ordinary tensor would be copied into shared memory once more
             storage: torch.UntypedStorage = torch.UntypedStorage._new_shared(size)  # type: ignore[no-untyped-call]
-            data = torch.empty(0, dtype=torch.uint8).set_(storage)
+            data = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
         return cls(rank_slice.write(data.numpy().data), data, pad_id)
 
     def __iter__(self) -> Iterator[Batch]:
         rank_slice = RankSlice.read(self._header, self._data.numpy().data)
-        return (build_on_host(ragged, self._pad_id) for ragged in rank_slice.batches())
+        batches = (build_on_host(ragged, self._pad_id) for ragged in rank_slice.batches())
+        return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
+
+    def pin_memory(self) -> "WindowSlice":
+        """Return the slice with batches in page-locked memory, as `DataLoader(pin_memory=True)`
+        asks for."""
+        return WindowSlice(self._header, self._data, self._pad_id, is_pinned=True)
+
+
+def _refuse_to_collate(slices: list[WindowSlice], **_: object) -> NoReturn:
+    raise ConfigError(
+        f"`batch_size`={len(slices)} of the DataLoader: a ShardDataset makes the batches itself. "
+        "Use DataLoader(dataset, batch_size=None), and iterate each item for its batches."
+    )
+
+
+default_collate_fn_map[WindowSlice] = _refuse_to_collate
 
 
 class ShardDataset(IterableDataset[WindowSlice]):

@@ -15,6 +15,7 @@ from tokenfeed.pipeline.feeding.batch import (
     ATTENTION_MASK,
     POSITION_IDS,
     SEGMENTS,
+    SEQ_IDX,
     Batch,
     Recipe,
     Tensors,
@@ -132,15 +133,24 @@ def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     return torch.ones(ragged.shape, dtype=torch.bool, device=tensors[INPUT_IDS].device)
 
 
-def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+def _seq_idx(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
     segments = tensors[SEGMENTS]
     rows, length = ragged.shape
     slots = torch.arange(rows * length, dtype=torch.int32, device=segments.device)
-    first = segments[torch.bucketize(slots, segments[1:], right=True)]
-    return (slots - first).long().view(ragged.shape)
+    documents = torch.bucketize(slots, segments[1:], right=True, out_int32=True)
+    return documents.view(ragged.shape)
+
+
+def _position_ids(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
+    if SEQ_IDX not in tensors:
+        tensors[SEQ_IDX] = _seq_idx(ragged, tensors)
+    rows, length = ragged.shape
+    slots = torch.arange(rows * length, device=tensors[SEGMENTS].device)
+    return slots.view(ragged.shape) - tensors[SEGMENTS][tensors[SEQ_IDX]]
 
 
 _BUILT_WHEN_ASKED: dict[str, Recipe] = {
     ATTENTION_MASK: _attention_mask,
     POSITION_IDS: _position_ids,
+    SEQ_IDX: _seq_idx,
 }

@@ -44,8 +44,9 @@ class PageLock:
     def stage(self, rank_slice: RankSlice) -> RankSlice:
         """Move a slice that this process made into page-locked memory."""
         try:
+            size = rank_slice.num_bytes
             memory = (
-                torch.empty(rank_slice.num_bytes, dtype=torch.uint8, pin_memory=True).numpy().data
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
             )
         except RuntimeError as refusal:
             self._say(str(refusal).split("\n", 1)[0])

@@ -98,7 +98,8 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
 
 
 def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: int) -> _Copy:
-    with copies.accelerator.on(copies.stream):
+    # Copied ahead: a batch queued while the caller evaluates may be trained on.
+    with torch.inference_mode(False), copies.accelerator.on(copies.stream):
         inputs = {
             name: tensor.to(copies.accelerator.device, non_blocking=True)
             for name, tensor in device_inputs(ragged).items()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.format.rows import Rows
@@ -109,7 +110,7 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
     length = round_up(max(sizes), case.batching.multiple_of)
     tables: dict[str, list[list[int]]] = {
         name: [[] for _ in sequences]
-        for name in ("input_ids", "labels", "token_type_ids", "position_ids", "document_ids")
+        for name in ("input_ids", "labels", "token_type_ids", "position_ids", "seq_idx")
     }
     documents = 0
     for number, sequence in enumerate(sequences):
@@ -119,7 +120,7 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
                 token = begins[row] + at
                 row_of["input_ids"].append(int(rows.ids[token]))
                 row_of["position_ids"].append(at - start)
-                row_of["document_ids"].append(documents)
+                row_of["seq_idx"].append(documents)
                 if "token_type_ids" in rows.per_token:
                     row_of["token_type_ids"].append(int(rows.per_token["token_type_ids"][token]))
                 label = int(rows.ids[token])
@@ -133,7 +134,7 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
         for name, fill in (("input_ids", PAD), ("labels", IGNORED), ("token_type_ids", 0)):
             row_of[name] += [fill for _ in padding]
         row_of["position_ids"] += padding
-        row_of["document_ids"] += [documents for _ in padding]
+        row_of["seq_idx"] += [documents for _ in padding]
         documents += bool(padding)
     made: dict[str, Any] = tables
     for name, none in ("label", IGNORED), ("score", NOTHING):
@@ -143,14 +144,20 @@ def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[st
     if "token_type_ids" not in rows.per_token:
         del made["token_type_ids"]
     if not isinstance(case.batching, Packed):
-        del made["position_ids"], made["document_ids"]
+        del made["position_ids"], made["seq_idx"]
         made["attention_mask"] = [[at < size for at in range(length)] for size in sizes]
-    return made
+        return made
+    documents_of_slots = np.ravel(made["seq_idx"])
+    edges = np.flatnonzero(np.diff(documents_of_slots, prepend=-1, append=-1)).tolist()
+    bounds = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    return made | bounds | {"max_length_q": length, "max_length_k": length, "use_cache": False}
 
 
 def listed(batch: Batch) -> dict[str, Any]:
-    made = {name: tensor.nan_to_num(NOTHING).tolist() for name, tensor in batch.items()}
-    return made | ({"document_ids": batch.document_ids.tolist()} if "position_ids" in made else {})
+    return {
+        name: value.nan_to_num(NOTHING).tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 def build(ragged: RaggedBatch, device: str) -> Batch:
@@ -177,16 +184,20 @@ def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case
         host, device = build(ragged, "host"), build(again, "cpu")
         assert list(host) == list(device)
         for name in host:
+            if not isinstance(host[name], torch.Tensor):
+                assert (type(host[name]), host[name]) == (type(device[name]), device[name])
+                continue
             assert host[name].dtype == device[name].dtype
             assert torch.equal(host[name].nan_to_num(NOTHING), device[name].nan_to_num(NOTHING)), (
                 name
             )
             is_score = name == "labels" and "score" in case.rows.per_row
-            whole = torch.bool if name == "attention_mask" else torch.int64
+            small = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), torch.int32)
+            whole = ({"attention_mask": torch.bool} | small).get(name, torch.int64)
             assert host[name].dtype == (torch.float32 if is_score else whole)
         if "position_ids" in host:
-            assert host.cu_seqlens.dtype == device.cu_seqlens.dtype == torch.int32
-            assert torch.equal(host.cu_seqlens, device.cu_seqlens)
+            assert host.document_ids is host["seq_idx"]
+            assert host.cu_seqlens is host["cu_seq_lens_q"] is host["cu_seq_lens_k"]
 
 
 @pytest.mark.cuda
@@ -227,7 +238,7 @@ def test_segments_are_the_runs_of_one_document(case: Case) -> None:
         if not isinstance(case.batching, Packed):
             assert "position_ids" not in batch
             continue
-        documents = np.ravel(slow_batch(case, sequences, filler)["document_ids"])
+        documents = np.ravel(slow_batch(case, sequences, filler)["seq_idx"])
         edges = [0, *(np.flatnonzero(np.diff(documents)) + 1), len(documents)]
         assert batch.cu_seqlens.tolist() == edges
         assert batch.max_seqlen == np.diff(edges).max()
@@ -251,13 +262,24 @@ def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
             ragged[0].of_tokens("input_ids")
 
 
+OF_PACKED = [
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "use_cache",
+]
+
+
 @pytest.mark.parametrize(
     ("batching", "pairs", "keys"),
     [
         (Padded(100), False, ["input_ids", "attention_mask", "labels"]),
         (Fixed(2), True, ["input_ids", "attention_mask", "token_type_ids", "labels"]),
-        (Packed(8, 2), False, ["input_ids", "position_ids", "labels"]),
-        (Packed(8, 2), True, ["input_ids", "position_ids", "token_type_ids", "labels"]),
+        (Packed(8, 2), False, ["input_ids", *OF_PACKED, "labels"]),
+        (Packed(8, 2), True, ["input_ids", *OF_PACKED, "token_type_ids", "labels"]),
     ],
 )
 def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list[str]) -> None:
@@ -267,6 +289,9 @@ def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list
     assert len(batch) == len(keys)
     assert "token_type_ids" in batch or not pairs
     assert batch["labels"] is batch["labels"]
+    assert batch.labels is batch["labels"]
+    with pytest.raises(AttributeError, match=r"'lables'\. Its keys are input_ids, "):
+        batch.lables  # noqa: B018
     for missing in ("label", {"attention_mask", "position_ids"}.difference(keys).pop()):
         assert missing not in batch
         with pytest.raises(KeyError, match=missing):
@@ -293,7 +318,8 @@ def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> N
     batch = build_on_host(case.ragged()[0], PAD)
     assert batch.to("cpu") is batch
     moved = batch.to("meta")
-    assert {tensor.device.type for tensor in moved.values()} == {"meta"}
+    tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
     assert moved.num_targets == batch.num_targets
     assert list(moved) == list(batch)
 
@@ -302,3 +328,33 @@ def test_segments_are_where_the_batch_is() -> None:
     batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], PAD)
     moved = batch.to("meta")
     assert moved.cu_seqlens.device == moved.document_ids.device == moved.device
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])
+def test_padded_batch_asked_for_documents_raises(name: str) -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have it"):
+        getattr(batch, name)
+
+
+def test_batch_built_in_inference_mode_trains_later() -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    with torch.inference_mode():
+        assert not batch["labels"].is_inference()
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_pin_memory_pins_every_tensor(batching: Batching, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is nothing to pin memory for: a clone stands in for the pinned copy."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2, 7])), batching).ragged()[0], PAD)
+    copy = batch.pin_memory()
+    assert listed(copy) == listed(batch)
+    tensors = [value for value in copy.values() if isinstance(value, torch.Tensor)]
+    assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in pinned}

@@ -1,14 +1,15 @@
 """Under a plain DataLoader the batches are those of the loader."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from delivery import (
-    open_loader,
-    spans,
-)
+import torch
+from delivery import open_loader, spans
 from plain import open_dataset, plain
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
 
@@ -38,3 +39,35 @@ def test_damage_is_named(folder: Path) -> None:
     (folder / "train/00002.arrow").unlink()
     with pytest.raises(ShardFormatError, match=r"00002\.arrow"):
         plain(open_dataset(folder))
+
+
+def test_dataloader_with_pinned_memory_pins_each_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU no thread pins what a DataLoader loads, so the test calls what it would."""
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    window_slice = next(iter(DataLoader(open_dataset(folder), batch_size=None)))
+    plain_batches = list(window_slice)
+    assert not pinned
+    batches = list(pin_memory(window_slice))
+    assert [spans(b) for b in batches] == [spans(b) for b in plain_batches]
+    assert {id(tensor) for batch in batches for tensor in batch.values()} <= set(pinned)
+
+
+def test_dataloader_with_batch_size_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`batch_size`=2 of the DataLoader: .*batch_size=None"):
+        next(iter(DataLoader(open_dataset(folder), batch_size=2)))
+
+
+def test_default_device_elsewhere_leaves_batches_on_cpu(folder: Path) -> None:
+    with torch.device("meta"):
+        batches = [batch for share in open_dataset(folder) for batch in share]
+        batches += islice(open_loader(folder, num_workers=0), 2)
+        devices = {value.device.type for batch in batches for value in batch.values()}
+    assert devices == {"cpu"}

@@ -150,6 +150,16 @@ def test_what_is_asked_for_later_is_built_from_what_was_handed_over(
         assert ours["position_ids"] is ours["position_ids"]
 
 
+def test_batch_copied_ahead_in_inference_mode_trains_later(
+    folder: Path, cuda: SimulatedCuda
+) -> None:
+    batches = iter(open_loader(folder, device=DEVICE))
+    with torch.inference_mode():
+        next(batches)
+    for batch in islice(batches, 3):
+        assert not any(tensor.is_inference() for tensor in batch.tensors())
+
+
 @pytest.mark.parametrize("batching", [Packed(64, 4, split=True), Fixed(4)], ids=str)
 def test_a_full_batch_is_widened_without_a_gather_on_a_device(
     make_dataset: MakeDataset, cuda: SimulatedCuda, batching: Batching

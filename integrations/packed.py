@@ -1,0 +1,100 @@
+"""Whether a model keeps the documents of a packed batch apart.
+
+    check_documents_apart(model, next(iter(loader)))
+
+Attention layers of transformers keep documents apart by what a packed batch says about them. Layers
+with a state (Mamba, linear attention, convolutions), ALiBi positions and encoders without
+FlashAttention may not, and only the loss would show it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.batch import Batch
+
+__all__ = ["check_documents_apart"]
+
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 2e-2
+
+
+@torch.no_grad()
+def check_documents_apart(
+    model: Callable[..., Any], batch: Batch, *, tolerance: float | None = None
+) -> None:
+    """Compare the logits of a packed batch with the logits of its documents alone.
+
+    Call it once before training, and before DDP or FSDP wraps the model. It runs one forward pass
+    of the batch, and one of the longest document that does not begin a row.
+
+    Args:
+        model: Called as `model(**batch)`, without the labels. Returns logits [B, T, V], or
+            something that has them as `logits`.
+        batch: A packed batch, on the model's device.
+        tolerance: Largest accepted difference, as a share of the largest logit. Default: 1e-4 if
+            the logits are float32, else 2e-2. TF32 needs more.
+
+    Raises:
+        ConfigError: The logits differ; or no row of the batch holds two documents.
+    """
+    length = batch.input_ids.shape[1]
+    behind = [
+        (end - begin, begin, end)
+        for begin, end in pairwise(batch.cu_seqlens.tolist())
+        if begin % length and not _is_padding(batch, begin)
+    ]
+    if not behind:
+        raise ConfigError(
+            "`batch`: every row holds a single document, so nothing can be mixed in it. Take "
+            "another batch, or a larger `sequence_length`."
+        )
+    _, begin, end = max(behind)
+    row, place = begin // length, slice(begin % length, (end - 1) % length + 1)
+    packed = {key: value for key, value in batch.items() if key != "labels"}
+    alone = {
+        key: value[row : row + 1, place]
+        for key, value in packed.items()
+        if key in ("input_ids", "position_ids", "token_type_ids")
+    }
+    with _evaluating(model):
+        beside_TV = _logits(model(**packed))[row, place].float()
+        logits_1TV = _logits(model(**alone, use_cache=False))
+    if tolerance is None:
+        tolerance = _TOLERANCE if logits_1TV.dtype == torch.float32 else _HALF_TOLERANCE
+    alone_TV = logits_1TV[0].float()
+    difference = float((beside_TV - alone_TV).abs().max() / alone_TV.abs().max())
+    if not difference <= tolerance:  # nor if it is NaN
+        raise ConfigError(
+            f"`model`: {type(model).__name__} mixes the documents of a packed row: the logits of a "
+            f"document differ by {difference:.2g} of the largest one from its logits alone "
+            f"(tolerance {tolerance:.2g}). Use `batching=Padded(...)`, or a model whose only "
+            "connection between tokens is attention."
+        )
+
+
+def _is_padding(batch: Batch, slot: int) -> bool:
+    row, column = divmod(slot, batch.input_ids.shape[1])
+    return bool(column >= batch.lengths[row])
+
+
+def _logits(output: Any) -> torch.Tensor:
+    logits: torch.Tensor = getattr(output, "logits", output)
+    return logits
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Switch dropout off inside the block."""
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,184 @@
+"""Packed batches in models of transformers: which keep documents apart, and which are refused."""
+
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from hub_models import config_of, write_shards
+from transformers import modeling_flash_attention_utils as flash_attention
+
+from tokenfeed import Batch, Packed, Padded, ShardLoader
+from tokenfeed.integrations.packed import check_documents_apart
+from tokenfeed.pipeline.errors import ConfigError
+
+DECODERS = ("Llama", "Qwen3", "Mistral", "GPT2")
+HYBRID = {
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MAMBA = {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+def packed(shards: Path, rows: int = 3) -> Batch:
+    with ShardLoader(shards, batching=Packed(32, batch_size=rows), num_workers=0) as loader:
+        return next(iter(loader))
+
+
+def model_of(name: str, auto: str = "CausalLM", attention: str = "eager", **sizes: Any) -> Any:
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"AutoModelFor{auto}")
+    model = kind.from_config(config_of(name, **sizes), attn_implementation="eager").eval()
+    model.config._attn_implementation = attention  # also where its package is not installed
+    return model
+
+
+class FlashAttention:
+    """FlashAttention's functions by their definition; notes which of them were called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+        self.longest: list[object] = []
+
+    def dense(self, q: Any, k: Any, v: Any, *, causal: bool, **_: Any) -> torch.Tensor:
+        self.called.append("dense")
+        return torch.stack([self._attend(*qkv, causal) for qkv in zip(q, k, v, strict=True)])
+
+    def varlen(self, q: Any, k: Any, v: Any, *, causal: bool, **settings: Any) -> torch.Tensor:
+        self.called.append("varlen")
+        self.longest += [settings["max_seqlen_q"], settings["max_seqlen_k"]]
+        ends = settings["cu_seqlens_q"]
+        assert torch.equal(ends, settings["cu_seqlens_k"])
+        assert ends.dtype == torch.int32
+        pieces = [
+            self._attend(q[begin:end], k[begin:end], v[begin:end], causal)
+            for begin, end in pairwise(ends.tolist())
+        ]
+        assert max(map(len, pieces)) <= settings["max_seqlen_q"]
+        return torch.cat(pieces)
+
+    def _attend(self, q: Any, k: Any, v: Any, causal: bool) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        out: torch.Tensor = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return out.transpose(0, 1)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> FlashAttention:
+    made = FlashAttention()
+
+    def settings(**given: Any) -> dict[str, Any]:
+        names = {
+            "is_causal": "causal",
+            "max_seqlen_q": "max_seqlen_q",
+            "max_seqlen_k": "max_seqlen_k",
+        }
+        return {name: given[key] for key, name in names.items() if key in given}
+
+    functions = (made.dense, made.varlen, None, None, None), (settings, settings)
+    monkeypatch.setattr(flash_attention, "lazy_import_flash_attention", lambda *_, **__: functions)
+    return made
+
+
+@torch.no_grad()
+def largest_difference(model: Any, batch: Batch) -> float:
+    """Between the logits of a packed batch and those of each document alone."""
+    ids, found = batch["input_ids"].flatten(), []
+    logits = model(**batch).logits.flatten(0, 1)
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        alone = model(input_ids=ids[begin:end][None], use_cache=False).logits[0]
+        found.append(float((logits[begin:end] - alone).abs().max() / alone.abs().max()))
+    return max(found)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_flash_attention_takes_packed_rows_by_document(
+    shards: Path, flash: FlashAttention, rows: int
+) -> None:
+    model, batch = model_of("Llama", attention="flash_attention_2"), packed(shards, rows)
+    assert len(batch.cu_seqlens) > rows + 1
+    with torch.no_grad():
+        model(**batch)
+    assert set(flash.called) == {"varlen"}
+    assert {(type(longest), longest) for longest in flash.longest} == {(int, 32)}
+    assert largest_difference(model, batch) < 1e-5
+
+
+@pytest.mark.parametrize("auto", ["CausalLM", "MaskedLM"])
+def test_flash_attention_check_accepts_documents_apart(
+    shards: Path, flash: FlashAttention, auto: str
+) -> None:
+    name = "Llama" if auto == "CausalLM" else "ModernBert"
+    check_documents_apart(model_of(name, auto, "flash_attention_2"), packed(shards))
+    assert "varlen" in flash.called
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_batch_in_decoder_keeps_documents_apart(
+    shards: Path, name: str, attention: str
+) -> None:
+    """With the default config, whose `use_cache` is True."""
+    model = model_of(name, attention=attention)
+    assert model.config.use_cache
+    assert largest_difference(model, packed(shards)) < 1e-5
+    check_documents_apart(model, packed(shards))
+
+
+def test_flash_attention_without_bounds_mixes_documents(
+    shards: Path, flash: FlashAttention
+) -> None:
+    """Why position_ids are not enough."""
+    model, batch = model_of("Llama", attention="flash_attention_2"), packed(shards)
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    assert set(flash.called) == {"dense"}
+
+
+@pytest.mark.parametrize(
+    ("name", "auto", "sizes"),
+    [("Mamba2", "CausalLM", MAMBA), ("Bloom", "CausalLM", {}), ("Bert", "MaskedLM", {})],
+)
+def test_check_of_model_that_mixes_documents_raises(
+    shards: Path, name: str, auto: str, sizes: dict[str, Any]
+) -> None:
+    model = model_of(name, auto, **sizes)
+    with pytest.raises(ConfigError, match=rf"{name}For\w+ mixes the documents of a packed row"):
+        check_documents_apart(model.train(), packed(shards))
+    assert model.training
+
+
+def test_packed_batch_in_linear_attention_without_kernels_raises(shards: Path) -> None:
+    with pytest.raises(ValueError, match="can't keep packed sequences apart"):
+        model_of("Qwen3Next", attention="sdpa", **HYBRID)(**packed(shards))
+
+
+def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
+    with ShardLoader(shards, batching=Packed(8, 1, split=True), num_workers=0) as loader:
+        alone = next(b for b in islice(loader, 50) if len(b.rows) == 1)
+    with pytest.raises(ConfigError, match="every row holds a single document"):
+        check_documents_apart(model_of("Llama"), alone)
+
+
+def test_check_of_padded_batch_raises(shards: Path) -> None:
+    with ShardLoader(shards, batching=Padded(64), num_workers=0) as loader:
+        padded = next(iter(loader))
+    with pytest.raises(ConfigError, match="only packed batches have it"):
+        check_documents_apart(model_of("Llama"), padded)
