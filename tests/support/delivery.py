@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pyarrow import ipc
 
 from tokenfeed import Batch, Fixed, Packed, Padded, ShardLoader
@@ -41,6 +42,7 @@ __all__ = [
     "resident",
     "row_tokens",
     "run_script",
+    "same_values",
     "small_batches",
     "spans",
     "times_delivered",
@@ -96,6 +98,13 @@ def spans(batch: Batch) -> list[Span]:
     """(row, first token, tokens) of every piece of a batch."""
     columns = (batch.rows, batch.starts, batch.piece_lengths)
     return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def same_values(batch: Batch, other: Batch) -> bool:
+    """Whether two batches hold the same keys and values."""
+    return list(batch) == list(other) and all(
+        torch.equal(torch.as_tensor(batch[key]), torch.as_tensor(other[key])) for key in batch
+    )
 
 
 def tokens_of(batch: Batch) -> np.ndarray:
