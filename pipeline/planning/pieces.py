@@ -25,6 +25,13 @@ class Pieces:
     """Row of the window each is cut from, shape (P,), int64; None: none was cut, P = R."""
 
     @property
+    def beginnings(self) -> np.ndarray:
+        """Numbers of the pieces that begin a row, shape (R,), int64; for rows cut in order."""
+        if self.cut_from is None:
+            return np.arange(len(self.lengths))
+        return np.flatnonzero(np.diff(self.cut_from, prepend=-1))
+
+    @property
     def rows(self) -> np.ndarray:
         """Row of the window each is of, shape (P,), int64."""
         return np.arange(len(self.lengths)) if self.cut_from is None else self.cut_from

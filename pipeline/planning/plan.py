@@ -103,7 +103,7 @@ class Plan:
             tuple(source.manifest.fingerprint for source in sources),
             weights,
             tuple(np.cumsum([source.rows for source in sources]).tolist()),
-            _epoch_tokens(sources, order) if num_streams == 1 else (None,) * len(sources),
+            _epoch_tokens(sources, order, batching, num_streams),
             split,
             batching,
             step_size,
@@ -165,8 +165,15 @@ def default_window_tokens(
     return max(least, wanted, min(of_sources, _MOST_FOR_SOURCES))
 
 
-def _epoch_tokens(sources: tuple[OpenedSplit, ...], order: EpochOrder) -> tuple[int | None, ...]:
-    """Tokens of each source in an epoch, where it is read a whole number of times."""
+def _epoch_tokens(
+    sources: tuple[OpenedSplit, ...], order: EpochOrder, batching: Batching, num_streams: int
+) -> tuple[int | None, ...]:
+    """Tokens of each source in an epoch, if it is read a whole number of times; None if the plan
+    does not know them, as for truncated rows."""
+    longest = max(source.split.longest_row for source in sources)
+    truncates = batching.long_rows == "truncate" and longest > batching.longest_piece
+    if num_streams > 1 or truncates:
+        return (None,) * len(sources)
     times = [divmod(read, size) for read, size in zip(order.batches_read, order.sizes, strict=True)]
     return tuple(
         None if rest else source.tokens * whole

@@ -39,7 +39,8 @@ class Padded(ByLength):
     multiple_of: int = 1
     """Padded lengths are rounded up to this; 8 suits tensor cores, at some padding."""
     long_rows: LongRows = "cut"
-    """A row of more than `max_tokens` is cut into pieces, or ("refuse") no loader is made."""
+    """A row of more than `max_tokens` is cut into pieces; "truncate" drops all but its first
+    piece, "refuse" makes no loader."""
     spread: float = SPREAD
     """How far rows may be from their place in order of length, to meet others in every epoch."""
     sequence_length: int | None = None
@@ -126,14 +127,17 @@ class Packed(Batching):
     """False: best fit, and only documents longer than a sequence are cut. True: documents one after
     the other, split wherever a sequence is full, as most pre-training does."""
     long_rows: LongRows = "cut"
-    """A document longer than a sequence is cut into pieces, or ("refuse") no loader is made."""
+    """A document longer than a sequence is cut into pieces; "truncate" drops all but its first
+    piece, "refuse" makes no loader."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "sequence_length", "batch_size")
         object.__setattr__(self, "split", checks.flag("split", self.split))
         _check_long_rows(self)
-        if self.split and self.long_rows == "refuse":
-            raise ConfigError("`split`=True cuts documents, `long_rows`='refuse' forbids it.")
+        if self.split and self.long_rows != "cut":
+            raise ConfigError(
+                f"`split`=True cuts documents, `long_rows`={self.long_rows!r} forbids it."
+            )
 
     @property
     def longest_piece(self) -> int:
@@ -164,6 +168,10 @@ class Packed(Batching):
     ) -> tuple[Pieces, tuple[np.ndarray, np.ndarray]]:
         cut = cut_rows(lengths, self.longest_piece)
         longest_first = sort_by_length(cut.lengths, draw.key if draw else None)[::-1]
+        if self.long_rows == "truncate":
+            begins = np.zeros(len(cut.lengths), np.bool_)
+            begins[cut.beginnings] = True
+            longest_first = longest_first[begins[longest_first]]
         packed, sequence_offsets = pack(cut.lengths[longest_first], self.sequence_length)
         return cut, (longest_first[packed], sequence_offsets)
 

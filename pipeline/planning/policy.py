@@ -16,9 +16,10 @@ from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, r
 
 __all__ = ["Arranged", "Batching", "ByLength", "LongRows"]
 
-LongRows = Literal["cut", "refuse"]
-"""What happens to a row that is longer than a micro-batch may be: it is cut into pieces, which
-continue where the one before ends, or the data set is refused at the start."""
+LongRows = Literal["cut", "truncate", "refuse"]
+"""What happens to a row that is longer than a micro-batch may be. cut: it becomes pieces, each of
+which continues where the one before ends. truncate: the first piece is kept, the others are
+dropped. refuse: the data set is refused at the start."""
 
 
 class Arranged(NamedTuple):
@@ -40,16 +41,17 @@ class Arranged(NamedTuple):
             ConfigError: Names the policy and what is wrong.
         """
         count, sequences = len(self.cut.lengths), len(self.order)
+        kept = self.cut.beginnings if batching.long_rows == "truncate" else np.arange(count)
         wholes = {
             "`cut` does not hold every token once": self.cut.offsets[-1] == lengths.sum(),
             "`step_offsets` do not cut `order` into steps": _cuts(self.step_offsets, sequences),
         }
         if self.packed:
             pieces, offsets = self.packed
-            wholes["`packed` does not hold every piece once"] = _once(pieces, count)
+            wholes["`packed` does not hold every piece once"] = _once(pieces, kept)
             wholes["`packed` has an empty sequence"] = _cuts(offsets, len(pieces))
-            count = len(offsets) - 1
-        wholes["`order` does not hold every sequence once"] = _once(self.order, count)
+            kept = np.arange(len(offsets) - 1)
+        wholes["`order` does not hold every sequence once"] = _once(self.order, kept)
         for name, is_whole in wholes.items():
             if not is_whole:
                 raise ConfigError(
@@ -122,23 +124,27 @@ class ByLength(Batching):
     ) -> Arranged:
         """Sort by length, in bands; steps come in random order."""
         cut = cut_rows(lengths, self.longest_piece)
+        kept = cut.beginnings if self.long_rows == "truncate" else slice(None)
         pieces, step_offsets = steps_by_length(
-            cut.lengths, self, step_size=step_size, draw=draw, labels=labels
+            cut.lengths[kept], self, step_size=step_size, draw=draw, labels=labels
         )
+        if isinstance(kept, np.ndarray):
+            pieces = kept[pieces]
         if draw:
             order = random_order(len(step_offsets) - 1, draw.key ^ 2)
             pieces, step_offsets = regroup(pieces, step_offsets, order)
         return Arranged(cut, pieces, step_offsets)
 
 
-def _once(numbers: np.ndarray, count: int) -> bool:
-    """Whether `numbers` are those of range(count), each once, in some order."""
+def _once(numbers: np.ndarray, wanted: np.ndarray) -> bool:
+    """Whether `numbers` are those of `wanted`, which ascend, each once, in some order."""
     numbers = np.asarray(numbers).astype(np.int64, casting="safe", copy=False)
-    if len(numbers) != count or numbers.view(np.uint64).max() >= count:  # as is what is below 0
+    count = int(wanted[-1]) + 1
+    if len(numbers) != len(wanted) or numbers.view(np.uint64).max() >= count:  # as is what is < 0
         return False
     seen = np.zeros(count, np.bool_)
     seen[numbers] = True
-    return bool(seen.all())
+    return bool(seen[wanted].all())
 
 
 def _cuts(offsets: np.ndarray, count: int) -> bool:

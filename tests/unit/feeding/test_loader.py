@@ -48,6 +48,16 @@ def test_the_length_is_exact_where_one_window_is_an_epoch(folder: Path, batching
         assert len(loader) == sum(1 for _ in loader)
 
 
+@pytest.mark.parametrize(
+    "batching", [Packed(64, 4, long_rows="truncate"), Padded(256, long_rows="truncate")], ids=str
+)
+def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching) -> None:
+    loader = open_loader(folder, batching, epochs=2)
+    pieces = [span for batch in loader for span in spans(batch)]
+    assert {start for _, start, _ in pieces} == {0}
+    assert len(pieces) == 2 * len({row for row, _, _ in pieces}) == 2 * 900
+
+
 def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:
     """Which part of a source an epoch leaves out differs, and so may its number of batches."""
     even = make_dataset([100] * 400)

@@ -158,6 +158,17 @@ def test_only_long_rows_are_cut_and_their_pieces_follow_each_other(
     ]
 
 
+@given(LENGTHS, SORTED.filter(lambda policy: isinstance(policy, Padded)) | BEST_FIT, KEYS)
+def test_truncated_rows_keep_only_their_beginning(
+    lengths: np.ndarray, batching: Batching, key: int
+) -> None:
+    truncating = replace(batching, long_rows="truncate")  # type: ignore[type-var]
+    sequences = sequences_of(planned(lengths, truncating, 1, key))
+    pieces = sorted(span for sequence in sequences for span in sequence)
+    longest = batching.longest_piece
+    assert pieces == [(row, 0, min(longest, length)) for row, length in enumerate(lengths)]
+
+
 @given(LENGTHS, SORTED, KEYS)
 def test_a_sequence_that_is_not_packed_is_one_piece(
     lengths: np.ndarray, batching: Batching, key: int
