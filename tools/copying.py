@@ -5,38 +5,48 @@ files are there already is told by size and checksum, so the same command contin
 a copy that has lost some. A file of an object store is known by the checksum it was written with.
 """
 
+import contextlib
+import errno
 import logging
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import as_completed
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Protocol
 
 import tyro
+import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
 from tokenfeed.pipeline.format.manifest import (
     JOB_FILE,
-    JOURNAL_FILE,
+    MADE_BY_FILE,
     MANIFEST_FILE,
     PARTS_FOLDER,
     Manifest,
 )
 from tokenfeed.pipeline.format.proof import stored
+from tokenfeed.pipeline.format.reading import gave_up
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.at_once import few_threads
 from tokenfeed.tools.console import print_json
-from tokenfeed.tools.fetching import DataFile, data_files, fetch
+from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers
 from tokenfeed.tools.outputs.output import open_output
 from tokenfeed.tools.outputs.store import StoreOutput
+from tokenfeed.tools.run.journal import Journal
 from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.run.records import Result
 
 __all__ = ["Copied", "Copy", "copy_data_set"]
 
 _AT_ONCE = 4
+_COPY_FILE = ".copying"
+"""In a bucket: the fingerprint of the data set that is being copied there."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,8 +104,28 @@ def copy_data_set(source_path: str, to: str) -> Copied:
     # What is proved here is what is written at the end: it may be replaced meanwhile.
     raw = stored(source, MANIFEST_FILE)
     manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
-    _check_places(source, target, manifest)
+    if target.store.name == source.name:
+        raise ConfigError(f"{source.name}: is the place to copy from. Give another one.")
     files = list(data_files(manifest))
+    with target.alone(manifest):
+        _check_place(source, target, manifest)
+        missing = _bring(files, source, target)
+        if made_by := _optional(source, MADE_BY_FILE):
+            target.write(MADE_BY_FILE, made_by)
+        target.write(MANIFEST_FILE, raw)
+    return Copied(
+        to=target.store.name,
+        fingerprint=manifest.fingerprint,
+        files=len(files),
+        bytes=sum(file.weight_bytes for file in files),
+        copied=len(missing),
+        copied_bytes=sum(file.weight_bytes for file in missing),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def _bring(files: list[DataFile], source: Store, target: "_Target") -> list[DataFile]:
+    """Copy the files that are not there yet, and return them."""
     with few_threads(_AT_ONCE) as threads:
         there = list(threads.map(target.has, files))
     missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
@@ -109,16 +139,20 @@ def copy_data_set(source_path: str, to: str) -> Copied:
             if isinstance(target.store, ObjectStore):
                 _log.warning("what is being sent is sent to its end; a second Ctrl-C ends at once")
             raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
-    target.finish(raw)
-    return Copied(
-        to=target.store.name,
-        fingerprint=manifest.fingerprint,
-        files=len(files),
-        bytes=sum(file.weight_bytes for file in files),
-        copied=len(missing),
-        copied_bytes=sum(file.weight_bytes for file in missing),
-        seconds=round(time.perf_counter() - started, 3),
-    )
+    return missing
+
+
+def _optional(store: Store, name: str) -> bytes | None:
+    """Return a file that the manifest does not name; None where it cannot be had.
+
+    A store may refuse access to what is not there.
+    """
+    try:
+        return store.read(name)
+    except OSError as error:
+        if gave_up(error):
+            raise
+        return None
 
 
 class _Target(Protocol):
@@ -137,12 +171,20 @@ class _Target(Protocol):
         """Bring it there."""
         ...
 
+    def alone(self, manifest: Manifest) -> AbstractContextManager[None]:
+        """Keep other copies and runs out of the place until the block ends.
+
+        Raises:
+            ConfigError: Another one is at work there.
+        """
+        ...
+
     def is_unfinished(self) -> bool:
         """Whether a run of `pretokenize` is on its way there."""
         ...
 
-    def finish(self, manifest: bytes) -> None:
-        """Say that all is there."""
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, whatever was there."""
         ...
 
 
@@ -168,11 +210,24 @@ class _Folder:
     def put(self, file: DataFile, source: Store, bar: Bar) -> None:
         fetch(file, source, self._path(file), bar)
 
-    def is_unfinished(self) -> bool:
-        return any(Path(self.store.root, name).exists() for name in (JOURNAL_FILE, PARTS_FOLDER))
+    @contextlib.contextmanager
+    def alone(self, manifest: Manifest) -> Iterator[None]:
+        """Hold the journal, as `pretokenize` does."""
+        folder, recipe = Path(self.store.root), {"shards copy": manifest.fingerprint}
+        with Journal.open(folder, recipe, Result) as journal:  # type: ignore[type-abstract]
+            if journal.recipe != recipe:
+                raise _unfinished(self.store)
+            try:
+                remove_leftovers(folder)
+                yield
+            finally:
+                journal.remove()
 
-    def finish(self, manifest: bytes) -> None:
-        atomic_write(Path(self.store.root, MANIFEST_FILE), manifest)
+    def is_unfinished(self) -> bool:
+        return Path(self.store.root, PARTS_FOLDER).exists()
+
+    def write(self, name: str, content: bytes) -> None:
+        atomic_write(Path(self.store.root, name), content, is_shared=True)
 
     def _path(self, file: DataFile) -> Path:
         return Path(self.store.root, file.info.file)
@@ -197,6 +252,27 @@ class _Bucket:
             fetch(file, source, path, bar, synced=False)
             self.store.write(file.info.file, path, {XXH3_KEY: file.info.xxh3})
 
+    @contextlib.contextmanager
+    def alone(self, manifest: Manifest) -> Iterator[None]:
+        """Leave the fingerprint there: two copies of one data set write the same bytes."""
+        if not self._is_first(manifest.fingerprint):
+            raise ConfigError(
+                f"{self.store.name}: a copy of another data set is being made there. Give another "
+                f"place; if that copy was killed, delete {self.store.path(_COPY_FILE)}."
+            )
+        try:
+            yield
+        finally:
+            self.store.delete(_COPY_FILE)
+
+    def _is_first(self, fingerprint: str) -> bool:
+        try:
+            return self.store.create(_COPY_FILE, fingerprint.encode())
+        except RemoteError as error:
+            if error.errno != errno.EOPNOTSUPP:  # a store without conditional writes
+                raise
+            return True
+
     def is_unfinished(self) -> bool:
         try:
             self.store.head(JOB_FILE)
@@ -204,23 +280,25 @@ class _Bucket:
             return False
         return True
 
-    def finish(self, manifest: bytes) -> None:
-        self.store.write(MANIFEST_FILE, manifest)
+    def write(self, name: str, content: bytes) -> None:
+        self.store.write(name, content, {XXH3_KEY: xxhash.xxh3_64_hexdigest(content)})
 
 
-def _check_places(source: Store, target: _Target, manifest: Manifest) -> None:
-    """Refuse a target that is the source, or holds something else than a copy of it."""
+def _check_place(source: Store, target: _Target, manifest: Manifest) -> None:
+    """Refuse a target that holds something else than a copy of the source."""
     to = target.store
-    if to.name == source.name:
-        raise ConfigError(f"{to.name}: is the place to copy from. Give another one.")
     if target.is_unfinished():
-        raise ConfigError(f"{to.name}: holds an unfinished run. Give another place.")
+        raise _unfinished(to)
     there = _manifest_at(to)
     if there and there.fingerprint != manifest.fingerprint:
         raise ConfigError(
             f"{to.name}: holds another data set, with the fingerprint {there.fingerprint}; "
             f"{source.name} has {manifest.fingerprint}. Give another place."
         )
+
+
+def _unfinished(place: Store) -> ConfigError:
+    return ConfigError(f"{place.name}: holds an unfinished run. Give another place.")
 
 
 def _manifest_at(store: Store) -> Manifest | None:

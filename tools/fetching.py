@@ -1,6 +1,7 @@
 """The files of a data set, brought from where it is, each proved on the way."""
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -9,13 +10,15 @@ import xxhash
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
 from tokenfeed.pipeline.format.reading import damaged, refused
-from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.tools.run.crew import Progress
 from tokenfeed.tools.run.progress import Bar
 
-__all__ = ["DataFile", "data_files", "fetch"]
+__all__ = ["SCRATCH_PREFIX", "DataFile", "data_files", "fetch", "remove_leftovers"]
 
+SCRATCH_PREFIX = ".repair-"
+"""Folders in a data set where a repair makes shards."""
 _PIECE_BYTES = 1 << 20
 _TRIES = 2
 """A bit may flip on the way; a second time it is the file."""
@@ -49,12 +52,21 @@ def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool =
     """
     shown, actual = source.path(file.info.file), ""
     for _ in range(_TRIES):
-        with contextlib.suppress(_AnotherError), atomic_file(path, synced=synced) as copy:
+        own = atomic_file(path, synced=synced, is_shared=True)
+        with contextlib.suppress(_AnotherError), own as copy:
             actual = _stream(file, source, copy, bar)
             if actual != file.info.xxh3:
                 raise _AnotherError
             return
     raise damaged(shown, f"the file has checksum {actual}, expected {file.info.xxh3}")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what copies and repairs of a data set left there when they were killed."""
+    for scratch in folder.glob(f"{SCRATCH_PREFIX}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+    for temporary in folder.rglob(f"*{TEMPORARY_SUFFIX}"):
+        temporary.unlink(missing_ok=True)
 
 
 class _AnotherError(Exception):

@@ -28,6 +28,7 @@ from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 __all__ = [
     "JOB_FILE",
     "JOURNAL_FILE",
+    "MADE_BY_FILE",
     "MANIFEST_FILE",
     "PARTS_FOLDER",
     "TOKENIZER_FILE",
@@ -42,6 +43,7 @@ __all__ = [
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
 JOURNAL_FILE = ".journal.jsonl"
+MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
 """A folder that has one of them holds an unfinished run."""
 JOB_FILE = f"{PARTS_FOLDER}/job.json"

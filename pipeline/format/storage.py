@@ -13,7 +13,7 @@ from typing import IO
 
 import xxhash
 
-__all__ = ["atomic_file", "atomic_write", "file_xxh3", "sync_folder"]
+__all__ = ["TEMPORARY_SUFFIX", "atomic_file", "atomic_write", "file_xxh3", "sync_folder"]
 
 TEMPORARY_SUFFIX = ".tmp"
 _READ_BYTES = 1 << 20

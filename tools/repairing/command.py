@@ -9,11 +9,12 @@ from typing import Annotated
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
+from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.reading import gave_up
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.console import print_json
-from tokenfeed.tools.fetching import DataFile, data_files, fetch
+from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers
 from tokenfeed.tools.outputs.output import is_as_written
 from tokenfeed.tools.run.progress import Bar
 
@@ -54,6 +55,14 @@ class Repair:
                 "whole data set completes one in a store."
             )
         manifest = Manifest.read(self.out)
+        with alone_in(self.out):  # a second repair waits
+            remove_leftovers(self.out)
+            num_damaged, problems = self._repaired(manifest)
+        self._say(num_damaged, problems)
+        return 1 if problems else 0
+
+    def _repaired(self, manifest: Manifest) -> tuple[int, list[str]]:
+        """Repair what is damaged: how many files were, and why some still are."""
         damaged = _damaged(self.out, manifest)
         problems: list[str] = []
         if damaged and self.mirror:
@@ -63,8 +72,7 @@ class Repair:
 
             infos = [file.info for file in damaged]
             problems = remake(self.out, manifest, self.corpus, infos)
-        self._say(len(damaged), problems)
-        return 1 if problems else 0
+        return len(damaged), problems
 
     def _say(self, num_damaged: int, problems: list[str]) -> None:
         repaired = num_damaged - len(problems)

@@ -5,35 +5,58 @@ caller says, since it may lie elsewhere now. Whether it is still the same shows 
 nothing takes the place of a damaged file but what the manifest names.
 """
 
-import contextlib
 import os
-import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
+import msgspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, FileInfo, Manifest, ShardInfo
+from tokenfeed.pipeline.format.manifest import (
+    MADE_BY_FILE,
+    TOKENIZER_FILE,
+    FileInfo,
+    Manifest,
+    ShardInfo,
+)
 from tokenfeed.pipeline.format.storage import atomic_write, sync_folder
 from tokenfeed.tools.encoding.engine import EngineRejected
 from tokenfeed.tools.encoding.installed import engine_version
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
+from tokenfeed.tools.fetching import SCRATCH_PREFIX
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.prepare import Prepared
-from tokenfeed.tools.run.claim import MADE_BY_FILE, made_by
+from tokenfeed.tools.run.claim import made_by
 from tokenfeed.tools.run.progress import Bar
 from tokenfeed.tools.run.worker import Worker
 
 __all__ = ["remake"]
+
+_Recipe = TypedDict(
+    "_Recipe",
+    {
+        "--task": str,
+        "the fields": list[str],
+        "--end-token": str | None,
+        "--add-special-tokens": bool,
+        "--special-tokens-in-text": Literal["plain", "split"],
+        "--split": list[str],
+        "--validation": float,
+        "--exclude": list[str],
+        "--shard-size": int,
+        "--tokenizer": str | None,
+        "the bytes of the input": int,
+    },
+)
+"""What is used of the file that says how the data set was made."""
 
 
 def remake(
@@ -61,7 +84,8 @@ def remake(
     json_bytes = _tokenizer(folder, manifest, recipe)
     if manifest.tokenizer in damaged:
         atomic_write(folder / TOKENIZER_FILE, json_bytes)
-    with _scratch(folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH_PREFIX, dir=folder) as name:
+        scratch = Path(name)  # beside the shards, so that they can be renamed
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
         options = _options(folder, recipe, manifest, corpus, scratch)
         run = Prepared.from_options(options, options.output, "new", None).run
@@ -70,17 +94,20 @@ def remake(
         return problems + _encoded(settings, run.inputs, shards, folder, manifest)
 
 
-def _recipe(folder: Path) -> dict[str, Any]:
+def _recipe(folder: Path) -> _Recipe:
     """Return the recipe that made the data set."""
     if not (folder / MADE_BY_FILE).exists():
         raise ConfigError(
             f"{folder}: has no {MADE_BY_FILE}, which says by what options it was made. Copy that "
             "file from where the data set was made, or repair by `--from MIRROR`."
         )
-    return made_by(FolderOutput(folder))
+    try:
+        return msgspec.convert(made_by(FolderOutput(folder)), _Recipe)
+    except msgspec.ValidationError as error:
+        raise _damaged_recipe(folder, error) from None
 
 
-def _tokenizer(folder: Path, manifest: Manifest, recipe: dict[str, Any]) -> bytes:
+def _tokenizer(folder: Path, manifest: Manifest, recipe: _Recipe) -> bytes:
     """The data set's own tokenizer.json, or where it is damaged the one that was named then."""
     path, named = folder / TOKENIZER_FILE, recipe.get("--tokenizer")
     if path.exists() and _is_meant(content := path.read_bytes(), manifest):
@@ -97,18 +124,8 @@ def _is_meant(content: bytes, manifest: Manifest) -> bool:
     return xxhash.xxh3_64_hexdigest(content) == manifest.tokenizer.xxh3
 
 
-@contextlib.contextmanager
-def _scratch(folder: Path) -> Iterator[Path]:
-    """Room beside the shards, from where they can be renamed."""
-    scratch = Path(tempfile.mkdtemp(prefix=".repair-", dir=folder))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def _options(
-    folder: Path, recipe: dict[str, Any], manifest: Manifest, corpus: tuple[str, ...], scratch: Path
+    folder: Path, recipe: _Recipe, manifest: Manifest, corpus: tuple[str, ...], scratch: Path
 ) -> Options:
     """The options of the command that made the data set.
 
@@ -116,10 +133,11 @@ def _options(
         ConfigError: The recipe does not say them all, or they contradict one another.
     """
     engine: Any = manifest.tokenizer.engine
+    task: Any = recipe["--task"]
     try:
         options = Options(
             paths=(*corpus, str(scratch)),
-            task=recipe["--task"],
+            task=task,
             tokenizer=str(scratch / TOKENIZER_FILE),
             end_token=recipe["--end-token"],
             add_special_tokens=recipe["--add-special-tokens"],
@@ -135,25 +153,29 @@ def _options(
     except ConfigError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{folder / MADE_BY_FILE}: does not say by what options the data set was made ({error} "
-            "is missing or odd). Copy that file from where it was made, or repair by `--from "
-            "MIRROR`."
-        ) from error
+        raise _damaged_recipe(folder, error) from error
     return options
 
 
-def _fields(recipe: dict[str, Any]) -> tuple[str, ...]:
+def _damaged_recipe(folder: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{folder / MADE_BY_FILE}: does not say by what options the data set was made ({error}). "
+        "Copy that file from where it was made, or repair by `--from MIRROR`."
+    )
+
+
+def _fields(recipe: _Recipe) -> tuple[str, ...]:
     """`--field` for the fields that were read: all of a task's own, or those it reads by itself.
 
     The recipe has only the names that records have for them, in the task's order.
     """
-    names, task = recipe["the fields"], TASK_CLASSES[recipe["--task"]]
+    name: Any = recipe["--task"]
+    names, task = recipe["the fields"], TASK_CLASSES[name]
     own = task.kinds if len(names) == len(task.kinds) else task().named
     return tuple(f"{each}={name}" for each, name in zip(own, names, strict=True))
 
 
-def _check_same(inputs: Inputs, manifest: Manifest, recipe: dict[str, Any]) -> None:
+def _check_same(inputs: Inputs, manifest: Manifest, recipe: _Recipe) -> None:
     """Refuse another corpus before anything of it is encoded, as far as sizes tell."""
     sources = inputs.corpus.sources
     for what, was, now in (

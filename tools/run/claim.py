@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, Self
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import (
     JOURNAL_FILE,
+    MADE_BY_FILE,
     MANIFEST_FILE,
     PARTS_FOLDER,
     TOKENIZER_FILE,
@@ -32,7 +33,6 @@ from tokenfeed.tools.run.recipe import differences
 from tokenfeed.tools.run.records import Records, ResultT
 
 __all__ = [
-    "MADE_BY_FILE",
     "Run",
     "State",
     "claim",
@@ -44,7 +44,6 @@ __all__ = [
     "withdraw",
 ]
 
-MADE_BY_FILE = ".made_by.json"
 
 State = Literal["new", "unfinished", "finished"]
 

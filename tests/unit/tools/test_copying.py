@@ -18,17 +18,15 @@ from stores import keep_in_memory
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import Store
 from tokenfeed.pipeline.remote import object_store, process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools import copying
 from tokenfeed.tools.copying import copy_data_set
-from tokenfeed.tools.fetching import fetch
+from tokenfeed.tools.fetching import DataFile, fetch
 from tokenfeed.tools.shards import main
 
 pytest.importorskip("obstore")
-
-UNLISTED = ".made_by.json"
-"""How `pretokenize` made a data set is no part of it."""
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +47,6 @@ def empty(remote: Remote) -> None:
     remote.proxy.always, remote.proxy.match = None, ""
 
 
-def data_of(folder: Path) -> dict[str, bytes]:
-    return {name: data for name, data in files_of(folder).items() if name != UNLISTED}
-
-
 def objects_of(remote: Remote) -> dict[str, bytes]:
     prefix = f"{remote.prefix}/"
     return {name.removeprefix(prefix): each.data for name, each in remote.server.objects.items()}
@@ -60,10 +54,10 @@ def objects_of(remote: Remote) -> dict[str, bytes]:
 
 def test_a_copy_goes_there_and_back(documents: Path, remote: Remote, tmp_path: Path) -> None:
     there = copy_data_set(str(documents), remote.store.name)
-    assert objects_of(remote) == data_of(documents)
-    assert there.copied == there.files == len(data_of(documents)) - 1
+    assert objects_of(remote) == files_of(documents)
+    assert there.copied == there.files == len(files_of(documents)) - 2
     back = copy_data_set(remote.store.name, str(tmp_path / "back"))
-    assert data_of(tmp_path / "back") == data_of(documents)
+    assert files_of(tmp_path / "back") == files_of(documents)
     assert (back.copied_bytes, back.fingerprint) == (there.bytes, there.fingerprint)
     elsewhere = copy_data_set(remote.store.name, f"{remote.store.name}2")
     assert elsewhere.copied == there.files
@@ -77,15 +71,15 @@ def test_a_copy_is_completed_with_what_it_lacks(
     (out / "manifest.json").unlink()
     (out / "train/00000.arrow").write_bytes(b"x")
     assert copy_data_set(str(documents), str(out)).copied == 1
-    assert data_of(out) == data_of(documents)
+    assert files_of(out) == files_of(documents)
     assert copy_data_set(str(documents), str(out)).copied == 0
     copy_data_set(str(out), remote.store.name)
     del remote.server.objects[f"{remote.prefix}/train/00000.arrow"]
     remote.put("train/00001.arrow", remote.content("train/00001.arrow"))  # no checksum is told
     remote.proxy.seen.clear()
     assert copy_data_set(str(out), remote.store.name).copied == 2
-    assert sum(line.startswith("PUT") for line in remote.proxy.seen) == 3
-    assert objects_of(remote) == data_of(documents)
+    assert sum(line.startswith("PUT") for line in remote.proxy.seen) == 5
+    assert objects_of(remote) == files_of(documents)
 
 
 def test_the_manifest_is_there_only_when_all_is(documents: Path, remote: Remote) -> None:
@@ -95,7 +89,7 @@ def test_the_manifest_is_there_only_when_all_is(documents: Path, remote: Remote)
     remote.proxy.always = None
     assert "manifest.json" not in objects_of(remote)
     copy_data_set(str(documents), remote.store.name)
-    assert objects_of(remote) == data_of(documents)
+    assert objects_of(remote) == files_of(documents)
 
 
 QUICK = [None, *(kind for kind in FAULTS if kind not in ("stall", "slow"))]
@@ -115,7 +109,7 @@ def test_no_fault_of_the_network_alters_a_copy(
         remote.proxy.schedule.extend(faults)
         copy_data_set(str(source), str(to))
         remote.proxy.schedule.clear()
-    assert data_of(out) == objects_of(remote) == data_of(documents)
+    assert files_of(out) == objects_of(remote) == files_of(documents)
 
 
 def test_a_bit_that_flips_on_the_way_is_fetched_again(
@@ -125,7 +119,7 @@ def test_a_bit_that_flips_on_the_way_is_fetched_again(
     remote.proxy.match = "train/00000.arrow"
     remote.proxy.schedule.append(Fault("flip", 100))
     copy_data_set(remote.store.name, str(tmp_path / "out"))
-    assert data_of(tmp_path / "out") == data_of(documents)
+    assert files_of(tmp_path / "out") == files_of(documents)
 
 
 def test_a_damaged_object_is_named_and_not_copied(
@@ -158,14 +152,14 @@ def test_another_data_set_is_not_written_over(
     with pytest.raises(ConfigError, match="is the place to copy from"):
         copy_data_set(str(documents), str(documents))
     (tmp_path / "begun").mkdir()
-    (tmp_path / "begun/.journal.jsonl").touch()
+    (tmp_path / "begun/.journal.jsonl").write_text('{"CORPUS": ["x"]}\n')
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
     with pytest.raises(ConfigError, match=r"^memory://x: no data set is written there"):
         copy_data_set(str(documents), "memory://x")
     copy_data_set("memory://x", str(tmp_path / "out"))
-    assert data_of(tmp_path / "out") == data_of(documents)
+    assert files_of(tmp_path / "out") == files_of(documents)
 
 
 @pytest.mark.slow
@@ -203,7 +197,45 @@ def test_a_manifest_that_is_replaced_while_a_copy_is_made_is_not_copied(
 
     monkeypatch.setattr(copying, "fetch", replaced)
     assert copy_data_set(str(source), str(to)).fingerprint == manifest.fingerprint
-    assert data_of(to) == data_of(documents)
+    assert files_of(to) == files_of(documents)
+
+
+def test_copy_into_place_of_another_copy_is_refused(
+    documents: Path, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(documents, other)
+    replace(Manifest.read(documents), label_names=("another",)).write(other)
+    refused: list[str] = []
+
+    def interfere(file: DataFile, source: Store, path: Path, *rest: Any, **options: Any) -> None:
+        """Begin a copy of another data set in the middle of the first one."""
+        if pending:
+            with pytest.raises(ConfigError) as caught:
+                copy_data_set(str(other), pending.pop())
+            refused.append(str(caught.value))
+        fetch(file, source, path, *rest, **options)
+
+    pending: list[str] = []
+    monkeypatch.setattr(copying, "_AT_ONCE", 1)
+    monkeypatch.setattr(copying, "fetch", interfere)
+    for to in (str(tmp_path / "to"), remote.store.name):
+        pending.append(to)
+        copy_data_set(str(documents), to)
+        assert call(main, "verify", to).stdout.startswith(f"{to}: good")
+    assert "another run is writing here" in refused[0]
+    assert "a copy of another data set is being made there" in refused[1]
+    assert files_of(tmp_path / "to") == objects_of(remote) == files_of(documents)
+
+
+def test_copy_removes_what_killed_copy_left(documents: Path, tmp_path: Path) -> None:
+    left = tmp_path / "to/train/00000.arrow.0123456789abcdef.tmp"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"some bytes")
+    fingerprint = Manifest.read(documents).fingerprint
+    (tmp_path / "to/.journal.jsonl").write_text(json.dumps({"shards copy": fingerprint}) + "\n")
+    copy_data_set(str(documents), str(tmp_path / "to"))
+    assert files_of(tmp_path / "to") == files_of(documents)
 
 
 @pytest.mark.parametrize("content", ["no json", '{"format_version": 2}', "{}"])

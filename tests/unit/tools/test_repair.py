@@ -172,7 +172,30 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     assert "has no .made_by.json" in repair(out, "--corpus", records, expect=2)
 
 
-@pytest.mark.parametrize("changes", [{"--task": "unknown"}, {"--split": None}])
+def test_repair_removes_what_killed_repair_left(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made["lm"], out)
+    (out / ".repair-0abc1def/train").mkdir(parents=True)
+    (out / ".repair-0abc1def/train/00000.arrow").touch()
+    (out / "train/00000.arrow.0123456789abcdef.tmp").touch()
+    assert "nothing to repair" in repair(out, "--from", made["lm"])
+    assert files_of(out) == files_of(made["lm"])
+    assert not (out / ".repair-0abc1def").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"--task": "unknown"},
+        {"--split": None},
+        {"--end-token": ["a"]},
+        {"--validation": "much"},
+        {"--special-tokens-in-text": "odd"},
+        {"the fields": 7},
+        {"the bytes of the input": None},
+        {"the bytes of the input": "many"},
+    ],
+)
 def test_a_recipe_that_is_damaged_is_told(
     made: dict[str, Path], records: Path, tmp_path: Path, changes: dict[str, object]
 ) -> None:
