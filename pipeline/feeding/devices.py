@@ -42,7 +42,7 @@ class Accelerator(ABC):
         return context
 
     def current_stream(self) -> torch.Stream:
-        """The stream of this thread, which computes."""
+        """The stream of this device on which this thread queues its work."""
         stream: torch.Stream = self.module.current_stream(self.device)
         return stream
 

@@ -3,16 +3,22 @@
 Kernels of a stream run one after the other, each when it has been queued, its launch has come
 through, and what it waits for is done. A stream holds so many kernels; a host that queues one more
 waits. The device's clock runs at its own speed from its own beginning, and tells differences as
-CUDA does, in 32-bit milliseconds. It is a `Clock` of the stall meter.
+CUDA does, in 32-bit milliseconds. It is a `Clock` of the stall meter. Several devices may share a
+host; `SimulatedCuda` offers them as torch.cuda does.
 """
 
+import contextlib
 import random
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
+import torch
 
-__all__ = ["SimulatedDevice"]
+__all__ = ["Host", "SimulatedCuda", "SimulatedDevice"]
 
 COMPUTE = "compute"
 
@@ -26,6 +32,13 @@ class Stream:
     waits_until: float = 0.0
 
 
+@dataclass(slots=True)
+class Host:
+    """The thread that queues the work of one or several devices."""
+
+    now: float = 7.0
+
+
 class SimulatedDevice:
     """Seconds of one true clock; `host` is where the host is.
 
@@ -36,6 +49,7 @@ class SimulatedDevice:
         depth: Kernels that a stream holds.
         noise: Of kernels and launches, as a share.
         drift: Of the device's clock.
+        on: The host; None for one of its own.
     """
 
     method = "simulated"
@@ -50,14 +64,23 @@ class SimulatedDevice:
         depth: int = 1024,
         noise: float = 0.2,
         drift: float = 2e-5,
+        on: Host | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.launch_seconds, self.latency, self.depth = launch, latency, depth
         self.noise, self.drift = noise, drift
-        self.host = 7.0
+        self._host = on or Host()
         self.idle = 0.0
         self._compute = Stream(deque(maxlen=depth), free=self.host)
         self._streams = {COMPUTE: self._compute}
+
+    @property
+    def host(self) -> float:
+        return self._host.now
+
+    @host.setter
+    def host(self, now: float) -> None:
+        self._host.now = now
 
     def launch(self, seconds: float, stream: str = COMPUTE) -> float:
         """Queue a kernel, and say when it ends."""
@@ -66,9 +89,9 @@ class SimulatedDevice:
 
     def work(self, kernels: int, seconds: float) -> None:
         """Queue so many kernels on the stream that computes."""
-        draw, noise = self.random.random, self.noise
+        draw, noise, host = self.random.random, self.noise, self._host
         for _ in range(kernels):  # as `launch`, in half the time: tests queue millions
-            self.host += self.launch_seconds * (1 + noise * (2 * draw() - 1))
+            host.now += self.launch_seconds * (1 + noise * (2 * draw() - 1))
             self._queue(self._compute, seconds * (1 + noise * (2 * draw() - 1)))
 
     def compute_waits(self, moment: float) -> None:
@@ -112,10 +135,10 @@ class SimulatedDevice:
         return True
 
     def _queue(self, stream: Stream, seconds: float) -> float:
-        ends, free = stream.ends, stream.free
-        if len(ends) == self.depth and ends[0] > self.host:
-            self.host = ends[0]
-        start = max(free, self.host + self.latency, stream.waits_until)
+        ends, free, host = stream.ends, stream.free, self._host
+        if len(ends) == self.depth and ends[0] > host.now:
+            host.now = ends[0]
+        start = max(free, host.now + self.latency, stream.waits_until)
         if stream is self._compute:
             self.idle += start - free
         stream.free = end = start + seconds
@@ -130,3 +153,70 @@ class SimulatedDevice:
 
     def _factor(self) -> float:
         return 1 + self.noise * (2 * self.random.random() - 1)
+
+
+class SimulatedCuda:
+    """Devices of one host behind the names of torch.cuda, as far as a meter uses them.
+
+    As in torch, an event is recorded on the stream it is given, else on that of the current device,
+    and a device gets a context by being used.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: list[SimulatedDevice]) -> None:
+        self._devices = devices
+        self.current = 0
+        self.contexts: set[int] = set()
+        self.capturing: int | None = None
+        """The device on whose stream a graph is captured."""
+        for name in ("device", "current_stream", "is_current_stream_capturing", "_sleep"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
+        properties = SimpleNamespace(uuid="simulated")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: {})
+        monkeypatch.setattr("time.perf_counter", devices[0].now)
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.current = self.current, device.index
+        yield
+        self.current = before
+
+    def current_stream(self, device: torch.device | None = None) -> int:
+        """A stream is known by its device."""
+        return self._use(self.current if device is None else device.index)
+
+    def is_current_stream_capturing(self) -> bool:
+        return self._use(self.current) == self.capturing
+
+    def _sleep(self, cycles: int) -> None:
+        self._devices[self._use(self.current)].spin(cycles / 1.5e9)
+
+    def _event(self, *, enable_timing: bool) -> "_Event":
+        assert enable_timing
+        return _Event(self)
+
+    def _use(self, index: int) -> int:
+        self.contexts.add(index)
+        return index
+
+
+class _Event:
+    def __init__(self, cuda: SimulatedCuda) -> None:
+        self._cuda = cuda
+        self._device: SimulatedDevice
+        self.moment = 0.0
+
+    def record(self, stream: int | None = None) -> None:
+        index = self._cuda.current_stream() if stream is None else stream
+        self._device = self._cuda._devices[index]
+        self.moment = self._device.mark()[0]
+
+    def query(self) -> bool:
+        return self._device.passed(self.moment)
+
+    def elapsed_time(self, later: "_Event") -> float:
+        return self._device.seconds(self.moment, later.moment) * 1e3

@@ -1,4 +1,4 @@
-"""The clock of a GPU: timing events on its current stream."""
+"""The clock of a GPU: timing events on the current stream of that GPU."""
 
 import time
 from functools import partial
@@ -22,13 +22,17 @@ class EventClock:
     """
 
     method = (
-        "GPU events around all that queues no work of the training: exact; inside the work, idle "
-        "time is what steps take longer than steps before which the host got ahead"
+        "not yet compared with a trace of a GPU. Between GPU events around all that queues no work "
+        "of the training, all time is idle; inside the work, idle time is what steps take longer "
+        "than steps before which the host got ahead"
     )
     is_beside_host = True
 
     def __init__(self, device: torch.device) -> None:
-        self._module: Any = accelerator(device).module
+        self._device = device
+        """Not always the current device of the thread: loops may use several."""
+        self._accelerator = accelerator(device)
+        self._module: Any = self._accelerator.module
         self._new_event = partial(self._module.Event, enable_timing=True)
         self._pool: list[torch.Event] = []
 
@@ -37,10 +41,11 @@ class EventClock:
         return time.perf_counter()
 
     def mark(self) -> tuple[torch.Event, float, float]:
-        """Record an event on the current stream."""
+        """Record an event on the device's current stream."""
         event = self._pool.pop() if self._pool else self._new_event()
+        stream = self._accelerator.current_stream()
         before = time.perf_counter()
-        event.record()
+        event.record(stream)
         return event, before, time.perf_counter()
 
     def passed(self, mark: torch.Event) -> bool:
@@ -58,7 +63,8 @@ class EventClock:
     def spin(self, seconds: float) -> bool:
         """A kernel that counts cycles; a private function of torch, which may lack it."""
         try:
-            self._module._sleep(int(seconds * _CYCLES_PER_S))
+            with self._module.device(self._device):
+                self._module._sleep(int(seconds * _CYCLES_PER_S))
         except (AttributeError, RuntimeError):  # a build of torch without it
             return False
         return True
@@ -66,6 +72,7 @@ class EventClock:
     def takes_marks(self) -> bool:
         """Not while a CUDA graph is captured: an event would become a part of it."""
         try:
-            return not self._module.is_current_stream_capturing()
+            with self._module.device(self._device):
+                return not self._module.is_current_stream_capturing()
         except (AttributeError, RuntimeError):  # see above: none is captured
             return True

@@ -11,6 +11,7 @@ wall time. Nothing here waits for the device.
 """
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ class StallMeter(Generic[Mark]):
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
         self._is_busy = False
-        self._thread = threading.get_ident()
+        self._process, self._thread = os.getpid(), threading.get_ident()
         self._ranks, self._padding_remedy = Ranks(), padding_remedy
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
@@ -228,8 +229,9 @@ class StallMeter(Generic[Mark]):
         self._waits.close()
 
     def interrupt(self, cause: Cause) -> bool:
-        """The program has stopped working, at any place; False where no mark can say so."""
-        is_ours = threading.get_ident() == self._thread
+        """Begin an interruption, at any place of the program; return False if no mark can be set:
+        in another thread, or in a forked worker of a loader, which has no device."""
+        is_ours = threading.get_ident() == self._thread and os.getpid() == self._process
         if self._is_busy or not is_ours or not self._clock.takes_marks():
             return False
         self._cut(self._phase)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_device import SimulatedDevice
+from simulated_device import Host, SimulatedCuda, SimulatedDevice
 from torch.utils.data import DataLoader
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -237,6 +237,33 @@ def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice() -> N
     meter.close()
 
 
+def test_collection_in_forked_child_sets_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = exact()
+    meter = meter_of(device)
+    gc.collect()
+    before = device.host
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    gc.collect()
+    assert device.host == before, "a mark takes time of the host"
+    meter.close()
+
+
+def test_marks_on_two_streams_give_no_negative_time() -> None:
+    device = exact()
+    passes = iter([0.0, 1.0, 3.0, 2.0, 4.0])
+    device.mark = lambda: (7.0 + next(passes), device.host, device.host)  # type: ignore[method-assign]
+    meter = meter_of(device)
+    meter.step(1)
+    with meter.cause("data"):
+        pass
+    meter.step(1)
+    device.host += 9.0
+    reading = meter.read()
+    assert all(idle >= 0 for idle in reading.gaps.values())
+    assert reading.seconds == pytest.approx(4.0, abs=1e-3)
+    meter.close()
+
+
 def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
     before = list(gc.callbacks)
     meter = StallMeter[Any]("cpu")
@@ -283,6 +310,55 @@ def test_a_report_is_written_whole_and_read_again(tmp_path: Path) -> None:
     assert content["stall"]["fraction"] is None
     assert tuple(content["stall"]["parts"]) == CAUSES
     assert "not measured" in str(meter.report())
+
+
+class TwoGpus:
+    """A loop that keeps cuda:1 waiting for its launches, while cuda:0 is the current device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = Host()
+        self.devices = [SimulatedDevice(on=host, launch=9e-6) for _ in range(2)]
+        self.cuda = SimulatedCuda(monkeypatch, self.devices)
+
+    def train(self, steps: int, meter: StallMeter[Any] | None = None) -> None:
+        device = self.devices[1]
+        for _ in range(steps):
+            with meter.cause("data") if meter else contextlib.nullcontext():
+                device.host += 50e-6
+            device.work(60, 5e-6)
+            if meter:
+                meter.step(1)
+        device.wait()
+
+
+def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TwoGpus(monkeypatch)
+    meter = StallMeter[Any]("cuda:1")
+    loop.train(100, meter)
+    report = meter.report()
+    meter.close()
+    device = loop.devices[1]
+    device.idle, begun = 0.0, device.done
+    loop.train(100)
+    assert report.stall == pytest.approx(device.idle / (device.done - begun), abs=0.02)
+    assert report.causes["launch"].fraction > 0.3
+    assert loop.cuda.contexts == {1}, "a rank needs no context on the GPU of another"
+
+
+def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TwoGpus(monkeypatch)
+    meter = StallMeter[Any]("cuda:1")
+    for _ in range(5):
+        loop.train(2, meter)
+        with torch.cuda.device(torch.device("cuda:0")):
+            loop.train(2, meter)
+    loop.cuda.capturing = 0
+    assert meter.interrupt("garbage collection")
+    meter.resume()
+    loop.cuda.capturing = 1
+    assert not meter.interrupt("garbage collection")
+    meter.close()
+    assert loop.cuda.contexts == {1}
 
 
 @pytest.mark.cuda

@@ -17,6 +17,7 @@ from stall_scenarios import CLEAN, FAULTS, measure
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
 from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.batches import Batches
+from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
@@ -163,3 +164,40 @@ def test_a_table_has_the_largest_cause_first_and_reads_reports_that_knew_less() 
     }
     assert headline(old) == "2.00% of 50.0 s on the CPU, 5 steps"
     assert cause_table(old)[1].split() == ["data", "2.00%", "1.00", "-", "-", "-", "-"]
+
+
+def slowdown(ranks: int, jitter: float) -> float:
+    """Of ranks that meet in each step, by the spins that each of them decides on by itself."""
+    draw, spinning = random.Random(ranks), [Calibration(5) for _ in range(ranks)]
+    now = begun = bare = 0.0
+    for step in range(2000):
+        longest = held_up = 0.0
+        for calibration in spinning:
+            host, spun = 5e-3 * draw.lognormvariate(0, jitter), 0.0
+            for part in (1, 2):
+                spun += calibration.open(now + spun + host / 2 * (part - 1))
+                calibration.close(now + spun + host / 2 * part)
+            longest, held_up = max(longest, host), max(held_up, host + spun)
+        now += held_up
+        for calibration in spinning:
+            calibration.end_step(now, 0.5)
+        bare += longest if step >= 5 else 0.0
+        begun = now if step == 4 else begun
+    return (now - begun) / bare - 1
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.2])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_spins_of_all_ranks_take_half_a_percent(ranks: int, jitter: float) -> None:
+    assert 0 < slowdown(ranks, jitter) <= 0.005
+
+
+def test_calibration_after_slow_first_step_spins_briefly() -> None:
+    """A first step compiles for seconds."""
+    calibration, now, spun = Calibration(5), 0.0, 0.0
+    for step in range(10):
+        spun += calibration.open(now)
+        now += 3.0 if step == 0 else 5e-3
+        calibration.close(now)
+        calibration.end_step(now, 0.5)
+    assert 3 * 5e-3 < spun < 6 * 5e-3
