@@ -28,9 +28,10 @@ __all__ = ["accelerated_loader"]
 def accelerated_loader(
     accelerator: Accelerator, path: StorePath | Mixture, *, batching: Batching, **settings: Any
 ) -> ShardLoader:
-    """A loader on the accelerator's device, dealt to its ranks.
+    """Make a loader on the accelerator's device, dealt to its ranks.
 
-    `save_state` and `load_state` keep its position.
+    If its split is `train`, `save_state` and `load_state` keep its position. Loaders of other
+    splits begin anew with every loop, so they have none to keep.
 
     Args:
         accelerator: Made before, for it starts torch.distributed.
@@ -39,5 +40,6 @@ def accelerated_loader(
         settings: Others of `ShardLoader`.
     """
     loader = ShardLoader(path, batching=batching, device=accelerator.device, **settings)
-    accelerator.register_for_checkpointing(loader)
+    if settings.get("split", "train") == "train":
+        accelerator.register_for_checkpointing(loader)
     return loader

@@ -27,7 +27,11 @@ class _Batches(IterableDataset[Batch]):
 
 
 class StatefulShardLoader(DataLoader[Batch]):
-    """One iteration is the rest of a pass; a state saved at any batch goes on with the next one."""
+    """A DataLoader whose batches, position and state are those of a ShardLoader.
+
+    With the split `train`, an iteration delivers the rest of a pass. With other splits, every
+    iteration begins anew.
+    """
 
     def __init__(self, loader: ShardLoader) -> None:
         """Args: `loader` stays the caller's: its position, its statistics, its `close`."""
@@ -37,6 +41,10 @@ class StatefulShardLoader(DataLoader[Batch]):
     def __len__(self) -> int:
         """Batches of a pass; TypeError where they are not known beforehand."""
         return len(self._loader)
+
+    def rewind(self) -> None:
+        """See `ShardLoader.rewind`."""
+        self._loader.rewind()
 
     def state_dict(self) -> dict[str, Any]:
         """See `ShardLoader.state_dict`."""

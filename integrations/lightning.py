@@ -36,6 +36,8 @@ from tokenfeed.trainer.stall import StallReport
 
 __all__ = ["ShardDataModule", "StallCallback"]
 
+_OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
+
 _log = logging.getLogger(__name__)
 
 
@@ -59,8 +61,9 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         Args:
             path: See `ShardLoader`.
             batching: See `ShardLoader`.
-            validation: The split to validate on; None for none.
-            settings: Others of `ShardLoader`, for training.
+            validation: The split to validate on. None: do not validate.
+            settings: Other settings of `ShardLoader`, for training. Validation takes those of its
+                workers, timeout and cache.
         """
         super().__init__()
         self._path, self._batching, self._settings = path, batching, settings
@@ -76,8 +79,11 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         return _Steps(loader)
 
     def val_dataloader(self) -> Any:
-        """The validation split, in the order of its files."""
-        return self._loader(split=self._validation, shuffle=False) if self._validation else []
+        """The validation split, in the order of its files. Every validation begins anew."""
+        if not self._validation:
+            return []
+        kept = {name: self._settings[name] for name in _OF_READING if name in self._settings}
+        return self._loader(split=self._validation, shuffle=False, **kept)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
         """Leave it, it is there; and remember it, for it is trained next."""

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from functools import partial
 from os import PathLike
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 
@@ -45,6 +45,8 @@ from tokenfeed.pipeline.windows.origins import Origin, origins_of
 
 __all__ = ["ShardLoader"]
 
+_TRAIN, _START = "train", Position(0, 0, 0)
+
 
 class ShardLoader:
     """Streams the batches of a data set, once per epoch each row, in a planned order.
@@ -54,9 +56,11 @@ class ShardLoader:
             loss = model(**batch, num_items_in_batch=max(1, batch.num_targets)).loss
         state = loader.state_dict()    # JSON-serialisable, at any batch
 
-    Iterating goes on from the present position: leaving the loop and entering it again loses and
-    repeats nothing, and after the last epoch of a pass the next pass begins, newly shuffled.
-    A fork of the process goes on from there too, with workers of its own.
+    A loader of the split `train` goes on from its position: leaving the loop and entering it again
+    loses and repeats nothing, and after the last epoch of a pass the next pass begins, newly
+    shuffled. A loader of any other split begins anew with every `for` loop, so two evaluations see
+    the same batches; right after `load_state_dict` it goes on once. `rewind` begins anew in any
+    split. A fork of the process goes on from the position too, with workers of its own.
 
     One thread at a time iterates, loads, resizes and closes; another one that comes in between gets
     a LoaderError and disturbs nothing. `state_dict`, `position` and `stats` work in any thread and
@@ -149,6 +153,8 @@ class ShardLoader:
             self._sources, cache, self._ranks, num_workers=num_workers, timeout=timeout
         )
         self._delivery = Delivery(Delivered(plan))
+        self._begins_anew = plan.split != _TRAIN
+        self._is_resumed = False
         self._length: int | None = None
         if warning := unmixed(plan, self._sources):
             warnings.warn(warning, stacklevel=2)
@@ -191,7 +197,29 @@ class ShardLoader:
         self._workshop.employ(number)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self._begins_anew and not self._is_resumed:
+            self.rewind()
+        self._is_resumed = False
         return Pass(self._deliver)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigError(
+            "a ShardLoader has no items to index: iterate it. Code that wants a torch DataLoader "
+            "takes `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
+        )
+
+    def __repr__(self) -> str:
+        names = ", ".join(source.name for source in self._sources)
+        plan = self._plan
+        return (
+            f"ShardLoader({names}, split={plan.split!r}, {plan.batching}, device={self.device}, "
+            f"rank {self.rank} of {self.world_size}, {tuple(self.position)})"
+        )
+
+    def rewind(self) -> None:
+        """Begin at the first batch of the first epoch, as a new loader does."""
+        if self.position != _START:
+            self._delivery.go_on_from(Delivered(self._plan))
 
     def __len__(self) -> int:
         """Batches of a pass, where known: an epoch is one window, and always of the same rows.
@@ -233,10 +261,10 @@ class ShardLoader:
         return self._delivery.delivered.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, at once; only its window is read again.
+        """Go on from a saved state, at once. Only its window is read again.
 
-        The next iteration delivers the rest of the pass; of a state that was saved after the last
-        batch of a pass, the next pass.
+        The next iteration delivers the rest of the pass, in any split. If the state was saved after
+        the last batch of a pass, it delivers the next pass.
 
         Raises:
             ResumeError: The state belongs to other data, another seed or policy; says which.
@@ -245,6 +273,7 @@ class ShardLoader:
         plan = self._planner.of_state(state, self._plan)
         delivered = Delivered.from_state(plan, state)
         self._delivery.go_on_from(delivered)
+        self._is_resumed = True
         self._length = None
 
     def compare(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:

@@ -1,5 +1,6 @@
 """One epoch is every token once, in one order, whatever the workers; errors are one line."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from delivery import (
     small_batches,
     spans,
 )
+from torch.utils.data import DataLoader
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
@@ -150,3 +153,67 @@ def test_splits_that_are_missing_or_empty_are_named(
         open_loader(folder, split="validation")
     with pytest.raises(ConfigError, match="the split `train` holds no rows"):
         open_loader(make_dataset([]))
+
+
+def rows_of(batches: Any, count: int | None = None) -> list[list[int]]:
+    return [batch.rows.tolist() for batch in islice(batches, count)]
+
+
+def open_split(folder: Path, split: str, **options: Any) -> ShardLoader:
+    return open_loader(folder, Fixed(8), split=split, window_tokens=1000, **options)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_validation_loop_begins_anew_each_time(both_splits: Path, shuffle: bool) -> None:
+    loader = open_split(both_splits, "validation", shuffle=shuffle)
+    first = rows_of(loader, 3)
+    assert rows_of(loader, 3) == first
+    whole = rows_of(loader)
+    assert len(whole) == 52
+    assert whole[:3] == first
+    assert rows_of(loader) == whole
+
+
+def test_validation_iterator_goes_on_where_it_stopped(both_splits: Path) -> None:
+    loader = open_split(both_splits, "validation")
+    whole = rows_of(loader)
+    batches = iter(loader)
+    assert rows_of(batches, 3) + rows_of(batches) == whole
+
+
+def test_validation_loop_after_loading_goes_on_once(both_splits: Path) -> None:
+    loader = open_split(both_splits, "validation")
+    whole = rows_of(loader)
+    assert rows_of(loader, 20) == whole[:20]
+    again = open_split(both_splits, "validation")
+    again.load_state_dict(loader.state_dict())
+    assert rows_of(again) == whole[20:]
+    assert rows_of(again) == whole
+
+
+def test_train_loop_goes_on_and_rewind_begins_anew(both_splits: Path) -> None:
+    loader = open_split(both_splits, "train")
+    whole = rows_of(open_split(both_splits, "train", epochs=2))
+    assert rows_of(loader, 3) + rows_of(loader) + rows_of(loader, 5) == whole[:57]
+    loader.rewind()
+    assert loader.position == Position(0, 0, 0)
+    assert rows_of(loader) == whole[:52]
+    assert loader.state_dict() == advanced(both_splits, 52).state_dict()
+
+
+def advanced(folder: Path, batches: int) -> ShardLoader:
+    loader = open_split(folder, "train")
+    rows_of(loader, batches)
+    return loader
+
+
+def test_dataloader_over_a_loader_names_the_right_class(make_dataset: MakeDataset) -> None:
+    with pytest.raises(ConfigError, match=r"StatefulShardLoader\(loader\)"):
+        next(iter(DataLoader(open_loader(make_dataset([5, 3])))))  # type: ignore[arg-type]
+
+
+def test_repr_of_a_loader_names_data_policy_and_position(both_splits: Path) -> None:
+    loader = advanced(both_splits, 3)
+    assert repr(loader) == (
+        f"ShardLoader({both_splits}, split='train', {Fixed(8)}, device=cpu, rank 0 of 1, (0, 0, 3))"
+    )

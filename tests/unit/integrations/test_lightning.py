@@ -1,0 +1,76 @@
+"""Lightning: every validation sees the same rows; callbacks end with the training."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+
+from tokenfeed import Fixed
+from tokenfeed.integrations.lightning import ShardDataModule
+
+pytestmark = [
+    pytest.mark.slow,  # seconds, for the import
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+BATCHES = {"batching": Fixed(8), "num_workers": 0, "window_tokens": 1000}
+
+
+class Model(LightningModule):  # type: ignore[misc]  # untyped
+    """Notes the rows of each validation; fails in a step if it is told to."""
+
+    automatic_optimization = False
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.validations: list[list[int]] = []
+        self.fails_at = fails_at
+
+    def training_step(self, step: Any, index: int) -> None:
+        """Train nothing."""
+        if index == self.fails_at:
+            raise ValueError("a loss of the user's")
+        self.manual_backward(self.weight * 0.0)
+        self.optimizers().step()
+
+    def on_validation_start(self) -> None:
+        """Begin a list."""
+        self.validations.append([])
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        """Note its rows."""
+        self.validations[-1] += batch.rows.tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Make one."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder: Path, **settings: Any) -> Any:
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        **{"enable_checkpointing": False} | quiet | settings,
+    )
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_lightning_validation_sees_same_rows_each_time(
+    both_splits: Path, tmp_path: Path, limit: int | None
+) -> None:
+    """The sanity check takes two batches before, and leaves nothing to the first validation."""
+    model = Model()
+    trainer(tmp_path, max_steps=30, val_check_interval=10, limit_val_batches=limit).fit(
+        model, ShardDataModule(both_splits, validation="validation", **BATCHES)
+    )
+    sanity, *validations = model.validations
+    assert len(sanity) == 16
+    assert len(validations) == 3
+    expected = list(range(400)) if limit is None else sanity
+    assert [sorted(rows) for rows in validations] == [expected] * 3
+    assert all(rows[:16] == sanity for rows in validations)
