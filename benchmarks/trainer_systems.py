@@ -151,7 +151,7 @@ def by_train(
         report = trainer.finish()
         slots = trainer.agreement.slots
         first = phases_of(trainer.config)[0]
-        feeds = trainer.feeds[""]
+        feeds = trainer.feeds
         with feeds.training(first, goes_on=False) as loader:  # the same batches once more
             tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])

@@ -54,14 +54,12 @@ class Explain:
     """Only what this rank got, of so many as `--world-size` says. By default all of the step."""
     world_size: int = 1
     """Ranks that shared each step."""
-    task: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None
-    """Of a run that learned several tasks, whose steps: 1 is the next one of this task."""
     json: bool = False
     """Print a JSON object per micro-batch."""
 
     def run(self) -> int:
         """Print them."""
-        saved = SavedState.read(self.state, self.task)
+        saved = SavedState.read(self.state)
         ranks = self._ranks(saved.num_streams)
         state = own_stream(saved.state, ranks.stream)
         plan_settings = plan_settings_of(state)

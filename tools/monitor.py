@@ -54,10 +54,6 @@ def view(gpus: Sequence[GpuReading], host: HostReading) -> Group:
 def _add_gpu(table: Table, number: int, gpu: GpuReading) -> None:
     table.add_row(Text(f"GPU {number}", style="bold"), gpu.name or "")
     _share(table, "  busy", gpu.utilization, "of the last sampling period")
-    if gpu.activity is not None:
-        _share(table, "  multiprocessors", gpu.activity.multiprocessors, "")
-        _share(table, "  tensor cores", gpu.activity.tensor_cores, "")
-        _share(table, "  memory bandwidth", gpu.activity.memory_bandwidth, "")
     if gpu.memory_bytes is not None and gpu.memory_total_bytes:
         share = gpu.memory_bytes / gpu.memory_total_bytes
         _share(table, "  memory", share, f"{_gb(gpu.memory_bytes)} GB")

@@ -21,11 +21,11 @@ class SavedState:
     step: int
 
     @classmethod
-    def read(cls, path: Path, task: str | None) -> Self:
+    def read(cls, path: Path) -> Self:
         """Read a state or a checkpoint.
 
         Raises:
-            ConfigError: It is neither, or of several tasks, or not of this one.
+            ConfigError: It is neither.
         """
         path = path / _CHECKPOINT_FILE if path.is_dir() else path
         try:
@@ -42,14 +42,7 @@ class SavedState:
         meta = content.get("meta", content) if isinstance(content, dict) else {}
         if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
             return cls(content, 0)
-        if {"version", "streams"} & meta["loader"].keys():
-            return cls(meta["loader"], _step_of(meta, path))
-        if task not in meta["loader"]:
-            raise ConfigError(
-                f"`--state` {path}: is of a run that learned several tasks. Name one by `--task`: "
-                f"{', '.join(meta['loader'])}."
-            )
-        return cls(meta["loader"][task], 0)
+        return cls(meta["loader"], _step_of(meta, path))
 
     @property
     def num_streams(self) -> int:

@@ -12,14 +12,15 @@ from typing import Any, get_type_hints
 import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.flags import read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
-from tokenfeed.trainer.defaults import Asked, Choice
+from tokenfeed.trainer.data_sets import read_manifest
+from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
 from tokenfeed.trainer.machine import able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
 from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.settings import flag_of, read_settings
-from tokenfeed.trainer.shared_defaults import Learnable
 
 __all__ = ["Command", "parse_config", "read_command"]
 
@@ -189,9 +190,9 @@ def _over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return kept | above
 
 
-def _learnable(said: dict[str, Any]) -> Learnable | None:
-    """What the data sets hold; None if they have nothing to train on, which the run reports. With
-    --print-config they may also be unreadable.
+def _manifest(said: dict[str, Any]) -> Manifest | None:
+    """The manifest of the data sets; None if they have nothing to train on, which the run reports.
+    With --print-config they may also be unreadable.
 
     Raises:
         TokenfeedError: A data set cannot be read. This comes before torch is imported.
@@ -202,15 +203,15 @@ def _learnable(said: dict[str, Any]) -> Learnable | None:
             raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
         raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
     with contextlib.suppress(*[TokenfeedError] if said.get("print_config") else []):
-        learnable = Learnable.of_shards(said["shards"])
-        return learnable if learnable.is_trainable else None
+        manifest = read_manifest(said["shards"])
+        return manifest if "train" in manifest.splits else None
     return None
 
 
 def _suited(said: dict[str, Any]) -> list[Choice]:
     """What suits the data sets, and what was said."""
-    learnable = _learnable(said)
-    if learnable is None:
+    manifest = _manifest(said)
+    if manifest is None:
         return []
     asked = Asked(
         objective=said.get("objective", "auto"),
@@ -218,11 +219,11 @@ def _suited(said: dict[str, Any]) -> list[Choice]:
         from_scratch=said.get("from_scratch", False),
         step_tokens=said.get("step_tokens") is not None and said.get("step_rows") is None,
     )
-    choices = learnable.suited(asked)
+    choices = suited(manifest, asked)
     begun = _laid(choices, said)
     begun.check()
-    epochs = begun.epochs or (None if "steps" in said else learnable.epochs(asked))
-    return choices + learnable.lasting(begun, asked, epochs)
+    epochs = begun.epochs or (None if "steps" in said else epochs_of(manifest, asked))
+    return choices + lasting(manifest, begun, asked, epochs)
 
 
 def _laid(choices: list[Choice], said: dict[str, Any]) -> Command:
@@ -245,7 +246,7 @@ def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
     command = Command(**_over(_values(begun), said))
     if command.epochs is not None:
         command.check()
-        steps = Learnable.of_shards(command.shards).steps_of(command.epochs, command)[0]
+        steps = steps_of(command.epochs, command, read_manifest(command.shards))
         command = dataclasses.replace(command, steps=steps)
     return command
 

@@ -14,7 +14,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import ByLength
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.tasks.several import Learnt
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = [
@@ -58,13 +57,12 @@ def make_policy(config: TrainConfig, *, packed: bool, on_gpu: bool) -> Policy:
     )
 
 
-def padding_remedy(config: TrainConfig, task: Learnt) -> str:
+def padding_remedy(config: TrainConfig, task: Task) -> str:
     """What a run can do about padding: rows with one label cannot be packed, and what is packed
     already leaves only the ends of rows."""
-    tasks = task.parts.values()
-    if all(is_packed(config, part) for part in tasks):
+    if is_packed(config, task):
         return "raise `--sequence-length`: ends of rows are less of longer ones"
-    if all(part.kind != "row" for part in tasks):
+    if task.kind != "row":
         return "`--batching packed`"
     return (
         "rows with one label cannot be packed; lower `--micro-batch-tokens`: fewer rows of "
@@ -100,7 +98,7 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 
 
 def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
-    """Rows and padded length of the micro-batch with the most slots; of several the longest."""
+    """Rows and padded length of the micro-batch with the most slots; of equals the longest."""
     shapes = _full_shapes(policy, longest)
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
@@ -112,14 +110,8 @@ def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     return [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
 
 
-def possible_sizes(config: TrainConfig, task: Learnt) -> list[int]:
-    """What --micro-batch-tokens may be for a task, or for all of several."""
-    found = [set(_sizes(config, part)) for part in task.parts.values()]
-    return sorted(found[0].intersection(*found[1:])) or [config.step_tokens]
-
-
-def _sizes(config: TrainConfig, task: Task) -> list[int]:
-    """For one task; evaluation packs what the task packs."""
+def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
+    """What --micro-batch-tokens may be for a task; evaluation packs what the task packs."""
     packed = task.packs or is_packed(config, task)
     longest = task.manifest.split("train").longest_row
     return micro_batch_sizes(config, packed=packed, longest=longest)

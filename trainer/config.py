@@ -114,7 +114,7 @@ class TrainConfig:
     objective: ObjectiveName = "auto"
     """auto: what the shards are for; masked: fill gaps in documents."""
     model: str = "tiny"
-    """bag, words (regardless of case), shallow, tiny, mini, small, gpt2 (0, 0, 0.4, 1, 11, 25, 85 M
+    """words (regardless of case), shallow, tiny, mini, small, gpt2 (0, 0.4, 1, 11, 25, 85 M
     parameters + embedding); hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
     dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     """Share of values set to 0; by default none in built-in models, and what an hf: model's config
@@ -191,8 +191,6 @@ class TrainConfig:
     """Services that are told what metrics.jsonl is told; several are welcome."""
     profile: str | None = None
     """Steps A:B to trace, into profile/trace.json of the run, for perfetto.dev."""
-    headspace: NotNegative = 0
-    """Steps over ready batches to try before training: how fast it would be without a stall."""
     run_dir: Path = field(default_factory=_new_run_dir)
     """Folder of the run."""
     export: Path | None = None

@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.settings import flag_of
 
-__all__ = ["MOST_SLOTS", "Asked", "Choice", "epochs_of", "paced", "steps_of", "suited"]
+__all__ = ["Asked", "Choice", "epochs_of", "lasting", "steps_of", "suited"]
 
 _TOKENS = 2_000_000
 """Trained in all, and about where a set is no longer small."""
@@ -24,7 +24,7 @@ _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
 _RATE = 1e-3
 """For a step of the least rows."""
 _FINE_RATE = 5e-5
-MOST_SLOTS = 16_384
+_MOST_SLOTS = 16_384
 """Of a micro-batch of labelled rows: its memory follows the layers, not the vocabulary."""
 _PACKED_LENGTH, _PACKED_SLOTS = (128, 1024), 2048
 _WARMUP = 0.1
@@ -98,7 +98,21 @@ def steps_of(epochs: int, config: TrainConfig, manifest: Manifest) -> int:
     return max(1, math.ceil(epochs * train.tokens / config.step_tokens))
 
 
-def paced(steps: int) -> Choice:
+def lasting(
+    manifest: Manifest, config: TrainConfig, asked: Asked, epochs: int | None
+) -> list[Choice]:
+    """The steps of `epochs`, if given; and, where `suited` chose anything, what suits that many
+    steps."""
+    choices, steps = [], config.steps
+    if epochs:
+        steps = steps_of(epochs, config, manifest)
+        choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
+    if suited(manifest, asked):
+        choices.append(_paced(steps))
+    return choices
+
+
+def _paced(steps: int) -> Choice:
     """What suits so many steps."""
     every = min(_MOST_EVERY, math.ceil(steps / _EVALUATIONS))
     settings = {
@@ -125,7 +139,7 @@ def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
     if asked.step_tokens:
         return [Choice({"sequence_length": length}, reason)]
     rows = _step_rows(train)
-    slots = max(length, min(rows * length, MOST_SLOTS))
+    slots = max(length, min(rows * length, _MOST_SLOTS))
     rate = round(_RATE * math.sqrt(rows / _ROWS[0]), 5)
     return [
         Choice({"sequence_length": length, "micro_batch_tokens": slots}, reason),

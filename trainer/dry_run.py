@@ -5,15 +5,13 @@ documents lie in rows. Steps run on tensors without values (`weightless`), so me
 real operators. Speed is a bound: the GPU's arithmetic by the operations of a token.
 """
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.trainer.by_task import shares_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
 from tokenfeed.trainer.gpus import GIB
-from tokenfeed.trainer.planned import Planned, PlannedTask, find_gpu, predict_micro_batch
+from tokenfeed.trainer.planned import Planned, find_gpu, predict_micro_batch
 
 __all__ = ["DryRun", "dry_run"]
 
@@ -27,18 +25,14 @@ class DryRun:
 
     steps: int
     epochs: float
-    """Of several tasks those of the one that has the fewest."""
     tokens: int
     """Real tokens that are trained on, about."""
-    tasks: dict[str, dict[str, float]]
-    """Of several: steps, epochs and tokens of each, about."""
     micro_batches_per_step: int
     slots_per_step: int
     padding: float
     """Fraction of all token slots that will hold no token, about."""
     shapes: dict[str, int]
-    """How many micro-batches of an epoch are of which rows x length: the most frequent. Of several
-    tasks the name stands behind."""
+    """How many micro-batches of an epoch are of which rows x length: the most frequent."""
     parameters: int
     trained_parameters: list[int]
     """Of these, those that each phase trains."""
@@ -69,12 +63,7 @@ class DryRun:
         lines = [
             f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
             f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
-            *(
-                f"task     {name}: {part['steps']:,.0f} steps, {part['epochs']:.2f} epochs, "
-                f"{part['tokens']:,.0f} tokens"
-                for name, part in self.tasks.items()
-            ),
-            f"batches  {self._shapes()}padding {self.padding:.2%}",
+            f"batches  an epoch has {self._shapes()}; padding {self.padding:.2%}",
             f"model    {self.parameters / 1e6:.1f} M parameters{self._trained()}, "
             f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
             f"memory   {self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
@@ -93,9 +82,7 @@ class DryRun:
         return "\n".join(lines)
 
     def _shapes(self) -> str:
-        """Of one task; those of several would be a page."""
-        listed = ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
-        return "" if self.tasks else f"an epoch has {listed}; "
+        return ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
 
     def _trained(self) -> str:
         if set(self.trained_parameters) == {self.parameters}:
@@ -125,32 +112,23 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     gpu = find_gpu(config, gpu_name)
     config = predict_micro_batch(config, gpu)
     planned = Planned(config, gpu)
-    parts = _parts(config, planned)
+    epoch = planned.epoch()
+    epochs = config.steps * config.accumulation / epoch.count
+    tokens, slots = epochs * epoch.tokens, epochs * epoch.slots
+    flops = planned.flops_per_token()
     peak = planned.peak(config)
     fitting, fitting_peak = planned.fitting()
-    tokens = sum(part.tokens for part in parts.values())
-    slots = sum(part.slots for part in parts.values())
-    flops = sum(part.flops_per_token * part.tokens / tokens for part in parts.values())
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
     state = planned.weightless.state_bytes
     checkpoints = ceil_div(config.steps, config.save_every)
     return DryRun(
         steps=config.steps,
-        epochs=min(part.epochs for part in parts.values()),
+        epochs=epochs,
         tokens=round(tokens),
-        tasks={
-            name: {"steps": part.steps, "epochs": part.epochs, "tokens": part.tokens}
-            for name, part in parts.items()
-            if name
-        },
         micro_batches_per_step=config.accumulation,
         slots_per_step=round(slots / config.steps),
         padding=1 - tokens / slots,
-        shapes={
-            f"{shape} {name}".rstrip(): count
-            for name, part in parts.items()
-            for shape, count in part.shapes.items()
-        },
+        shapes=epoch.shapes,
         parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
         trained_parameters=planned.weightless.learner.trained_parameters,
         flops_per_token=flops,
@@ -168,46 +146,6 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         checkpoint_gib=state / GIB,
         disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
         checkpoint_seconds=state / _DISK_BYTES_PER_S,
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
-    """What a run will be for one of its tasks."""
-
-    steps: float
-    epochs: float
-    tokens: float
-    slots: float
-    shapes: dict[str, int]
-    flops_per_token: float
-
-
-def _parts(config: TrainConfig, planned: Planned) -> dict[str, _Part]:
-    """By the task's name."""
-    steps = _steps_by_task(config)
-    return {name: _part(config, planned, task, steps[name]) for name, task in planned.tasks.items()}
-
-
-def _steps_by_task(config: TrainConfig) -> dict[str, float]:
-    """Those of all phases, of which each may have some of the tasks."""
-    steps: defaultdict[str, float] = defaultdict(float)
-    for stage in config.stages:
-        for name, share in shares_by_task(stage.shards, config.shards).items():
-            steps[name] += stage.steps * share
-    return steps
-
-
-def _part(config: TrainConfig, planned: Planned, task: PlannedTask, steps: float) -> _Part:
-    epoch, length = task.epoch(), task.shape(config)[1]
-    epochs = steps * config.accumulation / epoch.count
-    return _Part(
-        steps=steps,
-        epochs=epochs,
-        tokens=epochs * epoch.tokens,
-        slots=epochs * epoch.slots,
-        shapes=epoch.shapes,
-        flops_per_token=planned.weightless.flops_per_token(task.like, length),
     )
 
 

@@ -1,12 +1,11 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
 import contextlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 
-from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import DataSets
 from tokenfeed.trainer.feeds import Feeds
@@ -15,17 +14,9 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.shares import reshard
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.tasks.several import LEFT
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
-__all__ = [
-    "Evaluator",
-    "Metrics",
-    "evaluate",
-    "metrics_by_task",
-    "over_all",
-    "over_tasks",
-]
+__all__ = ["Evaluator", "Metrics", "evaluate", "over_all"]
 
 Metrics = dict[str, float]
 """By name; `loss` is the mean per target, in nats."""
@@ -92,42 +83,6 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
     return means | task.of_loss(means["loss"]) | each
 
 
-def over_tasks(found: Mapping[str, Metrics], left: Mapping[str, float]) -> Metrics:
-    """The metrics of several tasks as those of one: with each task's name behind a stroke, and
-    `left`, the mean of what is left to learn of each.
-
-    Args:
-        found: By task. One without metrics does not count.
-        left: By task; of none there is no mean.
-    """
-    overall = {LEFT: sum(left.values()) / len(left)} if left else {}
-    return overall | {
-        _of_task(name, task): value
-        for task, metrics in found.items()
-        for name, value in metrics.items()
-    }
-
-
-def metrics_by_task(metrics: Metrics, names: Collection[str]) -> dict[str, Metrics]:
-    """What `over_tasks` has made one, apart again; those of one task without a name are its own."""
-    if [*names] == [""]:
-        return {"": metrics}
-    return {
-        name: {
-            key.replace(f"/{name}", "", 1): value
-            for key, value in metrics.items()
-            if "/" in key and key.split("/")[1] == name
-        }
-        for name in names
-    }
-
-
-def _of_task(metric: str, task: str) -> str:
-    """The task's name before that of a data set."""
-    name, stroke, data_set = metric.partition("/")
-    return f"{name}/{task}{stroke}{data_set}"
-
-
 def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:
     """The loss; logits are asked for only where they are scored."""
     if scores is None:
@@ -138,48 +93,22 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
 
 
 class Evaluator:
-    """Evaluates the splits of a run's tasks.
+    """Evaluate the splits of a run's data sets."""
 
-    `first` is what each of several tasks lacked when it was evaluated first; a run that goes on has
-    it from its checkpoint.
-    """
-
-    def __init__(
-        self, config: TrainConfig, feeds: Mapping[str, Feeds], learner: Learner, world: World
-    ) -> None:
-        configs = config_by_task(config)
-        self._data = {name: DataSets.read(own.shards) for name, own in configs.items()}
-        self._most, self._feeds = config.eval_batches, feeds
-        self._learner, self._world = learner, world
-        self.first: dict[str, float] = {}
+    def __init__(self, config: TrainConfig, feeds: Feeds, learner: Learner, world: World) -> None:
+        self._data, self._most = DataSets.read(config.shards), config.eval_batches
+        self._feeds, self._learner, self._world = feeds, learner, world
 
     def has(self, split: str) -> bool:
-        """Whether there is anything to evaluate."""
-        return any(data.having(split) for data in self._data.values())
+        """Whether any data set has this split."""
+        return bool(self._data.having(split))
 
     def metrics_of(self, split: str) -> Metrics:
         """The metrics of a split of all data sets that have it, as one."""
-        found = {name: self._of_one_task(name, split) for name in self._data}
-        if len(found) == 1:
-            return found[""]
-        return over_tasks(found, self._left(found) if split == "validation" else {})
+        found = {folder: self._metrics_on(folder, split) for folder in self._data.having(split)}
+        return over_all(found, self._data, self._learner.task)
 
-    def _left(self, found: Mapping[str, Metrics]) -> dict[str, float]:
-        """What each task lacks, as a part of what it lacked at first: no task counts for more
-        because its losses are larger."""
-        parts = self._learner.task.parts
-        lacks = {
-            name: parts[name].best_by.lack(metrics) for name, metrics in found.items() if metrics
-        }
-        self.first = lacks | self.first
-        return {name: lack / (self.first[name] or 1.0) for name, lack in lacks.items()}
-
-    def _of_one_task(self, name: str, split: str) -> Metrics:
-        data, task = self._data[name], self._learner.task.parts[name]
-        found = {folder: self._metrics_on(name, folder, split) for folder in data.having(split)}
-        return over_all(found, data, task)
-
-    def _metrics_on(self, name: str, folder: str, split: str) -> Metrics:
-        learner, task = self._learner, self._learner.task.parts[name]
-        with contextlib.closing(self._feeds[name].numbered(split, self._most, folder)) as shown:
-            return evaluate(learner.model, task, shown, learner.precision, self._world)
+    def _metrics_on(self, folder: str, split: str) -> Metrics:
+        learner = self._learner
+        with contextlib.closing(self._feeds.numbered(split, self._most, folder)) as shown:
+            return evaluate(learner.model, learner.task, shown, learner.precision, self._world)

@@ -5,9 +5,6 @@
     config.json            of hf: models, which `from_pretrained` of `transformers` loads
     tokenizer.json         that of the shards, and tokenizer_config.json for `AutoTokenizer`
 
-Of a run of several tasks the folder has a folder like this for each, of its name: the body with the
-head of that task.
-
 The folder is whole or absent: it is written under a temporary name and then renamed. It is made
 from a checkpoint, so that a finished run can be exported at any time; the price is to read one.
 """
@@ -33,18 +30,14 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.trainer.by_task import config_by_task, shards_by_task
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import first_of, read_manifest
-from tokenfeed.trainer.evaluation import metrics_by_task
-from tokenfeed.trainer.models.branched import Branched
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import given_weights, load_weights
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.tasks.several import Several
 from tokenfeed.trainer.tasks.special import SpecialIds
 
 __all__ = ["Exported", "check_export", "export_run", "load_exported"]
@@ -96,7 +89,7 @@ def check_export(config: TrainConfig) -> None:
     """Refuse a folder that is there already, or will be when the run is over.
 
     Raises:
-        ConfigError: It is or will be; or the model cannot be taken apart by task.
+        ConfigError: It is or will be.
     """
     folder = config.export
     if folder is None:
@@ -106,11 +99,6 @@ def check_export(config: TrainConfig) -> None:
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
     if folder.exists():
         raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
-    if config.model not in SIZES and len(shards_by_task(config.shards)) > 1:
-        raise ConfigError(
-            f"`--export`: of several tasks only built-in models are taken apart, and --model is "
-            f"{config.model}. Leave --export out; the run's checkpoints have all weights."
-        )
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:
@@ -120,38 +108,28 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         ConfigError: The folder is there already, and holds something else.
         ResumeError: The run has no checkpoint, or it is damaged.
     """
-    configs = config_by_task(config)
-    manifests = {name: read_manifest(own.shards) for name, own in configs.items()}
-    tasks = {name: make_task(own, manifests[name], _CPU) for name, own in configs.items()}
-    head = tasks[""].head if "" in tasks else Several(tasks).head
-    heads = {"": head} if isinstance(head, Head) else head
+    manifest = read_manifest(config.shards)
+    task = make_task(config, manifest, _CPU)
     checkpoints = Checkpoints.of_run(config.run_dir)
     best = checkpoints.best()
     progress, state = checkpoints.load(_CPU, best.step if best else None)
-    metrics = metrics_by_task(best.metrics if best else {}, tasks)
-    abouts = {
-        name: Exported(
-            model=_HUB if config.model.startswith(_HUB) else config.model,
-            size=SIZES.get(config.model),
-            head=heads[name],
-            task=task.name,
-            step=progress.step,
-            metrics=metrics[name],
-            shards=manifests[name].fingerprint,
-        )
-        for name, task in tasks.items()
-    }
-    if all(_has(folder / name, about) for name, about in abouts.items()):
+    about = Exported(
+        model=_HUB if config.model.startswith(_HUB) else config.model,
+        size=SIZES.get(config.model),
+        head=task.head,
+        task=task.name,
+        step=progress.step,
+        metrics=best.metrics if best else {},
+        shards=manifest.fingerprint,
+    )
+    if (folder / _ABOUT).is_file() and Exported.read(folder) == about:
         return  # schedulers start commands twice
     check_export(config)
     torch.manual_seed(config.seed)
-    model = make_model(dataclasses.replace(config, resume=True), head)
+    model = make_model(dataclasses.replace(config, resume=True), task.head)
     load_weights(model, state["model"], given_weights(model, config))
     with _made(folder) as temporary:
-        for name, about in abouts.items():
-            alone = model.of_task(name) if isinstance(model, Branched) else model
-            texts = _tokenizer_files(configs[name], manifests[name], about.head)
-            _write(temporary / name, alone, about, texts)
+        _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
 
 
 def load_exported(folder: Path | str) -> nn.Module:
@@ -174,12 +152,7 @@ def load_exported(folder: Path | str) -> nn.Module:
     return model.eval()
 
 
-def _has(folder: Path, about: Exported) -> bool:
-    return (folder / _ABOUT).is_file() and Exported.read(folder) == about
-
-
 def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, bytes]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     if about.is_hub:
         model.save(folder)  # type: ignore[operator]
     else:

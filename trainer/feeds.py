@@ -17,41 +17,24 @@ from tokenfeed.trainer.batching import (
     rows_of,
     shapes,
 )
-from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import shown, source_of
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import has_varlen
 from tokenfeed.trainer.phases import Phase
-from tokenfeed.trainer.tasks.several import Learnt
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Feeds", "check_rows", "feeds_by_task", "is_apart"]
+__all__ = ["Feeds", "check_rows", "is_apart"]
 
 _SPLITS = ("train", "validation", "test")
 """Those that a run reads."""
 
 
-def feeds_by_task(
-    config: TrainConfig, task: Learnt, device: torch.device, dtype: torch.dtype
-) -> "dict[str, Feeds]":
-    """The feeds of each task of a run, by its name; errors are those of `Feeds`."""
-    return {
-        name: Feeds(own, task.parts[name], device, dtype, name)
-        for name, own in config_by_task(config).items()
-    }
-
-
 class Feeds:
-    """Opens the splits of a task's data sets as a run needs them."""
+    """Open the splits of a run's data sets."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        task: Task,
-        device: torch.device,
-        dtype: torch.dtype,
-        name: str = "",
+        self, config: TrainConfig, task: Task, device: torch.device, dtype: torch.dtype
     ) -> None:
         """
         Args:
@@ -59,13 +42,11 @@ class Feeds:
             task: Says the same where `config` leaves it open.
             device: Where batches go.
             dtype: What attention is computed in.
-            name: The task's among several.
 
         Raises:
             ConfigError: Settings contradict each other, or the task.
         """
         check_rows(config, task)
-        self._name = name
         self._config, self._device, self._manifest = config, device, task.manifest
         self._apart, self._causal = is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
@@ -155,7 +136,6 @@ class Feeds:
             apart=self._apart,
             varlen=self._varlen,
             rows_of=partial(rows_of, policy) if filled else None,
-            task=self._name,
         )
 
     def _open(

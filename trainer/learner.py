@@ -2,13 +2,11 @@
 one."""
 
 import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.order import derive_key
 from tokenfeed.trainer.checkpoints.optimizer_state import (
     keep_moments,
@@ -22,7 +20,6 @@ from tokenfeed.trainer.checkpoints.random_state import (
 )
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.branched import weights_of_task
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.trainable import count_parameters, train_only, trainable_names
@@ -33,8 +30,7 @@ from tokenfeed.trainer.precision import Precision, gradients_of
 from tokenfeed.trainer.ranks.shares import whole
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import rate_factor
-from tokenfeed.trainer.tasks.several import Learnt
-from tokenfeed.trainer.tasks.task import Loss
+from tokenfeed.trainer.tasks.task import Loss, Task
 
 __all__ = ["Learner"]
 
@@ -50,7 +46,7 @@ class Learner:
     def __init__(
         self,
         config: TrainConfig,
-        task: Learnt,
+        task: Task,
         precision: Precision,
         device: torch.device,
         world: World | None = None,
@@ -84,20 +80,6 @@ class Learner:
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         keep_moments(self.optimizer, before)
 
-    def check_trains(self, phase: Phase, tasks: Iterable[str]) -> None:
-        """Refuse a phase with a task whose steps could learn nothing.
-
-        Raises:
-            ConfigError: Patterns choose no weight that it uses.
-        """
-        chosen = self._chosen[phase.number - 1]
-        for task in tasks:
-            if not any(name in chosen for name, _ in weights_of_task(self.model, task)):
-                raise ConfigError(
-                    f"`--trainable`={phase.config.trainable}: finds no weight that {task} uses, so "
-                    "its steps would learn nothing. Choose more, or take it in another phase."
-                )
-
     @property
     def trained_parameters(self) -> list[int]:
         """How many parameters each phase trains."""
@@ -113,7 +95,7 @@ class Learner:
         """Compile the model for the shapes of some micro-batches, from which nothing is learnt, and
         for each choice of weights."""
         now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
-        compile_model(self.model, len(choices), len(self.task.parts))
+        compile_model(self.model, len(choices))
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)
@@ -147,10 +129,10 @@ class Learner:
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 
-    def gradients(self, task: str) -> list[Tensor]:
-        """One of every trainable weight that a task uses, zeros where none has reached it: ranks
-        have the same. Heads of other tasks have none, so that they do not even decay."""
-        return gradients_of([weight for _, weight in weights_of_task(self.model, task)])
+    def gradients(self) -> list[Tensor]:
+        """The gradient of every trainable weight, zeros where none has reached it: so all ranks
+        have the same tensors."""
+        return gradients_of([*self.model.parameters()])
 
     def drop_gradients(self) -> None:
         """Forget those of the step under way."""

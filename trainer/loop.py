@@ -24,12 +24,11 @@ from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.course import Course, Lesson
+from tokenfeed.trainer.course import Course
 from tokenfeed.trainer.divergence import diverged
 from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
-from tokenfeed.trainer.feeds import feeds_by_task
-from tokenfeed.trainer.headspace import ready_tokens_per_s
+from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
@@ -46,7 +45,7 @@ from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.step_gradients import StepGradients
-from tokenfeed.trainer.tasks.registry import learnt_by
+from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.telemetry import MetricsFile, NoMetrics, Tally
 from tokenfeed.trainer.trackers import Trackers
 
@@ -72,10 +71,9 @@ class Trainer:
         self.device = self.world.device
         keep_freed_memory(self.device)
         self.config = config = decide_micro_batch(config, self.world)
-        self.headspace = ready_tokens_per_s(config, self.world)
-        self.task = learnt_by(config, self.device)
+        self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
-        self.feeds = feeds_by_task(config, self.task, self.device, precision.dtype)
+        self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.course = Course(config, self.feeds, self.learner)
         self.evaluator = Evaluator(config, self.feeds, self.learner, self.world)
@@ -98,20 +96,18 @@ class Trainer:
         """Train until the last step, or until `should_stop`; both are asked after each step."""
         self._begin()
         config, task, course = self.config, self.task, self.course
-        learner, stall = self.learner, self.stall
+        learner, stall, shape = self.learner, self.stall, self.feeds.shape
         gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
         for step in range(self.step + 1, config.steps + 1):
             if course.ends_before(step):
                 with stall.cause("data"):
                     course.enter(step)
-            lesson = course.lesson(step)
-            tally, rows, ends_step = Tally.zero(self.device), [], False
-            gradients.begin()
+            feed, tally, rows, ends_step = course.feed, Tally.zero(self.device), [], False
             while not ends_step:
                 with stall.cause("data"):
-                    batch, part, ends_step = next(lesson.feed)
+                    batch, part, ends_step = next(feed)
                 number = step * config.accumulation + part
-                micro_batch = task.prepare(lesson.shape(batch), number)
+                micro_batch = task.prepare(shape(batch), number)
                 loss = gradients.add(micro_batch, number, last=ends_step)
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
@@ -120,7 +116,7 @@ class Trainer:
             asked = {"stop": should_stop(), "save": should_save()}
             known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
             stall.step(*known)
-            self._after_step(step, lesson, tally, norm, rows)
+            self._after_step(step, tally, norm, rows)
             if agreement.stop:
                 break
 
@@ -165,9 +161,9 @@ class Trainer:
         if config.resume:
             self._resume()
         else:
-            self.course.tell()
+            self.course.log_phase()
         if config.compile:
-            self.learner.compile([b for feeds in self.feeds.values() for b in feeds.blanks()])
+            self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
         if self.world.is_main:
             self._write_config()
@@ -205,11 +201,9 @@ class Trainer:
         metrics.follow(trackers.log)
         return metrics
 
-    def _after_step(
-        self, step: int, lesson: Lesson, tally: Tally, norm: Tensor, rows: list[np.ndarray]
-    ) -> None:
+    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
         self.step, self.last_norm, self.last_rows = step, norm, rows
-        self.progress_log.add(tally, lesson.name)
+        self.progress_log.add(tally)
         config = self.config
         saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
@@ -272,7 +266,6 @@ class Trainer:
             task=self.task.name,
             optimizer=self.config.optimizer,
             loader=self.course.state_dict(),
-            first_lacks=self.evaluator.first,
             best=self.judge.best,
             config=self.config.as_dict(),
         )
@@ -284,8 +277,7 @@ class Trainer:
         if not self.world.is_main:
             return ConfigError(f"{finding} at step {self.step}; see rank 0")
         way_on = self.checkpoints.way_on()
-        config = self.course.lesson(self.step).config
-        return diverged(f"{finding} at step {self.step}", config, rows, way_on)
+        return diverged(f"{finding} at step {self.step}", self.course.phase.config, rows, way_on)
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
@@ -294,7 +286,6 @@ class Trainer:
         progress.check(config, self._meta())
         self.course.enter(progress.step, goes_on=True)
         self.course.load_state_dict(progress.loader)
-        self.evaluator.first = progress.first_lacks
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step

@@ -8,7 +8,6 @@ Shapes: B rows, T slots of a row, S segments (documents and paddings) of the fla
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +36,6 @@ class MicroBatch:
     """True on tokens; None where rows are packed: their padding comes last and has no label."""
     token_types_BT: Tensor | None = None
     """Which text of a pair a token belongs to; None where rows are single texts."""
-    task: str = ""
-    """Whose it is, where a run has several tasks."""
 
     @classmethod
     def of_ids(cls, ids_BT: Tensor, *, causal: bool) -> "MicroBatch":
@@ -56,29 +53,6 @@ class MicroBatch:
     def num_slots(self) -> int:
         """B times T."""
         return self.ids_BT.numel()
-
-    def parts(self, number: int) -> "list[MicroBatch]":
-        """The same rows in so many micro-batches, or as many as there are rows."""
-        if number == 1:
-            return [self]
-        count = len(self.ids_BT)
-        ends = [count * part // number for part in range(number + 1)]
-        return [self._rows(a, b) for a, b in pairwise(ends) if b > a]
-
-    def _rows(self, start: int, stop: int) -> "MicroBatch":
-        def cut(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[start:stop]
-
-        positions_BT = self.positions_BT
-        return MicroBatch(
-            ids_BT=self.ids_BT[start:stop],
-            labels=self.labels[start:stop],
-            positions_BT=positions_BT[start:stop] if self._counts_rows else positions_BT,
-            scope=self.scope.of_rows(start, stop, self.ids_BT.shape[1]),
-            is_token_BT=cut(self.is_token_BT),
-            token_types_BT=cut(self.token_types_BT),
-            task=self.task,
-        )
 
     @property
     def _counts_rows(self) -> bool:
@@ -98,7 +72,6 @@ class MicroBatch:
             scope=self.scope.blank_like(rows, length),
             is_token_BT=_filled_like(self.is_token_BT, rows, length, 1),
             token_types_BT=_filled_like(self.token_types_BT, rows, length, 0),
-            task=self.task,
         )
 
 
@@ -114,8 +87,6 @@ class Shaper:
     """Whether attention takes the ends of documents instead of a mask."""
     rows_of: Callable[[int], int] | None = None
     """How many rows a batch of some padded length is filled up to; None fills nothing."""
-    task: str = ""
-    """Whose micro-batches they are, where a run has several tasks."""
 
     def __call__(self, batch: Batch) -> MicroBatch:
         """A batch with its documents; queues a few kernels, and never waits for the device."""
@@ -131,7 +102,6 @@ class Shaper:
             scope=self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK]),
             is_token_BT=None if packed else rows[ATTENTION_MASK],
             token_types_BT=rows.get(TOKEN_TYPE_IDS),
-            task=self.task,
         )
 
     def _missing_rows(self, batch: Batch) -> int:

@@ -13,7 +13,6 @@ from tokenfeed.trainer.batching import (
     make_policy,
     possible_sizes,
 )
-from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data_sets import source_of
 from tokenfeed.trainer.epoch_shapes import EpochShapes
@@ -23,11 +22,10 @@ from tokenfeed.trainer.gpus import Gpu, gpu_of, recognized
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.attention import knows_ends
 from tokenfeed.trainer.probing import size_of_cpu
-from tokenfeed.trainer.tasks.registry import learnt_by
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.weightless import Weightless
 
-__all__ = ["Planned", "PlannedTask", "find_gpu", "predict_micro_batch"]
+__all__ = ["Planned", "find_gpu", "predict_micro_batch"]
 
 _CPU = torch.device("cpu")
 
@@ -50,74 +48,45 @@ def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
     or the fewest there are."""
     if config.micro_batch_tokens != "auto":
         return config
-    sizes = possible_sizes(config, learnt_by(config, _CPU))
+    sizes = possible_sizes(config, task_of(config, _CPU))
     tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
     config = dataclasses.replace(config, micro_batch_tokens=tokens)
     found, _ = Planned(config, gpu).fitting()
     return dataclasses.replace(config, micro_batch_tokens=found or tokens)
 
 
-class PlannedTask:
-    """The batches of one task of a run."""
-
-    def __init__(
-        self, config: TrainConfig, task: Task, precision: PrecisionName, gpu: Gpu | None, name: str
-    ) -> None:
-        check_rows(config, task)
-        self._config, self._task, self._gpu, self._name = config, task, gpu, name
-        self._packed = is_packed(config, task)
-        self._policy = self._policy_of(config)
-        self.like = self._first(precision)
-
-    def shape(self, config: TrainConfig) -> tuple[int, int]:
-        """Rows and padded length of the largest micro-batch."""
-        longest = self._task.manifest.split("train").longest_row
-        return largest_shape(self._policy_of(config), longest)
-
-    def epoch(self) -> EpochShapes:
-        """The micro-batches of an epoch."""
-        split = self._task.manifest.split("train")
-        return EpochShapes.of_split(split, self._policy, self._config.seed)
-
-    def _policy_of(self, config: TrainConfig) -> Policy:
-        return make_policy(config, packed=self._packed, on_gpu=self._gpu is not None)
-
-    def _first(self, precision: PrecisionName) -> MicroBatch:
-        config, task = self._config, self._task
-        fast = self._gpu is not None and self._gpu.precision == "bf16"
-        varlen = fast and precision != "fp32" and knows_ends()
-        apart = is_apart(config, task)
-        shape = Shaper(causal=task.causal, apart=apart, varlen=varlen, task=self._name)
-        source = source_of(config.shards)
-        with ShardLoader(
-            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
-        ) as feed:
-            return shape(next(iter(feed)))
-
-
 class Planned:
-    """What a run will be, found out piece by piece."""
+    """What a run will be, found out piece by piece.
+
+    Raises:
+        ConfigError: Settings contradict each other, or the task.
+    """
 
     def __init__(self, config: TrainConfig, gpu: Gpu | None) -> None:
         self._config, self._gpu = config, gpu
-        self.task = learnt_by(config, _CPU)
+        self.task = task_of(config, _CPU)
         self.precision: PrecisionName = config.precision
         if config.precision == "auto":
             self.precision = gpu.precision if gpu else "fp32"
-        self.tasks = {
-            name: PlannedTask(own, self.task.parts[name], self.precision, gpu, name)
-            for name, own in config_by_task(config).items()
-        }
-        likes = [planned.like for planned in self.tasks.values()]
-        self.weightless = Weightless(config, self.task, self.precision, likes)
+        check_rows(config, self.task)
+        self._packed = is_packed(config, self.task)
+        self._policy = self._policy_of(config)
+        self.like = self._first()
+        self.weightless = Weightless(config, self.task, self.precision, self.like)
+
+    def epoch(self) -> EpochShapes:
+        """The micro-batches of an epoch."""
+        split = self.task.manifest.split("train")
+        return EpochShapes.of_split(split, self._policy, self._config.seed)
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations to learn one token, in rows of full length."""
+        return self.weightless.flops_per_token(self.like, self.shape(self._config)[1])
 
     def peak(self, config: TrainConfig) -> int:
-        """Bytes of steps of the largest micro-batches; of more than two, the second is like all."""
+        """Bytes of a step of the largest micro-batches; beyond two, all are like the second."""
         parts = min(2, config.accumulation)
-        return max(
-            self.weightless.peak(planned.like, *planned.shape(config), parts)
-            for planned in self.tasks.values()
-        )
+        return self.weightless.peak(self.like, *self.shape(config), parts)
 
     def fitting(self) -> tuple[int | None, int | None]:
         """Tokens of the largest micro-batch that fits the GPU, and its peak."""
@@ -138,3 +107,23 @@ class Planned:
             least=self.task.logits_at_once,
         )
         return found, None if found is None else peaks[found]
+
+    def shape(self, config: TrainConfig) -> tuple[int, int]:
+        """Rows and padded length of the largest micro-batch."""
+        longest = self.task.manifest.split("train").longest_row
+        return largest_shape(self._policy_of(config), longest)
+
+    def _policy_of(self, config: TrainConfig) -> Policy:
+        return make_policy(config, packed=self._packed, on_gpu=self._gpu is not None)
+
+    def _first(self) -> MicroBatch:
+        """The run's first micro-batch: it says how documents lie in rows."""
+        config, task = self._config, self.task
+        fast = self._gpu is not None and self._gpu.precision == "bf16"
+        varlen = fast and self.precision != "fp32" and knows_ends()
+        shape = Shaper(causal=task.causal, apart=is_apart(config, task), varlen=varlen)
+        source = source_of(config.shards)
+        with ShardLoader(
+            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
+        ) as feed:
+            return shape(next(iter(feed)))

@@ -17,14 +17,13 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.batching import possible_sizes
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.feeds import feeds_by_task
+from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.step_gradients import is_out_of_memory
-from tokenfeed.trainer.tasks.registry import learnt_by
+from tokenfeed.trainer.tasks.registry import task_of
 
 __all__ = ["DeviceMemory", "Memory", "decide_micro_batch", "size_of_cpu"]
 
@@ -96,7 +95,7 @@ def decide_micro_batch(
             "leave --shard-model out."
         )
     device = world.device
-    task = learnt_by(config, device)
+    task = task_of(config, device)
     sizes = _sizes_for(world.size, config, possible_sizes(config, task))
     if device.type == "cpu" and memory is None:
         return _decided(config, size_of_cpu(sizes), "on a CPU more bring nothing")
@@ -133,7 +132,7 @@ class _Probe:
     def __init__(self, config: TrainConfig, device: torch.device, memory: Memory) -> None:
         self._config, self._device, self._memory = config, device, memory
         self._precision = Precision(config.precision, device)
-        self._task = learnt_by(config, device)
+        self._task = task_of(config, device)
         self._learner = Learner(config, self._task, self._precision, device)
         self._learner.begin_phase(self._learner.largest_phase)
 
@@ -150,11 +149,8 @@ class _Probe:
         return self._memory.peak_bytes()
 
     def _steps(self, config: TrainConfig) -> None:
-        feeds = feeds_by_task(config, self._task, self._device, self._precision.dtype)
-        for shown in [each.largest_blank() for each in feeds.values()]:
-            self._steps_of(shown, config)
-
-    def _steps_of(self, shown: MicroBatch, config: TrainConfig) -> None:
+        feeds = Feeds(config, self._task, self._device, self._precision.dtype)
+        shown = feeds.largest_blank()
         for step in range(1, _STEPS + 1):
             targets = torch.zeros((), dtype=torch.int64, device=self._device)
             for number in range(min(2, config.accumulation)):  # the third is like the second

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -46,16 +45,15 @@ class ProgressLog:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device, self._machine = device, sample_machine(device_uuid(device))
         self._machine.start()
-        self._interval: dict[str, Tally] = {}
-        """By task."""
+        self._interval = Tally.zero(device)
         self._skipped = skipped
         self.is_behind = False
         """Whether steps were added since the last line."""
         self._reading = stall.read()
 
-    def add(self, tally: Tally, task: str = "") -> None:
-        """Add a step; where a run has several tasks, of one of them."""
-        self._interval.setdefault(task, Tally.zero(self._device)).extend(tally)
+    def add(self, tally: Tally) -> None:
+        """Add a step."""
+        self._interval.extend(tally)
         self.is_behind = True
 
     def close(self) -> None:
@@ -73,12 +71,11 @@ class ProgressLog:
         Returns:
             Why the run has diverged, and nothing is written; None where it has not.
         """
-        interval, self._interval = dict(sorted(self._interval.items())), {}
+        interval, self._interval = self._interval, Tally.zero(self._device)
         self.is_behind = False
-        latest_norm, skipped, in_a_row, *sums = self._fetch([*interval.values()], norm)
+        latest_norm, skipped, in_a_row, total, targets = self._fetch(interval, norm)
         before, self._skipped = self._skipped, int(skipped)
-        losses = dict(zip(interval, zip(sums[::2], sums[1::2], strict=True), strict=True))
-        loss = _mean(losses.values())
+        loss = total / max(1.0, targets)
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if in_a_row >= MOST_SKIPPED:
@@ -99,22 +96,12 @@ class ProgressLog:
             gpu=machine.gpu if machine else None,
             host=machine.host if machine else None,
         )
-        each = {name: _mean([sums]) for name, sums in losses.items() if name}
-        self._metrics.write(
-            dataclasses.asdict(log) | {f"loss/{name}": value for name, value in each.items()}
-        )
-        _log.info("%s", log.line(self._steps, each))
+        self._metrics.write(dataclasses.asdict(log))
+        _log.info("%s", log.line(self._steps))
         return None
 
-    def _fetch(self, tallies: list[Tally], norm: Tensor) -> list[float]:
-        """Latest norm, skipped steps, of these the last in a row, and summed loss and targets of
-        each: the wait, and only one."""
-        sums = [value for tally in tallies for value in (tally.loss, tally.targets)]
-        values = (norm, *self._learner.precision.skips, *sums)
+    def _fetch(self, tally: Tally, norm: Tensor) -> list[float]:
+        """Latest norm, skipped steps, skipped steps in a row until now, summed loss and targets.
+        This is the only wait for the device."""
+        values = (norm, *self._learner.precision.skips, tally.loss, tally.targets)
         return torch.stack([value.double() for value in values]).tolist()
-
-
-def _mean(sums: Iterable[tuple[float, float]]) -> float:
-    """The mean loss of a target, of pairs of summed loss and targets."""
-    losses, targets = zip(*sums, strict=True)
-    return float(sum(losses) / max(1.0, sum(targets)))

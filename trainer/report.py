@@ -7,7 +7,6 @@ losses and padding are those of all steps.
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import efficiency_parts
 from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline, rank_table
 
-__all__ = ["Report", "metrics_by_split", "versions"]
+__all__ = ["Report", "versions"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +39,6 @@ class Report:
     real_tokens_per_s: float | None
     """Real tokens of the measured steps by their wall time, stall included; None where the session
     ended in its warm-up."""
-    headspace_tokens_per_s: float | None = None
-    """Real tokens a second of steps on batches that are ready; None where it was not tried."""
     padding: float
     """Fraction of all token slots that held no token."""
     stall: dict[str, Any]
@@ -55,16 +52,12 @@ class Report:
     """Of the first step; None where metrics.jsonl was lost."""
     loss_last: float | None
     """Mean over the steps of the last progress line."""
-    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Of several tasks: those of each one's first and last progress line; then the two above and
-    the two below are None."""
     validation_loss_first: float | None
     validation_loss_last: float | None
     task: str = "lm"
     """What was learnt; `task`, `metrics` and `best_step` are absent from the first reports."""
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """By split and name, of the best weights: `loss` and what the task adds. Of several tasks by
-    task, split and name."""
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By split and name, of the best weights: `loss` and what the task adds."""
     best_step: int | None = None
     """The step of these weights; None where nothing was evaluated."""
     model: str
@@ -104,8 +97,7 @@ class Report:
 
     def summary(self) -> str:
         """The report in a few lines."""
-        each = [f"{name} {_change(*losses)}" for name, losses in self.losses.items()]
-        loss = ", ".join(each) or _change(self.loss_first, self.loss_last)
+        loss = _change(self.loss_first, self.loss_last)
         if self.validation_loss_first is not None:
             change = _change(self.validation_loss_first, self.validation_loss_last)
             loss += f", validation {change}"
@@ -139,7 +131,7 @@ class Report:
         step = "" if self.best_step is None else f", best at step {self.best_step:,}"
         return [
             f"metrics  {split}{step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
-            for split, metrics in metrics_by_split(self.metrics).items()
+            for split, metrics in self.metrics.items()
         ]
 
     def _store(self) -> list[str]:
@@ -158,22 +150,7 @@ class Report:
         if self.real_tokens_per_s is None:
             return f"not measured, padding {self.padding:.2%}"
         parts = [f"{self.real_tokens_per_s:,.0f} real tok/s", f"padding {self.padding:.2%}"]
-        if self.headspace_tokens_per_s:
-            share = self.real_tokens_per_s / self.headspace_tokens_per_s
-            parts.append(f"{share:.1%} of {self.headspace_tokens_per_s:,.0f} with ready batches")
         return ", ".join(parts + efficiency_parts(self.efficiency))
-
-
-def metrics_by_split(metrics: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """A report's metrics by split, or by task and split: `test`, or `emotion test`."""
-    found: dict[str, dict[str, float]] = {}
-    for outer, values in metrics.items():
-        for name, value in values.items():
-            if isinstance(value, Mapping):
-                found[f"{outer} {name}"] = dict(value)
-            else:
-                found.setdefault(outer, {})[name] = value
-    return found
 
 
 def _change(first: float | None, last: float | None) -> str:

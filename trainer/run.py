@@ -161,7 +161,7 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     asked = config
     if asked.micro_batch_tokens == "auto":
         asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {name: getattr(asked, name) for name in ("track", "profile", "upload", "headspace")}
+    free = {name: getattr(asked, name) for name in ("track", "profile", "upload")}
     return not asked.changes(dataclasses.replace(begun, **free))
 
 

@@ -7,7 +7,7 @@ in the file and left out of the line.
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -80,13 +80,11 @@ class StepLog:
     gpu: GpuReading | None
     host: HostReading | None
 
-    def line(self, steps: int, losses: Mapping[str, float] | None = None) -> str:
-        """For the console; `steps` is where the run ends. Of several tasks each one's loss is told,
-        for their mean says nothing."""
-        each = ", ".join(f"{name} {loss:.4f}" for name, loss in (losses or {}).items())
+    def line(self, steps: int) -> str:
+        """For the console; `steps` is where the run ends."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            f"loss {each or format(self.loss, '.4f')}",
+            f"loss {self.loss:.4f}",
             f"lr {self.learning_rate:.2e}",
         ]
         if self.real_tokens_per_s is not None and self.stall is not None:

@@ -46,9 +46,9 @@ def warn_of_other_ids(config: TrainConfig) -> None:
 
 def _before(folder: Path) -> tuple[str, bytes]:
     """The tokenizer of an exported folder, or of the shards of a run, and where it is."""
-    for pattern in (TOKENIZER_FILE, f"*/{TOKENIZER_FILE}"):  # several tasks have a folder each
-        for path in sorted(folder.glob(pattern)):
-            return str(path), path.read_bytes()
+    path = folder / TOKENIZER_FILE
+    if path.is_file():
+        return str(path), path.read_bytes()
     begun = TrainConfig.of_run(folder)
     if begun is None:
         raise FileNotFoundError(folder)

@@ -6,7 +6,7 @@ What is not in it: what kernels take for themselves while they run, CUDA's conte
 allocator loses between blocks. A compiled model takes less.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.tasks.several import Learnt
+from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["Weightless"]
 
@@ -37,9 +37,9 @@ class Weightless:
     def __init__(
         self,
         config: TrainConfig,
-        task: Learnt,
+        task: Task,
         precision: PrecisionName,
-        likes: Sequence[MicroBatch],
+        like: MicroBatch,
     ) -> None:
         """The model is made in earnest first: its price is that of the start of a run.
 
@@ -47,7 +47,7 @@ class Weightless:
             config: Of the run.
             task: What it learns.
             precision: In which it computes.
-            likes: A micro-batch of each task; heads have moments of their own.
+            like: A micro-batch of the run; its number of rows and its length do not matter.
         """
         self._task = task
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -61,8 +61,7 @@ class Weightless:
         with self._mode, self._memory:
             for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
                 self._memory.add(tensor)
-            for like in likes:  # the first step makes the optimizer's state
-                self._step(1, like, *_SMALL, parts=1)
+            self._step(1, like, *_SMALL, parts=1)  # makes the optimizer's state
 
     def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
         """The most bytes that tensors take in a step of `parts` micro-batches of a shape."""

@@ -83,9 +83,12 @@ def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
         ("label names", ours.label_names, theirs.label_names),
     ):
         if left != right:
+            remedy = "Run `pretokenize` with the same settings."
+            if name == "task":
+                remedy = "Train on one of them, or write both as prompts and completions."
             raise ConfigError(
                 f"a mixture needs one {name}: {first.name} has {left}, {other.name} has "
-                f"{right}. Run `pretokenize` with the same settings."
+                f"{right}. {remedy}"
             )
 
 

@@ -58,7 +58,7 @@ except ConfigError as error:
 SMALL_TRAIN = """
 from tokenfeed.tools.train import main
 sys.argv = ["train", "--shards", sys.argv[1], "--run-dir", sys.argv[1] + "-run", "--steps", "4",
-            "--model", "bag", "--sequence-length", "32", "--micro-batch-tokens", "128",
+            "--model", "words", "--sequence-length", "32", "--micro-batch-tokens", "128",
             "--step-tokens", "256", "--save-every", "2", "--eval-every", "2"]
 main()
 """

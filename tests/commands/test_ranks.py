@@ -281,38 +281,3 @@ def test_phases_and_several_data_sets_are_the_same_on_any_number_of_ranks(
     assert_alike(tmp_path / "2", tmp_path / "1")
     assert_alike(tmp_path / "shares", tmp_path / "1")
     assert_alike(tmp_path / "going", tmp_path / "1")
-
-
-def several_tasks(shards: Path) -> dict[str, Any]:
-    """Settings with three tasks; of a head that decays without a step something would be seen."""
-    tasks = {"classify": 0.4, "tag": 0.4, "lm": 0.2}
-    return SETTINGS | {
-        "model": "training:branched_double_model",
-        "shards": {str(shards / name): weight for name, weight in tasks.items()},
-        "weight_decay": 0.5,
-        "learning_rate": 0.01,
-    }
-
-
-@pytest.mark.slow
-def test_several_tasks_are_the_same_on_two_ranks_as_on_one(shards: Path, tmp_path: Path) -> None:
-    settings = several_tasks(shards)
-    codes, errors = train([(size, settings | {"run_dir": tmp_path / str(size)}) for size in (1, 2)])
-    assert not any(map(any, codes)), errors
-    assert_alike(tmp_path / "2", tmp_path / "1")
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_several_tasks_go_on_on_other_ranks_and_on_shares_of_the_weights(
-    shards: Path, tmp_path: Path
-) -> None:
-    settings = several_tasks(shards)
-    runs: list[Run] = [(size, settings | {"run_dir": tmp_path / str(size)}) for size in (1, 3)]
-    going = settings | {"run_dir": tmp_path / "going"}
-    runs += [(2, going | {"ends": ("stop", 1, 3)}), (1, going | {"resume": True})]
-    runs += [(2, settings | {"run_dir": tmp_path / "shares", "shard_model": True})]
-    codes, errors = train(runs)
-    assert not any(map(any, codes)), errors
-    for name in ("3", "going", "shares"):
-        assert_alike(tmp_path / name, tmp_path / "1")

@@ -33,7 +33,7 @@ def test_a_service_takes_a_run_without_a_network(
     pytest.importorskip(service)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    words = ["--shards", shards, "--run-dir", tmp_path / "run", "--model", "bag", "--steps", "4"]
+    words = ["--shards", shards, "--run-dir", tmp_path / "run", "--model", "words", "--steps", "4"]
     command = [sys.executable, "-m", "tokenfeed.tools.train", *map(str, words), "--track", service]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.branched import Branched
 from tokenfeed.trainer.models.head import Head, HeadKind
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.report import Report
@@ -34,8 +33,6 @@ __all__ = [
     "VOCABULARY",
     "Ids",
     "assert_same_run",
-    "branched_double_model",
-    "branched_model",
     "counting_rows",
     "double_model",
     "dropping_double_model",
@@ -169,16 +166,6 @@ def small_model(head: Head) -> Transformer:
 def double_model(head: Head) -> Transformer:
     """The same in double precision: what is left of a difference is no rounding."""
     return small_model(head).double()
-
-
-def branched_model(heads: dict[str, Head]) -> Branched:
-    """The same for several tasks."""
-    return Branched(ModelSize(layers=2, width=64, heads=2), heads)
-
-
-def branched_double_model(heads: dict[str, Head]) -> Branched:
-    """The same in double precision."""
-    return branched_model(heads).double()
 
 
 def dropping_model(head: Head) -> Transformer:

@@ -59,9 +59,7 @@ class CheckpointMeta:
     """What was trained; the first checkpoints lack it, and the optimizer."""
     optimizer: str = "adamw"
     loader: dict[str, Any]
-    """`ShardLoader.state_dict()` after the last batch of `step`; of several tasks by name."""
-    first_lacks: dict[str, float] = field(default_factory=dict)
-    """Of several tasks: what each one lacked when it was evaluated first."""
+    """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None
     """The best step before this one; for people, as is the configuration."""
     config: dict[str, Any] = field(default_factory=dict)

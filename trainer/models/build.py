@@ -10,8 +10,7 @@ from torch import nn
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import MOST_SHAPES
 from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
-from tokenfeed.trainer.data_sets import first_of, shown
-from tokenfeed.trainer.models.branched import Branched
+from tokenfeed.trainer.data_sets import first_of
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import start_from
@@ -20,19 +19,17 @@ from tokenfeed.trainer.models.words import words_of
 __all__ = ["compile_model", "make_model"]
 
 _MOST_GRAPHS = 4 * MOST_SHAPES
-"""Of one block for one task: for training and evaluation, packed or padded."""
+"""Of one block: for training and evaluation, packed or padded."""
 _VARIANTS = 3
 """Of one block where patterns choose weights: before all that is trained, a part of it, behind."""
 
 
-def make_model(
-    config: TrainConfig, head: Head | dict[str, Head], dtype: torch.dtype = torch.float32
-) -> nn.Module:
+def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model on the host; what no weights are given for is drawn from torch's random state.
 
     Args:
         config: Names it. With `resume` no weights are read where a checkpoint has them all.
-        head: What it has to give; of several tasks by their names.
+        head: What it has to give.
         dtype: Of weights that are never trained: those beside adapters, unless patterns choose.
 
     Raises:
@@ -44,23 +41,22 @@ def make_model(
     if config.init_from is not None and (config.reads_again or not config.resume):
         start_from(config.init_from, model)
     if config.lora is not None:
-        _add_adapters(model, config, _only(head, config))
+        _add_adapters(model, config, head)
     return model
 
 
-def compile_model(model: nn.Module, choices: int, tasks: int) -> None:
+def compile_model(model: nn.Module, choices: int) -> None:
     """Have what repeats compiled when it is first used: once, for all layers; else the whole.
 
     Args:
         model: Compiled in place.
         choices: How many choices of weights are trained one after the other.
-        tasks: How many tasks it learns, each with shapes of its own.
     """
     from torch._dynamo import config as limits  # over a second, which only --compile pays
 
     # Every shape is compiled twice: to train, and to evaluate. Beyond either limit the compiler
     # would give up without a word.
-    most = tasks * choices * _VARIANTS * _MOST_GRAPHS
+    most = choices * _VARIANTS * _MOST_GRAPHS
     limits.recompile_limit = max(most, limits.recompile_limit)
     limits.accumulated_recompile_limit = max(most, limits.accumulated_recompile_limit)
     blocks = getattr(model, "repeated_blocks", None)
@@ -79,16 +75,7 @@ def _check_adapters(config: TrainConfig, *, is_hub: bool) -> None:
         )
 
 
-def _only(head: Head | dict[str, Head], config: TrainConfig) -> Head:
-    if isinstance(head, Head):
-        return head
-    raise ConfigError(
-        f"`--model`={config.model}: has one head, and {shown(config.shards)} are several tasks "
-        f"({', '.join(head)}). Take a built-in model, or one of your own."
-    )
-
-
-def _named_model(config: TrainConfig, head: Head | dict[str, Head]) -> nn.Module:
+def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     if config.model in SIZES:
         return _built_in(SIZES[config.model], head, config)
     module, colon, factory = config.model.partition(":")
@@ -100,18 +87,14 @@ def _named_model(config: TrainConfig, head: Head | dict[str, Head]) -> nn.Module
     return _own_model(module, factory, head)
 
 
-def _built_in(size: ModelSize, head: Head | dict[str, Head], config: TrainConfig) -> Transformer:
-    dropout = config.dropout or 0.0
-    if isinstance(head, Head):
-        model = Transformer(size, head, dropout)
-    else:
-        model = Branched(size, head, dropout)
+def _built_in(size: ModelSize, head: Head, config: TrainConfig) -> Transformer:
+    model = Transformer(size, head, config.dropout or 0.0)
     if model.words is not None:
         model.words.share(words_of(first_of(config.shards)))
     return model
 
 
-def _own_model(module: str, factory: str, head: Head | dict[str, Head]) -> nn.Module:
+def _own_model(module: str, factory: str, head: Head) -> nn.Module:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # behind all that is installed
@@ -128,8 +111,7 @@ def _own_model(module: str, factory: str, head: Head | dict[str, Head]) -> nn.Mo
     return model
 
 
-def _hub_model(config: TrainConfig, head: Head | dict[str, Head], dtype: torch.dtype) -> nn.Module:
-    head = _only(head, config)
+def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module:
     if config.from_scratch and config.lora is not None:
         raise ConfigError(
             "`--lora`: adapters beside weights that --from-scratch draws learn little. Leave one "

@@ -20,9 +20,9 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.attention import Scope, attend
 from tokenfeed.trainer.models.head import Head
 
-__all__ = ["INITIAL_STD", "SIZES", "ModelSize", "Pick", "Transformer"]
+__all__ = ["SIZES", "ModelSize", "Transformer"]
 
-INITIAL_STD = 0.02
+_INITIAL_STD = 0.02
 _ROTARY_BASE = 10_000.0
 _VOCABULARY_MULTIPLE = 64
 """Logits this wide keep the largest matrix product of the model on tensor cores' tiles. The extra
@@ -42,7 +42,6 @@ class ModelSize:
 
 
 SIZES: dict[str, ModelSize] = {
-    "bag": ModelSize(layers=0, width=128, heads=4),
     "words": ModelSize(layers=0, width=128, heads=4, by_word=True),
     "shallow": ModelSize(layers=2, width=128, heads=4),
     "tiny": ModelSize(layers=6, width=128, heads=4),
@@ -72,14 +71,20 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(size.width, bias=False)
         self.dropout = nn.Dropout(dropout)
         self.token_dropout = nn.Dropout1d(dropout if head.kind == "row" else 0.0)
-        self.pick = Pick(size) if head.kind == "row" else None
+        self.pick = _Pick(size) if head.kind == "row" else None
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
         self._head_width = size.width // size.heads
         self._initialize(size.layers)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
         """Logits: (B, T, V) with V padded up, (B, T, C), or (B, C) for a head of rows."""
-        return self._logits(self.hidden(micro_batch), micro_batch, self.pick, self.head)
+        x_BTD = self.hidden(micro_batch)
+        if self.head is None:
+            return F.linear(x_BTD, self.embedding.weight)
+        if self.pick is not None:
+            x_BTD = self.pick(x_BTD, micro_batch.is_token_BT)
+        logits: Tensor = self.head(self.dropout(x_BTD))
+        return logits
 
     @property
     def head_weight(self) -> Tensor | None:
@@ -91,11 +96,8 @@ class Transformer(nn.Module):
         ids_BT = micro_batch.ids_BT if self.words is None else self.words(micro_batch.ids_BT)
         x_BTD = self.embedding(ids_BT)
         if self.type_embedding is not None:
-            types_BT = micro_batch.token_types_BT
-            if types_BT is None:  # of another task: its rows are first texts
-                types_BT = torch.zeros_like(ids_BT)
-            x_BTD = x_BTD + self.type_embedding(types_BT)
-        x_BTD = self._dropped(x_BTD, micro_batch)
+            x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
+        x_BTD = self.dropout(self.token_dropout(x_BTD))
         rotary = _rotary_angles(micro_batch.positions_BT, self._head_width)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
@@ -106,31 +108,13 @@ class Transformer(nn.Module):
         """What is compiled once and used in every layer."""
         return self.blocks
 
-    def _logits(
-        self,
-        x_BTD: Tensor,
-        micro_batch: MicroBatch,
-        pick: nn.Module | None,
-        head: nn.Module | None,
-    ) -> Tensor:
-        if head is None:
-            return F.linear(x_BTD, self.embedding.weight)
-        if pick is not None:
-            x_BTD = pick(x_BTD, micro_batch.is_token_BT)
-        logits: Tensor = head(self.dropout(x_BTD))
-        return logits
-
-    def _dropped(self, x_BTD: Tensor, micro_batch: MicroBatch) -> Tensor:
-        dropped: Tensor = self.dropout(self.token_dropout(x_BTD))
-        return dropped
-
     def _initialize(self, layers: int) -> None:
         """GPT-2's: the projections into the residual stream shrink with the number of its terms."""
         for name, parameter in self.named_parameters():
             if parameter.dim() < 2:
                 continue
             into_residual = name.endswith("_out.weight")
-            std = INITIAL_STD / math.sqrt(2 * layers) if into_residual else INITIAL_STD
+            std = _INITIAL_STD / math.sqrt(2 * layers) if into_residual else _INITIAL_STD
             nn.init.normal_(parameter, std=std)
         if self.pick is not None:
             nn.init.zeros_(self.pick.interest.weight)
@@ -185,7 +169,7 @@ class _Block(nn.Module):
         return out_BTD
 
 
-class Pick(nn.Module):
+class _Pick(nn.Module):
     """One vector for a row: each head mixes its part of the tokens, by what it has learnt to look
     for; at first it takes their mean. The mean alone drowns the few words that tell."""
 

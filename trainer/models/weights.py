@@ -6,7 +6,7 @@ read from there again.
 """
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -98,9 +98,6 @@ def _shape(shape: torch.Size | None) -> str:
 def _read(folder: Path) -> State:
     files = sorted(folder.glob("*.safetensors"))
     checkpoints = Checkpoints.of_run(folder)
-    of_tasks = sorted(folder.glob("*/model.safetensors"))
-    if of_tasks and not files and checkpoints.latest() is None:
-        return _together(of_tasks)
     if not files and checkpoints.latest() is None:
         raise ConfigError(
             f"`--init-from`={folder}: expected the folder of a run or of `train --export`, and "
@@ -112,17 +109,6 @@ def _read(folder: Path) -> State:
     _, state = checkpoints.load(torch.device("cpu"), best.step if best else None)
     weights: State = state["model"]
     return weights
-
-
-def _together(files: Sequence[Path]) -> State:
-    """The models of several tasks, as `train --export` takes one apart, as one: each has the body,
-    and a head of its own."""
-    found: State = {}
-    for file in files:
-        for name, value in _load(file).items():
-            is_own = name.startswith(("head.", "pick."))
-            found[f"heads.{file.parent.name}.{name}" if is_own else name] = value
-    return found
 
 
 def _load(file: Path) -> State:

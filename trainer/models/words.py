@@ -47,5 +47,5 @@ def _read(shards: StorePath, file: str) -> Tokenizer:
     except Exception as error:  # `tokenizers` raises nothing more exact
         raise ConfigError(
             f"{store.path(file)}: cannot be read ({error}). Take it from another copy of the data "
-            "set, or give --model bag, which needs none."
+            "set, or give another --model, which needs none."
         ) from error

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.trainer.page.run_data import RunData
-from tokenfeed.trainer.report import metrics_by_split
 from tokenfeed.trainer.settings import flag_of
 
 __all__ = ["Comparison", "Row", "compare"]
@@ -56,7 +55,6 @@ def compare(one: RunData, other: RunData) -> Comparison:
     return Comparison(
         figures=[
             *_figures(one.report, other.report),
-            *_losses(one.report, other.report),
             *_metrics(one.report, other.report),
         ],
         causes=list(_causes(one.report["stall"], other.report["stall"])),
@@ -71,21 +69,9 @@ def _figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
             yield _row(name, a, b, form)
 
 
-def _losses(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
-    """Of several tasks each one's last; they have none in common."""
-    first, second = (
-        {task: last for task, (_, last) in (report.get("losses") or {}).items()}
-        for report in (one, other)
-    )
-    for task in dict.fromkeys((*first, *second)):
-        yield _row(f"{task} loss", first.get(task), second.get(task), ".4f")
-
-
 def _metrics(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
     """By split and name; of a name that one run lacks, the other's."""
-    first, second = (
-        _flat(metrics_by_split(report.get("metrics") or {})) for report in (one, other)
-    )
+    first, second = (_flat(report.get("metrics") or {}) for report in (one, other))
     for name in dict.fromkeys((*first, *second)):
         yield _row(name, first.get(name), second.get(name), ".4f")
 

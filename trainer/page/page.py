@@ -16,7 +16,6 @@ from tokenfeed.trainer.page.plot import Plot, Series, draw
 from tokenfeed.trainer.page.ranks import rank_table
 from tokenfeed.trainer.page.run_data import RunData
 from tokenfeed.trainer.page.scale import short
-from tokenfeed.trainer.report import metrics_by_split
 
 __all__ = ["page_of", "write_page"]
 
@@ -83,28 +82,14 @@ def _cards(run: RunData) -> str:
 
 
 def _metrics(report: dict[str, Any]) -> dict[str, str]:
-    """Those of each task, of the last of its splits that was measured; the loss has its place
-    already."""
-    splits = metrics_by_split(report.get("metrics") or {})
-    last = {split.rpartition(" ")[0]: split for split in splits}  # by task
+    """Those of the last split that was measured; the loss has its place already."""
+    splits = report.get("metrics") or {}
+    split = next(reversed(splits), "")
     return {
         f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
-        for split in last.values()
-        for name, value in splits[split].items()
+        for name, value in splits.get(split, {}).items()
         if name != "loss"
     }
-
-
-def _losses(run: RunData) -> list[Series]:
-    """Of several tasks each one's: a mean of unlike losses says nothing."""
-    tasks = run.report.get("losses") or {}
-    if not tasks:
-        return [run.series("loss", "training"), run.series("validation_loss", "validation")]
-    return [
-        run.series(f"{key}/{task}", f"{task}, {name}")
-        for task in tasks
-        for key, name in (("loss", "training"), ("validation_loss", "validation"))
-    ]
 
 
 def _share(value: float | None) -> str:
@@ -154,7 +139,7 @@ def _plots(run: RunData) -> list[Plot]:
             "Loss",
             "Mean per target since the line before, and of the validation split. Where the second "
             "rises while the first falls, the run learns its data by heart.",
-            _losses(run),
+            [run.series("loss", "training"), run.series("validation_loss", "validation")],
             from_zero=False,
         ),
         Plot(

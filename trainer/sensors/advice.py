@@ -9,7 +9,6 @@ __all__ = ["advise"]
 
 _FULL = 0.97
 _IDLE, _BUSY = 0.50, 0.90
-_LITTLE_TENSOR = 0.15
 _LITTLE_MEMORY = 0.05
 
 
@@ -35,8 +34,6 @@ def _of_gpu(number: int, gpu: GpuReading, host: HostReading) -> str:
         return f"{name} is idle half of the time or more: look at the stall by cause of its run."
     if gpu.held_back_by:
         return f"The clock of {name} is held back by {', '.join(gpu.held_back_by)}."
-    if gpu.activity and used > _BUSY and gpu.activity.tensor_cores < _LITTLE_TENSOR:
-        return f"{name} is busy, its tensor cores hardly: larger micro-batches, bf16, --compile."
     if (gpu.memory_bytes or 0) > _FULL * (gpu.memory_total_bytes or 1):
         return f"The memory of {name} is nearly full: --recompute, or smaller micro-batches."
     return ""

@@ -4,8 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from tokenfeed.trainer.sensors.gpm import Activity, ActivityCounter
-
 __all__ = ["GpuReading", "GpuSensor", "gpus_here", "sensor_of"]
 
 T = TypeVar("T")
@@ -40,8 +38,6 @@ class GpuReading:
     """Of its multiprocessors."""
     held_back_by: tuple[str, ...] = ()
     """Why the clock is below its highest."""
-    activity: Activity | None = None
-    """Since the reading before."""
 
 
 class GpuSensor:
@@ -57,7 +53,6 @@ class GpuSensor:
         """
         self._handle = handle
         self._refused: set[str] = set()
-        self._activity = ActivityCounter(handle)
         self.name = self._ask("nvmlDeviceGetName", str)
 
     def read(self) -> GpuReading:
@@ -75,7 +70,6 @@ class GpuSensor:
             celsius=ask("nvmlDeviceGetTemperature", int, "NVML_TEMPERATURE_GPU"),
             clock_mhz=ask("nvmlDeviceGetClockInfo", int, "NVML_CLOCK_SM"),
             held_back_by=ask("nvmlDeviceGetCurrentClocksEventReasons", _reasons) or (),
-            activity=self._activity.read(),
         )
 
     def joules(self) -> float | None:

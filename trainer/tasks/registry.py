@@ -1,4 +1,4 @@
-"""Which tasks a run trains: what the shards were made for, or what --objective makes of them."""
+"""Which task a run trains: what the shards were made for, or what --objective makes of them."""
 
 from collections.abc import Callable
 
@@ -6,19 +6,17 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.by_task import config_by_task
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import first_of, run_manifest, shown
 from tokenfeed.trainer.tasks.classify import Classify
 from tokenfeed.trainer.tasks.masked import Masked
 from tokenfeed.trainer.tasks.next_token import Completion, LanguageModelling
 from tokenfeed.trainer.tasks.score import Score
-from tokenfeed.trainer.tasks.several import Learnt, Several
 from tokenfeed.trainer.tasks.special import SpecialIds
 from tokenfeed.trainer.tasks.tag import Tag
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["TASKS", "learnt_by", "make_task"]
+__all__ = ["TASKS", "make_task", "task_of"]
 
 TASKS: dict[str, Callable[[Manifest, int], Task]] = {
     task.name: task for task in (LanguageModelling, Completion, Classify, Score, Tag)
@@ -26,17 +24,13 @@ TASKS: dict[str, Callable[[Manifest, int], Task]] = {
 """What is trained on shards, by the task in their manifest."""
 
 
-def learnt_by(config: TrainConfig, device: torch.device) -> Learnt:
-    """What a run learns: one task, or several of which each has data sets of its own.
+def task_of(config: TrainConfig, device: torch.device) -> Task:
+    """The task that a run learns, of the data sets of all its phases.
 
     Raises:
         ConfigError: As `make_task`; or data sets do not fit each other.
     """
-    parts = {
-        name: make_task(own, run_manifest(own), device)
-        for name, own in config_by_task(config).items()
-    }
-    return Several(parts) if len(parts) > 1 else parts[""]
+    return make_task(config, run_manifest(config), device)
 
 
 def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> Task:

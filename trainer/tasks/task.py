@@ -83,11 +83,6 @@ class Task:
         self.seed = seed
 
     @property
-    def parts(self) -> "dict[str, Task]":
-        """Itself, without a name: the only task of a run."""
-        return {"": self}
-
-    @property
     def head(self) -> Head:
         """What a model has to give."""
         tokenizer = self.manifest.tokenizer

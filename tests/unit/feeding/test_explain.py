@@ -112,11 +112,6 @@ def test_a_checkpoint_counts_the_steps_of_its_run_and_the_next_one_is_told_by_de
     for options, step in {(): 3, ("--step", 1): 0, ("--step", 3): 2}.items():
         told = lines_of(explain(folder, tmp_path, *options, "--json"))
         assert [[p["record"] for p in each["pieces"]] for each in told] == records[step]
-    several = {"meta": {"step": 9, "loader": {"one": {}, "two": state}}}
-    (tmp_path / "checkpoint.json").write_text(json.dumps(several))
-    assert "Name one by `--task`: one, two" in explain(folder, tmp_path, expect=2)
-    (told, *_) = lines_of(explain(folder, tmp_path, "--task", "two", "--json"))
-    assert [piece["record"] for piece in told["pieces"]] == records[3][0]
     said = explain(folder, tmp_path / "state.json")
     assert said.startswith("--- step 1 | epoch 0, window 0, micro-batch 12\ncorpus.txt record ")
 

@@ -49,7 +49,6 @@ PROVED_ELSEWHERE = {
     "track": "test_trackers.py",
     "upload": "test_uploads.py",
     "profile": "test_profiling.py",
-    "headspace": "test_headspace.py",
     "resume": "test_train.py",
     "epochs": "test_defaults.py",
     "config": "test_train_command.py",
@@ -128,11 +127,12 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             seen.initial = next(self.learner.model.parameters()).detach().clone()
 
     class WatchedGradients(StepGradients):
-        def begin(self) -> None:
-            seen.batches.append([])
-            super().begin()
+        begins = True
 
         def add(self, micro_batch: MicroBatch, number: int, *, last: bool) -> Any:
+            if self.begins:
+                seen.batches.append([])
+            self.begins = last
             seen.batches[-1].append(micro_batch)
             return super().add(micro_batch, number, last=last)
 
@@ -165,7 +165,7 @@ def has_dropout(seen: Seen) -> bool:
 
 WITH: list[tuple[str, Any, Callable[[Seen], bool]]] = [
     ("objective", "masked", lambda seen: seen.report["task"] == "masked"),
-    ("model", "bag", lambda seen: seen.report["model"] == "bag"),
+    ("model", "words", lambda seen: seen.report["model"] == "words"),
     ("steps", 3, lambda seen: seen.report["steps"] == 3 == len(seen.batches)),
     ("sequence_length", 64, lambda seen: seen.shapes == {(2, 64)}),
     ("batching", "padded", lambda seen: len(seen.shapes) > 1),

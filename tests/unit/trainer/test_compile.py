@@ -13,7 +13,6 @@ from training import (
     make_config,
     read_metrics,
     run,
-    write_every_task,
     write_labelled,
 )
 
@@ -21,7 +20,6 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer import loop
 from tokenfeed.trainer.batching import MOST_SHAPES, make_policy, shapes
 from tokenfeed.trainer.config import PhaseSettings, TrainConfig
-from tokenfeed.trainer.models import build
 from tokenfeed.trainer.models.build import compile_model
 
 GRAPHS = 4
@@ -137,43 +135,14 @@ class Blockless(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_compiler_may_make_the_graphs_of_every_task() -> None:
+def test_compiler_may_make_the_graphs_of_every_phase() -> None:
     """Each has eight lengths, packed and padded, to train and to evaluate, and frozen in parts."""
     limits = torch._dynamo.config
     with limits.patch(recompile_limit=8, accumulated_recompile_limit=256):
         found = []
-        for tasks, choices in ((1, 1), (4, 1), (4, 3)):
-            compile_model(Blockless(), choices, tasks)
+        for choices in (1, 3):
+            compile_model(Blockless(), choices)
             found.append((limits.recompile_limit, limits.accumulated_recompile_limit))
     least = 2 * 2 * MOST_SHAPES
     assert found[0][0] >= least
-    assert min(found[1]) >= 4 * least
-    assert min(found[2]) >= 3 * 4 * least
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_several_tasks_compile_more_graphs_than_one_may_and_lose_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = write_every_task(tmp_path / "data")
-    shards = {str(data / name): 1.0 for name in ("classify", "tag", "lm")}
-    config = make_config(
-        shards, tmp_path / "run", model="training:branched_model", compile=True, steps=3
-    )
-    monkeypatch.setattr(build, "_MOST_GRAPHS", GRAPHS)
-    monkeypatch.setattr(build, "_VARIANTS", 1)
-    plain_compile = nn.Module.compile
-    graphs: list[int] = []
-
-    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
-        graphs.append(len(inputs))
-        return module.forward
-
-    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_compile(m, backend=backend, **o))
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(
-        recompile_limit=1, accumulated_recompile_limit=256, fail_on_recompile_limit_hit=True
-    ):
-        run(config)
-    assert len(graphs) > GRAPHS
+    assert min(found[1]) >= 3 * least

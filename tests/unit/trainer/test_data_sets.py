@@ -184,6 +184,7 @@ def test_weights_that_say_nothing_are_refused_in_one_line(
     ("names", "message"),
     [
         ({"code": 1, "other": 1}, "a mixture needs one tokenizer"),
+        ({"code": 1, "classes": 1}, "one task: .*code has lm, .*classes has classify. Train on"),
         ({"code": 1, "nowhere": 1}, "nowhere"),
         ({"code": 1, "prose": -1}, "the weight of .*prose is -1"),
     ],

@@ -18,18 +18,12 @@ from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.batching import make_policy
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.defaults import Asked, epochs_of, steps_of, suited
+from tokenfeed.trainer.defaults import Asked, epochs_of, lasting, steps_of, suited
 from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.shared_defaults import Learnable
 
 AUTO = Asked()
 LABELLED = ("classify", "score", "tag")
 PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
-
-
-def alone(manifest: Manifest) -> Learnable:
-    """One task and nothing else."""
-    return Learnable({"": manifest}, {"": 1.0})
 
 
 def make_manifest(task: str, rows: int, mean: int, longest: int) -> Manifest:
@@ -56,7 +50,7 @@ def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> T
     for choice in suited(manifest, AUTO):
         config = dataclasses.replace(config, **choice.settings)
     config = dataclasses.replace(config, **given)
-    for choice in alone(manifest).lasting(config, AUTO, epochs or epochs_of(manifest, AUTO)):
+    for choice in lasting(manifest, config, AUTO, epochs or epochs_of(manifest, AUTO)):
         config = dataclasses.replace(config, **choice.settings)
     return config
 
@@ -98,7 +92,7 @@ def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifes
 def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
     manifest: Manifest, epochs: int
 ) -> None:
-    assert suited(manifest, AUTO) == [] == alone(manifest).lasting(PLAIN, AUTO, None)
+    assert suited(manifest, AUTO) == [] == lasting(manifest, PLAIN, AUTO, None)
     steps = steps_of(epochs, PLAIN, manifest)
     assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
 

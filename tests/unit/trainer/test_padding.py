@@ -11,8 +11,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.batching import is_packed, make_policy, padding_remedy
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.epoch_shapes import EpochShapes
-from tokenfeed.trainer.feeds import feeds_by_task
-from tokenfeed.trainer.tasks.registry import learnt_by
+from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")
 
@@ -23,13 +23,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def remedy(config: TrainConfig) -> str:
-    return padding_remedy(config, learnt_by(config, CPU))
+    return padding_remedy(config, task_of(config, CPU))
 
 
 def takes_packing(config: TrainConfig) -> bool:
     packed = dataclasses.replace(config, batching="packed")
     try:
-        feeds_by_task(packed, learnt_by(packed, CPU), CPU, torch.float32)
+        Feeds(packed, task_of(packed, CPU), CPU, torch.float32)
     except ConfigError:
         return False
     return True
@@ -45,15 +45,6 @@ def test_packing_is_advised_where_it_is_taken_and_would_change_something(
     assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
 
 
-def test_of_several_tasks_all_have_to_take_it(data: Path, tmp_path: Path) -> None:
-    both = {str(data / "tag"): 1.0, str(data / "classify"): 1.0}
-    words = {str(data / "tag"): 1.0, str(data / "lm"): 1.0}
-    for shards, expected in ((both, False), (words, True)):
-        config = make_config(shards, tmp_path, model="training:branched_model")
-        assert takes_packing(config) == expected
-        assert ("--batching packed" in remedy(config)) == expected
-
-
 def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) -> None:
     config = make_config(data / "classify", tmp_path)
     assert "lower `--micro-batch-tokens`" in remedy(config)
@@ -65,8 +56,7 @@ def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) 
 
 def waste(config: TrainConfig) -> float:
     """The padding of an epoch."""
-    task = learnt_by(config, CPU)
-    (part,) = task.parts.values()
-    policy = make_policy(config, packed=is_packed(config, part), on_gpu=False)
-    epoch = EpochShapes.of_split(part.manifest.split("train"), policy, config.seed)
+    task = task_of(config, CPU)
+    policy = make_policy(config, packed=is_packed(config, task), on_gpu=False)
+    epoch = EpochShapes.of_split(task.manifest.split("train"), policy, config.seed)
     return 1 - epoch.tokens / epoch.slots

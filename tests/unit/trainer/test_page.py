@@ -171,13 +171,13 @@ def test_names_are_text_and_no_markup() -> None:
     assert "<code>--flag &lt;x&gt;</code>" in page
 
 
-def test_each_task_shows_the_last_split_that_it_has() -> None:
+def test_page_shows_metrics_of_the_last_split() -> None:
     first, second = {"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0, "accuracy": 0.25}
-    tasks = {"a b": {"validation": first}, "c": {"validation": first, "test": second}, "d": {}}
-    page = page_of(run_of(report_of(metrics=tasks), []))
-    assert "accuracy, a b validation</span><b>0.5</b>" in page
-    assert "accuracy, c test</span><b>0.25</b>" in page
-    assert "accuracy, c validation" not in page
+    page = page_of(run_of(report_of(metrics={"validation": first}), []))
+    assert "accuracy, validation</span><b>0.5</b>" in page
+    page = page_of(run_of(report_of(metrics={"validation": first, "test": second}), []))
+    assert "accuracy, test</span><b>0.25</b>" in page
+    assert "accuracy, validation" not in page
 
 
 def test_smaller_causes_are_summed_and_nothing_is_lost() -> None:
@@ -277,21 +277,6 @@ def test_a_folder_without_a_report_is_named(tmp_path: Path) -> None:
         folder = write_run(tmp_path / f"run{len(text)}{text[0]}", text)
         with pytest.raises(ConfigError, match=r"report.json is no report of `train`"):
             write_page(folder)
-
-
-def test_losses_of_several_tasks_are_compared_task_by_task() -> None:
-    unlike = {"loss_first": None, "loss_last": None}
-    one = report_of(losses={"a": (9.0, 4.0), "b": (3.0, 2.0)}, **unlike)
-    other = report_of(losses={"a": (9.0, 5.0), "c": (1.0, 0.5)}, **unlike)
-    figures = {row.name: row for row in compare(run_of(one, []), run_of(other, [])).figures}
-    found = {name: (row.one, row.other) for name, row in figures.items() if name.endswith(" loss")}
-    del found["validation loss"]
-    assert found == {
-        "a loss": ("4.0000", "5.0000"),
-        "b loss": ("2.0000", ""),
-        "c loss": ("", "0.5000"),
-    }
-    assert figures["a loss"].change == "+25.0%"
 
 
 def test_two_runs_are_told_apart_by_figures_causes_and_settings() -> None:

@@ -66,19 +66,6 @@ def test_the_best_checkpoint_of_a_task_judged_by_an_error_has_the_least(
     errors = read_metrics(tmp_path / "run", "validation_rmse")
     del errors[0]
     assert errors[report.best_step or 0] == min(errors.values()) < max(errors.values())
-    other = write_labelled(tmp_path / "tag", "tag")
-    run(
-        make_config(
-            {str(shards): 1.0, str(other): 1.0}, tmp_path / "both", model="training:branched_model"
-        )
-    )
-    errors, scores, left = (
-        read_metrics(tmp_path / "both", f"validation_{name}")
-        for name in ("rmse/grade", "span_f1/tag", "left")
-    )
-    for step, found in left.items():
-        of_tags = (1 - scores[step]) / (1 - scores[0])
-        assert found == pytest.approx((errors[step] / errors[0] + of_tags) / 2)
 
 
 class Xpu(devices.Accelerator):

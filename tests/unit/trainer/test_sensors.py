@@ -14,7 +14,6 @@ from rich.console import Console
 from tokenfeed.tools import train
 from tokenfeed.tools.monitor import view
 from tokenfeed.trainer.sensors.advice import advise
-from tokenfeed.trainer.sensors.gpm import Activity
 from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
 from tokenfeed.trainer.sensors.sampler import Sampler
@@ -36,46 +35,25 @@ class Driver(ModuleType):
 
     NVMLError = NvmlError
     NVML_TEMPERATURE_GPU, NVML_CLOCK_SM = 0, 1
-    NVML_GPM_METRICS_GET_VERSION = 1
-    NVML_GPM_METRIC_SM_UTIL = 2
-    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
-    NVML_GPM_METRIC_DRAM_BW_UTIL = 10
     nvmlClocksEventReasonSwPowerCap = 4
     nvmlClocksEventReasonHwThermalSlowdown = 64
 
     def __init__(self, refuses: tuple[str, ...] = (), lacks: tuple[str, ...] = ()) -> None:
         super().__init__("pynvml")
         self.calls: list[str] = []
-        self._refuses, self._lacks, self._samples = refuses, lacks, 0
+        self._refuses, self._lacks = refuses, lacks
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith(("nvmlI", "nvmlD", "nvmlG", "c_nvml")) or name in self._lacks:
+        if not name.startswith(("nvmlI", "nvmlD")) or name in self._lacks:
             raise AttributeError(name)
 
         def function(*arguments: Any) -> Any:
             self.calls.append(name)
             if name in self._refuses:
                 raise NvmlError(name)
-            return getattr(self, f"_{name}", lambda *_: ANSWERS.get(name))(*arguments)
+            return ANSWERS.get(name)
 
         return function
-
-    def _nvmlGpmSampleAlloc(self) -> Box:
-        return Box(number=0)
-
-    def _nvmlGpmSampleGet(self, handle: Any, sample: Box) -> None:
-        self._samples += 1
-        sample.number = self._samples
-
-    def _c_nvmlGpmMetricsGet_t(self) -> Box:
-        return Box(metrics=[Box(metricId=0, value=0.0) for _ in range(3)])
-
-    def _nvmlGpmMetricsGet(self, asked: Box) -> Box:
-        """A per cent is the metric's number times the number of the later sample."""
-        assert asked.sample2.number == asked.sample1.number + 1
-        for metric in asked.metrics[: asked.numMetrics]:
-            metric.value = float(metric.metricId * asked.sample2.number)
-        return asked
 
 
 ANSWERS: dict[str, Any] = {
@@ -89,7 +67,6 @@ ANSWERS: dict[str, Any] = {
     "nvmlDeviceGetTemperature": 61,
     "nvmlDeviceGetClockInfo": 1500,
     "nvmlDeviceGetCurrentClocksEventReasons": 4 | 64 | 1,
-    "nvmlGpmQueryDeviceSupport": Box(isSupportedDevice=1),
 }
 
 
@@ -101,7 +78,6 @@ def sensor(monkeypatch: pytest.MonkeyPatch, **driver: Any) -> tuple[GpuSensor, D
 
 def test_a_gpu_tells_what_its_driver_tells_in_our_units(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, _ = sensor(monkeypatch)
-    assert gpu.read().activity is None  # nothing lies before the first
     assert gpu.read() == GpuReading(
         name="A GPU",
         memory_bytes=3 << 30,
@@ -113,7 +89,6 @@ def test_a_gpu_tells_what_its_driver_tells_in_our_units(monkeypatch: pytest.Monk
         celsius=61,
         clock_mhz=1500,
         held_back_by=("power limit", "heat"),
-        activity=Activity(multiprocessors=0.04, tensor_cores=0.10, memory_bandwidth=0.20),
     )
 
 
@@ -139,21 +114,6 @@ def test_what_a_driver_refuses_is_none_and_is_asked_once(
     assert nvml.calls.count(function) == (way == "refuses")
     others = [name for name in FIELDS.values() if name != FIELDS[function]]
     assert all(getattr(second, name) is not None for name in others)
-
-
-@pytest.mark.parametrize("way", ["refuses", "lacks"])
-@pytest.mark.parametrize("function", ["nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc"])
-def test_a_chip_without_counters_has_no_activity(
-    monkeypatch: pytest.MonkeyPatch, function: str, way: str
-) -> None:
-    gpu, _ = sensor(monkeypatch, **{way: (function,)})
-    assert [gpu.read().activity, gpu.read().activity] == [None, None]
-
-
-def test_counters_that_fail_later_end_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, nvml = sensor(monkeypatch, refuses=("nvmlGpmMetricsGet",))
-    assert [gpu.read().activity for _ in range(3)] == [None, None, None]
-    assert nvml.calls.count("nvmlGpmMetricsGet") == 1
 
 
 def test_all_gpus_are_found_and_without_a_driver_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +189,6 @@ def gpu_of(**changes: Any) -> GpuReading:
         ([gpu_of(utilization=0.2)], {"machine_cores_busy": 8.0}, "it waits for the host"),
         ([gpu_of(), gpu_of(utilization=0.2)], {}, "GPU 1 is idle"),
         ([gpu_of(held_back_by=("heat",))], {}, "held back by heat"),
-        ([gpu_of(activity=Activity(0.9, 0.02, 0.5))], {}, "tensor cores hardly"),
         ([gpu_of(memory_bytes=(8 << 30) - 1)], {}, "memory of GPU 0 is nearly full"),
         ([], {}, "Nothing to advise"),
         ([], {"machine_cores_busy": 8.0}, "All cores are busy"),

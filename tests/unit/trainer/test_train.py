@@ -225,7 +225,7 @@ def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
     with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
-        feed = trainer.feeds[""].whole("validation")
+        feed = trainer.feeds.whole("validation")
         lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
     assert lengths.min() < 10
     assert lengths.max() > 25

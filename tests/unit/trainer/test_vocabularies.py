@@ -39,7 +39,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         write_shards(folder / "shards", word_tokenizer()),
         folder / "run",
         export=folder / "exported",
-        model="bag",
+        model="shallow",
         steps=1,
     )
     run(config)

@@ -11,16 +11,14 @@ from training import RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.batching import is_packed, make_policy
-from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.epoch_shapes import EpochShapes
 from tokenfeed.trainer.gpus import GPUS
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.peak_bytes import PeakBytes
-from tokenfeed.trainer.planned import Planned, PlannedTask
+from tokenfeed.trainer.planned import Planned
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks import vocabulary_loss
-from tokenfeed.trainer.tasks.task import Task
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = RUNS | {
@@ -55,7 +53,7 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
     """The steps that are predicted, with values."""
     precision = Precision(planned.precision, CPU)
     learner = Learner(config, planned.task, precision, CPU)
-    rows, length = planned.tasks[""].shape(config)
+    rows, length = planned.shape(config)
     with memory:
         for parameter in learner.model.parameters():
             if isinstance(memory, PeakBytes):
@@ -63,9 +61,7 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
         for step in (1, 2):
             targets = torch.zeros((), dtype=torch.int64)
             for number in range(2):
-                shown = planned.task.prepare(
-                    planned.tasks[""].like.blank_like(rows, length), number
-                )
+                shown = planned.task.prepare(planned.like.blank_like(rows, length), number)
                 targets = targets + learner.add_gradients(shown).targets
                 del shown
             learner.step(step, targets)
@@ -103,33 +99,6 @@ def allocated(profiler: Any) -> int:
 
 
 @pytest.mark.slow
-def test_the_peak_of_a_task_has_the_moments_of_the_heads_of_the_others(data: Path) -> None:
-    shards = {str(data / name): 1.0 for name in ("classify", "tag")}
-    sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
-    config = make_config(shards, data / "run", **sizes)
-    planned = Planned(config, None)
-    learner = Learner(config, planned.task, Precision(planned.precision, CPU), CPU)
-    memory = PeakBytes()
-    with memory:
-        for weight in learner.model.parameters():
-            memory.add(weight)
-        for task in (*planned.tasks.values(), *planned.tasks.values()):
-            real_step(learner, planned, task, config)
-    heads = {name: w for name, w in learner.model.named_parameters() if "heads." in name}
-    assert sum(2 * weight.nbytes for weight in heads.values()) > 4 * 1024, "else it is not seen"
-    assert planned.peak(config) == pytest.approx(memory.peak, abs=1024)
-
-
-def real_step(learner: Learner, planned: Planned, task: PlannedTask, config: TrainConfig) -> None:
-    targets = torch.zeros((), dtype=torch.int64)
-    for number in range(2):
-        shown = planned.task.prepare(task.like.blank_like(*task.shape(config)), number)
-        targets = targets + learner.add_gradients(shown).targets
-        del shown
-    learner.step(1, targets)
-
-
-@pytest.mark.slow
 def test_prediction_changes_nothing_that_is_drawn_later(data: Path) -> None:
     config, planned = plan_of(data, **WAYS["masked packed"])
     assert planned.peak(config) == planned.peak(config)
@@ -144,21 +113,20 @@ def test_operations_of_a_token_are_those_of_the_formula(
     _, planned = plan_of(data, **WAYS["lm packed"])
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 48
-    assert planned.weightless.flops_per_token(planned.tasks[""].like, 48) == pytest.approx(wanted)
+    assert planned.weightless.flops_per_token(planned.like, 48) == pytest.approx(wanted)
 
 
 def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> None:
     _, planned = plan_of(data, **WAYS["lm packed"])
-    before = planned.weightless.flops_per_token(planned.tasks[""].like, 32)
+    before = planned.weightless.flops_per_token(planned.like, 32)
     frozen = planned.weightless.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
-    after = planned.weightless.flops_per_token(planned.tasks[""].like, 32)
+    after = planned.weightless.flops_per_token(planned.like, 32)
     assert before - after == pytest.approx(2 * frozen.numel())
 
 
 @pytest.mark.parametrize("way", RUNS)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
-    assert isinstance(planned.task, Task)
     packed = is_packed(config, planned.task)
     policy = make_policy(config, packed=packed, on_gpu=False)
     found = EpochShapes.of_split(planned.task.manifest.split("train"), policy, seed=0)

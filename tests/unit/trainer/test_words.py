@@ -88,15 +88,15 @@ def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
 def test_a_tokenizer_that_cannot_be_read_is_named_with_the_way_out(tmp_path: Path) -> None:
     shards = write_labelled(tmp_path / "shards", "classify")
     (shards / Manifest.read(shards).tokenizer.file).write_bytes(b"{")
-    with pytest.raises(ConfigError, match=r"tokenizer.*: cannot be read.*--model bag"):
+    with pytest.raises(ConfigError, match=r"tokenizer.*: cannot be read.*another --model"):
         words_of(shards)
 
 
-def test_case_makes_no_difference_to_words_and_does_to_a_bag(labelled: Path) -> None:
+def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) -> None:
     ids_BT = torch.randint(0, VOCABULARY, (3, 9))
     rows, folded = (MicroBatch.of_ids(each, causal=False) for each in (ids_BT, ids_BT // 2 * 2))
     head = make_head(kind="row", causal=False)
-    for name, is_same in (("words", True), ("bag", False)):
+    for name, is_same in (("words", True), ("shallow", False)):
         model = Transformer(SIZES[name], head)  # type: ignore[index]
         torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
         if model.words is not None:
