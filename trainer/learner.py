@@ -26,7 +26,7 @@ from tokenfeed.trainer.models.trainable import count_parameters, train_only, tra
 from tokenfeed.trainer.models.weights import State, given_weights, kept_state, load_weights
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.phases import Phase, phase_at, phases_of
-from tokenfeed.trainer.precision import Precision, gradients_of
+from tokenfeed.trainer.precision import Precision, gradients_of, tune_convolutions
 from tokenfeed.trainer.ranks.shares import whole
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.schedule import rate_factor
@@ -59,6 +59,7 @@ class Learner:
         self.model = make_model(config, task.head, precision.dtype).to(device)
         self._world.share([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
+        tune_convolutions(self.model)
         self._given = given_weights(self.model, config)
         self._phases = phases_of(config)
         self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]

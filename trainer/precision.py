@@ -108,15 +108,10 @@ class Precision:
         return {"scaler": self._scaler.state_dict(), "skips": self.skips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with skips and scale found earlier; what had no scale starts with the default.
-
-        The first checkpoints hold the scaler's state alone.
-        """
-        scaler = state["scaler"] if "skips" in state else state
-        if "skips" in state:
-            self._skips.copy_(state["skips"])
-        if scaler and self._scaler.is_enabled():
-            self._scaler.load_state_dict(scaler)
+        """Go on with skips and scale found earlier; what had no scale starts with the default."""
+        self._skips.copy_(state["skips"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
 
     def _count(self, norm: Tensor) -> Tensor:
         """1 where this step is to be skipped, 0 elsewhere, counted."""

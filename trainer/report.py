@@ -44,8 +44,7 @@ class Report:
     stall: dict[str, Any]
     """See `StallReport.to_dict`."""
     efficiency: dict[str, Any] = field(default_factory=dict)
-    """MFU, by which formula, and joules a token; what is not known is null, and earlier reports
-    lack all of it."""
+    """MFU, by which formula, and joules a token; what is not known is null."""
     remote: dict[str, Any] | None = None
     """What the training data took of a store; see `RemoteStats`. None where they are local."""
     loss_first: float | None
@@ -55,7 +54,7 @@ class Report:
     validation_loss_first: float | None
     validation_loss_last: float | None
     task: str = "lm"
-    """What was learnt; `task`, `metrics` and `best_step` are absent from the first reports."""
+    """What was learnt."""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     """By split and name, of the best weights: `loss` and what the task adds."""
     best_step: int | None = None

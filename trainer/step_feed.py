@@ -1,8 +1,8 @@
 """A loader's batches with their places in the steps of the optimizer.
 
-A step is what the loader calls one: `accumulation` micro-batches over all ranks, of which a rank
-has its share. Only checkpoints of before have loader's steps of one micro-batch, or of fewer than
---step-tokens asks for now; then several of them make a step.
+A step is a step of the loader: `accumulation` micro-batches over all ranks, of which a rank has its
+share. A resumed run keeps the loader's steps; where --step-tokens was raised, several of them make
+a step.
 """
 
 from collections.abc import Iterator

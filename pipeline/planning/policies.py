@@ -187,7 +187,6 @@ class Packed(Batching):
 
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
 """Ours, as messages offer them. A class elsewhere that is called like one changes no state."""
-_NAMES_BEFORE = {"rows": "batch_size"}
 _NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
 """What `ast` raises of text that is no Python, is no literal, or is too deep."""
 
@@ -216,9 +215,7 @@ def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
     if policy is None:
         return None
     defaults = {field.name: field.default for field in fields(policy)}
-    renamed = {old: new for old, new in _NAMES_BEFORE.items() if old not in defaults}
-    named = {renamed.get(name, name): value for name, value in values.items()}
-    return policy.__name__, {k: v for k, v in (defaults | named).items() if v is not MISSING}
+    return policy.__name__, {k: v for k, v in (defaults | values).items() if v is not MISSING}
 
 
 def policy_of(described: object) -> Batching:

@@ -32,8 +32,6 @@ _VERSION = 3
 """Another plan is another version: the same position in it has another past."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
-_NAMES_BEFORE = {"gang_size": "micro_batches_per_step", "stretches": "phases"}
-"""What settings were called in the first states of this version."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -163,7 +161,7 @@ def saved_step_size(state: dict[str, Any]) -> int | None:
     """Micro-batches per step that a state was saved with; None if it says none, which is found out
     later."""
     try:
-        step_size = checks.as_int(_renamed(state["plan"])["micro_batches_per_step"])
+        step_size = checks.as_int(state["plan"]["micro_batches_per_step"])
     except (KeyError, TypeError, AttributeError):
         return None
     return step_size if step_size and 0 < step_size <= checks.MOST else None
@@ -220,15 +218,9 @@ def _read(state: object) -> _Saved:
             "tokenfeed that saved the state, or start a new run."
         )
     try:
-        saved = msgspec.convert(dict(state), _Saved)
+        return msgspec.convert(dict(state), _Saved)
     except msgspec.ValidationError as error:
         raise ResumeError(f"cannot resume: this is no loader state ({error}).") from error
-    return msgspec.structs.replace(saved, plan=_renamed(saved.plan))
-
-
-def _renamed(plan: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a plan under the names that they have now."""
-    return {_NAMES_BEFORE.get(name, name): value for name, value in plan.items()}
 
 
 def _stream_setting(plan: dict[str, Any], name: str) -> int:

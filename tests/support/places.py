@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-__all__ = ["CHECKPOINTS_1", "FORMAT_1", "ROOT", "SUPPORT"]
+__all__ = ["FORMAT_1", "ROOT", "SUPPORT"]
 
 SUPPORT = Path(__file__).parent
 ROOT = SUPPORT.parents[1]
 FORMAT_1 = ROOT / "tests/golden/format1"
 """Data sets of format version 1, which are read for ever."""
-CHECKPOINTS_1 = ROOT / "tests/golden/checkpoints1"
-"""Runs, stopped after three of six steps, whose checkpoints are of the format with state.pt."""

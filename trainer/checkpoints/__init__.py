@@ -2,7 +2,7 @@
 
 `checkpoints/step-00000100/` holds what the next step depends on:
 
-    state-00000.safetensors    tensors of rank 0: weights, moments, random states, skips
+    state.safetensors          tensors of rank 0: weights, moments, random states, skips
     checkpoint.json            all else, where each tensor is, and the checksums of both files
 
 Both are written and synced under a temporary folder name, and one rename makes them a checkpoint.

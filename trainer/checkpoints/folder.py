@@ -12,7 +12,6 @@ import torch
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_write, sync_folder
-from tokenfeed.trainer.checkpoints import former
 from tokenfeed.trainer.checkpoints.format import (
     read_checkpoint,
     verify_checkpoint,
@@ -139,9 +138,8 @@ class Checkpoints:
             ResumeError: There is none, or it is damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
-        read = former.read_checkpoint if former.is_former(path) else read_checkpoint
         try:
-            return read(path, device)
+            return read_checkpoint(path, device)
         except DAMAGE as error:
             raise ResumeError(
                 f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from "
@@ -150,10 +148,8 @@ class Checkpoints:
 
     def damage(self, step: int) -> str | None:
         """What is wrong with the checkpoint of a step; None where all its bytes are right."""
-        path = self.path(step)
-        verify = former.verify_checkpoint if former.is_former(path) else verify_checkpoint
         try:
-            verify(path)
+            verify_checkpoint(self.path(step))
         except DAMAGE as error:
             return str(error)
         return None

@@ -1,8 +1,7 @@
-"""One checkpoint on disk: state-00000.safetensors and checkpoint.json.
+"""One checkpoint on disk: state.safetensors and checkpoint.json.
 
-checkpoint.json lists each tensor with its whole shape, and the files that hold rows of it with the
-first row that each holds. One rank holds all rows. Every byte counts: the JSON has the checksums of
-the files, and one of itself.
+checkpoint.json lists each tensor with its shape. Every byte is checked: the JSON has the checksum
+of the tensor file, and one of itself.
 """
 
 import json
@@ -24,9 +23,8 @@ from tokenfeed.trainer.checkpoints.tree import State, join
 
 __all__ = ["CONTENT_FILE", "files_of", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
 
-_VERSION = 2
-"""The former format counts as the first."""
-CONTENT_FILE, _TENSORS = "checkpoint.json", "state-00000.safetensors"
+_VERSION = 1
+CONTENT_FILE, _TENSORS = "checkpoint.json", "state.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,9 +33,6 @@ class _TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    """Of all ranks together."""
-    first_rows: dict[str, int]
-    """By file: the first of the rows that it holds."""
 
     def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """As torch has it."""
@@ -69,11 +64,7 @@ def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: Host
         meta=meta,
         files={_TENSORS: write_tensors(folder / _TENSORS, copy.places, copy.memory)},
         tensors={
-            name: _TensorEntry(
-                dtype=str(place.dtype).removeprefix("torch."),
-                shape=place.shape,
-                first_rows={_TENSORS: 0},
-            )
+            name: _TensorEntry(dtype=str(place.dtype).removeprefix("torch."), shape=place.shape)
             for name, place in copy.places.items()
         },
         state=rest,

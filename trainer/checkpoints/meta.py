@@ -55,9 +55,8 @@ class CheckpointMeta:
     """Token slots these came in, padding included."""
     model: str
     vocabulary_size: int
-    task: str = "lm"
-    """What was trained; the first checkpoints lack it, and the optimizer."""
-    optimizer: str = "adamw"
+    task: str
+    optimizer: str
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None

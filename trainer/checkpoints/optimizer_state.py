@@ -26,14 +26,12 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
-    """Go on with what `optimizer_state` gave; or with torch's own form, of former checkpoints.
+    """Go on with what `optimizer_state` gave.
 
     Raises:
         ResumeError: It is of other weights.
     """
-    if "param_groups" not in state:
-        state = _as_torch_has_it(optimizer, model, state)
-    optimizer.load_state_dict(state)
+    optimizer.load_state_dict(_as_torch_has_it(optimizer, model, state))
 
 
 def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer) -> None:

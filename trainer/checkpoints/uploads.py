@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.folder import BEST_FILE, Checkpoints, Held
-from tokenfeed.trainer.checkpoints.format import CONTENT_FILE
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
 from tokenfeed.trainer.config import (
     CHECKPOINTS_FOLDER,
@@ -150,9 +149,7 @@ class Uploads:
     def _copy_checkpoints(self, remote: RemoteRun, held: Held) -> None:
         best = held.best.step if held.best else None
         for step in sorted({step for step in (held.latest, best) if step is not None}):
-            path = self._checkpoints.path(step)
-            if (path / CONTENT_FILE).exists():  # the former format has none
-                remote.put_checkpoint(path)
+            remote.put_checkpoint(self._checkpoints.path(step))
             if held.best is not None and step == best:
                 remote.put(held.best.to_json(), CHECKPOINTS_FOLDER, BEST_FILE)
         if held.latest is not None:

@@ -109,21 +109,20 @@ def test_two_paths_with_one_name_stay_two_tensors() -> None:
 
 def test_other_programs_read_the_tensors_by_the_names_of_the_weights(folder: Path) -> None:
     path = save(folder, 1, {"model": {"blocks.0.weight": torch.arange(6.0).view(2, 3)}})
-    found = safetensors.torch.load_file(path / "state-00000.safetensors")
+    found = safetensors.torch.load_file(path / "state.safetensors")
     assert found.keys() == {"model.blocks.0.weight"}
     assert torch.equal(found["model.blocks.0.weight"], torch.arange(6.0).view(2, 3))
     described = json.loads((path / "checkpoint.json").read_bytes())["tensors"]
     assert described["model.blocks.0.weight"] == {
         "dtype": "float32",
         "shape": [2, 3],
-        "first_rows": {"state-00000.safetensors": 0},
     }
 
 
 def test_tied_weights_are_kept_once(folder: Path) -> None:
     weight = torch.rand(300, 10)
     path = save(folder, 1, {"model": {"embedding": weight, "head": weight}})
-    assert (path / "state-00000.safetensors").stat().st_size < 1.5 * 300 * 10 * 4
+    assert (path / "state.safetensors").stat().st_size < 1.5 * 300 * 10 * 4
     model = load(folder)["model"]
     assert torch.equal(model["embedding"], weight)
     assert torch.equal(model["head"], weight)
@@ -176,7 +175,7 @@ def test_a_save_that_was_killed_is_no_checkpoint_and_is_cleared_by_the_next(fold
     save(folder, 1)
     unfinished = folder / "step-00000002.tmp"
     unfinished.mkdir()
-    (unfinished / "state-00000.safetensors").write_bytes(b"half")
+    (unfinished / "state.safetensors").write_bytes(b"half")
     assert step_of(folder) == 1
     save(folder, 2)
     assert not unfinished.exists()
@@ -209,7 +208,7 @@ def cut(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink])
-@pytest.mark.parametrize("name", ["state-00000.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["state.safetensors", "checkpoint.json"])
 def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
     folder: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
@@ -227,7 +226,7 @@ def test_nothing_to_resume_from_says_so(folder: Path) -> None:
 def test_what_was_loaded_stays_when_its_file_goes(folder: Path) -> None:
     path = save(folder, 1)
     weight = load(folder)["model"]["weight"]
-    (path / "state-00000.safetensors").write_bytes(b"")
+    (path / "state.safetensors").write_bytes(b"")
     assert torch.equal(weight, torch.full((4,), 1.0))
 
 

@@ -80,7 +80,7 @@ def test_what_a_killed_save_left_neither_locks_the_folder_nor_stays(
 ) -> None:
     left = tmp_path / "checkpoints" / "step-00000004.tmp"
     left.mkdir(parents=True)
-    (left / "state-00000.safetensors").write_bytes(b"half")
+    (left / "state.safetensors").write_bytes(b"half")
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
     run(make_config(shards, tmp_path, steps=2))

@@ -31,7 +31,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
 
 
 def spoil(path: Path) -> None:
-    file = path / "state-00000.safetensors"
+    file = path / "state.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -45,7 +45,7 @@ def test_auto_takes_the_one_before_a_damaged_one_and_says_so(
     spoil(damaged)
     assert bring_newest(tmp_path, None)
     assert Checkpoints.of_run(tmp_path).steps() == [1]
-    assert f"{damaged} is damaged (state-00000.safetensors fails its checksum)" in caplog.text
+    assert f"{damaged} is damaged (state.safetensors fails its checksum)" in caplog.text
     assert names_in(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.damaged"]
 
 
@@ -71,8 +71,8 @@ def test_auto_takes_no_damaged_copy(
     copy_of(tmp_path / "other", URL)
     files, root = fsspec.core.url_to_fs(URL)
     spoil(spoiled)
-    place = f"{root}/checkpoints/{spoiled.name}/state-00000.safetensors"
-    files.put_file(str(spoiled / "state-00000.safetensors"), place)
+    place = f"{root}/checkpoints/{spoiled.name}/state.safetensors"
+    files.put_file(str(spoiled / "state.safetensors"), place)
     assert bring_newest(tmp_path, URL)
     assert Checkpoints.of_run(tmp_path).steps() == [1]
     assert f"{URL}: step 2 is damaged there" in caplog.text

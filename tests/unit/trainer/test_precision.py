@@ -2,7 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ from host_waits import HostWaits
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from training import make_config, write_labelled
 
 from tokenfeed.trainer.config import OptimizerName, PrecisionName
+from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.precision import Precision, all_finite, tune_convolutions
-from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")
 NO_LIMIT = 1e9
@@ -267,31 +270,13 @@ def restored_benchmark() -> Iterator[None]:
     torch.backends.cudnn.benchmark = before
 
 
-CONVOLUTIONS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Conv1d(1, 1, 1),
-    lambda: nn.Conv2d(1, 1, 1),
-    lambda: nn.ConvTranspose1d(1, 1, 1),
-]
-
-
 @pytest.mark.usefixtures("restored_benchmark")
-def test_kernels_are_tried_for_models_that_convolve_and_for_no_others() -> None:
-    for make in CONVOLUTIONS:
-        tune_convolutions(nn.Sequential(nn.Linear(1, 1), nn.Sequential(make())))
-        assert torch.backends.cudnn.benchmark
-        tune_convolutions(nn.Linear(1, 1))
-        assert not torch.backends.cudnn.benchmark
-
-
-LARGE = st.floats(width=32, allow_nan=False, allow_infinity=False)
-NOT_FINITE = st.sampled_from([math.inf, -math.inf, math.nan])
-
-
-@given(st.lists(st.one_of(LARGE, LARGE, LARGE, NOT_FINITE), min_size=1, max_size=8))
-def test_weights_are_called_finite_if_each_of_them_is_also_where_their_sum_is_not(
-    values: list[float],
+@pytest.mark.parametrize(("model", "convolves"), [("convolving", True), ("small", False)])
+def test_learner_lets_cudnn_choose_kernels_for_convolutions(
+    model: str, convolves: bool, tmp_path: Path
 ) -> None:
-    model = nn.Linear(len(values), 1)
-    with torch.no_grad():
-        model.weight.copy_(torch.tensor([values]))
-    assert all_finite(model, World(CPU)) == all(map(math.isfinite, values))
+    torch.backends.cudnn.benchmark = not convolves
+    shards = write_labelled(tmp_path / "shards", "lm", count=30)
+    config = make_config(shards, tmp_path / "run", model=f"training:{model}_model")
+    Learner(config, task_of(config, CPU), Precision("fp32", CPU), CPU)
+    assert torch.backends.cudnn.benchmark == convolves

@@ -1,9 +1,5 @@
 """Saving beside the loop: what is saved, who waits for whom, and who is told of errors."""
 
-import contextlib
-import dataclasses
-import json
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from places import CHECKPOINTS_1, FORMAT_1
-from saves import CPU, assert_same, best_of, make_meta, make_state, names_in, open_saver
+from saves import CPU, best_of, make_meta, make_state, names_in, open_saver
 from simulated import CUDA_1, SimulatedCuda, simulate
 from torch import nn
-from training import make_config, read_metrics, run, write_counting
+from training import make_config, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints import format as checkpoint_format
@@ -24,11 +19,8 @@ from tokenfeed.trainer.checkpoints.background import Background
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.host_copy import HostCopy
 from tokenfeed.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_state
-from tokenfeed.trainer.checkpoints.random_state import random_state
 from tokenfeed.trainer.checkpoints.saver import Saver
-from tokenfeed.trainer.config import OptimizerName, TrainConfig
-from tokenfeed.trainer.loop import Trainer
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.config import OptimizerName
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.run import train
 
@@ -278,44 +270,3 @@ def test_where_no_memory_can_be_locked_a_warning_says_so_and_copies_are_right(
     assert torch.equal(copy.places["weight"].view(copy.memory), torch.arange(4.0))
     assert "refused to page-lock" in caplog.text
     assert cuda.last_error == 0
-
-
-def former_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainConfig:
-    monkeypatch.setitem(SIZES, "tiny", ModelSize(layers=1, width=8, heads=2))
-    shutil.copytree(CHECKPOINTS_1 / name, tmp_path / "run")
-    config = TrainConfig.of_run(tmp_path / "run")
-    assert config is not None
-    return dataclasses.replace(config, shards=str(FORMAT_1 / "lm"))
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_of_the_former_format_goes_on(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = former_run(name, tmp_path, monkeypatch)
-    run(config)
-    lines = (CHECKPOINTS_1 / name / "undisturbed.jsonl").read_text().splitlines()
-    for key in ("loss", "gradient_norm", "learning_rate", "tokens"):
-        expected = {line["step"]: line[key] for line in map(json.loads, lines)}
-        assert read_metrics(config.run_dir, key) == pytest.approx(expected, rel=1e-4)
-    assert names_in(config.run_dir / "checkpoints") == ["step-00000004", "step-00000006"]
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_state_of_the_former_format_is_the_same_in_this_one(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = former_run(name, tmp_path, monkeypatch)
-    with contextlib.closing(Trainer(config)) as trainer:
-        trainer._resume()
-        ours = trainer.learner
-        path = trainer.checkpoints.path(3) / "state.pt"
-        former = torch.load(path, weights_only=True)
-        assert_same(former["model"], dict(ours.model.state_dict()))
-        assert_same(former["optimizer"], ours.optimizer.state_dict())
-        assert_same(former["random"], random_state(CPU))
-        trainer.saver.save(dataclasses.replace(trainer._meta(), step=4), ours.state_dict())
-        trainer.saver.wait()
-        fresh = Trainer(config).learner
-        fresh.load_state_dict(trainer.checkpoints.load(CPU, 4)[1])
-        assert_same(former["optimizer"], fresh.optimizer.state_dict())
