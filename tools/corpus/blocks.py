@@ -1,22 +1,23 @@
 """The bytes of an input file, decompressed, a block at a time; and the lines in them.
 
-A damaged or shortened archive raises one of `READ_ERRORS` after everything before the damage was
-given, so that one bad file costs its own tail and nothing else. Lines end at `\\n` alone.
+A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
+at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too:
+only `Blocks.sound_bytes` of them, the streams that ended well, can be relied on. Lines end at `\\n`
+alone. Memory is bounded, however small a file is for what it unpacks to.
 """
 
 import bz2
-import gzip
 import lzma
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import zstandard
 
 from tokenfeed.tools.corpus.places import Place, open_place
 
-__all__ = ["READ_ERRORS", "Blocks", "Compression", "whole_lines"]
+__all__ = ["READ_ERRORS", "Blocks", "Compression", "Damage", "whole_lines"]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
@@ -25,16 +26,20 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdErro
 
 _FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
 """Blocks begin small and double in size, for callers who only look at the beginning of a file."""
-_PACKED_BYTES, _UNPACKED_BYTES = 1 << 14, 1 << 18
-"""Bytes unpacked at once, before and after: at most so many are lost in front of a damage."""
-
+_UNPACKED_BYTES = 1 << 18
+_PACKED_BYTES, _ZSTD_BYTES = 1 << 16, 1 << 12
+"""Bytes given to a decompressor at once. zstd always unpacks all of them, into up to 32,000 times
+as many."""
 _LARGEST_WINDOW_BYTES = 1 << 31
 """What `zstd --long=31` makes; it takes memory only as far as text fills it."""
-_DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
-    "bz2": bz2.BZ2Decompressor,
-    "xz": lzma.LZMADecompressor,
-    "zst": lambda: _ZstdMember(),
-}
+
+
+class Damage(NamedTuple):
+    """Where a compressed file is damaged."""
+
+    sound_bytes: int
+    """Decompressed bytes before the damage that a checksum has verified."""
+    reason: str
 
 
 class Blocks:
@@ -46,19 +51,22 @@ class Blocks:
         compression: Compression | None = None,
         start: int = 0,
         stop: int | None = None,
+        damage: Damage | None = None,
     ) -> None:
+        """Args: `damage` is what was found before; bytes behind it are not given."""
         self.consumed_bytes = 0
         """Bytes of the file itself behind the blocks given so far."""
+        self.sound_bytes = 0
+        """Decompressed bytes up to the end of the last stream that ended well."""
         self._path = path
         self._compression: Compression | None = compression
         self._start, self._stop = start, stop
+        self._damage = damage
 
     def __iter__(self) -> Iterator[bytes]:
         if self._compression is None:
             return self._plain()
-        if self._compression == "gz":
-            return self._gzip()
-        return self._members(_DECOMPRESSORS[self._compression])
+        return self._streams(self._compression) if self._damage is None else self._sound()
 
     def _plain(self) -> Iterator[bytes]:
         with open_place(self._path) as file:
@@ -73,33 +81,76 @@ class Blocks:
                 self.consumed_bytes += len(block)
                 yield block
 
-    def _gzip(self) -> Iterator[bytes]:
-        with open_place(self._path) as raw, gzip.open(raw) as file:
-            while block := file.read(_UNPACKED_BYTES):
-                self.consumed_bytes = raw.tell()
-                yield block
+    def _sound(self) -> Iterator[bytes]:
+        assert self._compression
+        assert self._damage
+        left = self._damage.sound_bytes
+        blocks = self._streams(self._compression)
+        while left > 0:
+            block = next(blocks)[:left]
+            left -= len(block)
+            yield block
+        raise EOFError(self._damage.reason)
 
-    def _slices(self) -> Iterator[bytes]:
-        """Small slices of the file, since each may unpack to many times its size."""
-        for block in self._plain():
-            for start in range(0, len(block), _PACKED_BYTES):
-                yield block[start : start + _PACKED_BYTES]
-
-    def _members(self, make: Callable[[], Any]) -> Iterator[bytes]:
+    def _streams(self, compression: Compression) -> Iterator[bytes]:
         """Unpack one stream after the other; the libraries' own files take damage for the end."""
-        member: Any = None
-        for packed in self._slices():
-            while packed := (packed if member else packed.lstrip(b"\0")):  # zeros may pad
-                member = member or make()
-                yield from _unpacked(member, packed)
-                packed = member.unused_data if member.eof else b""
-                if member.eof:
-                    member = None
-        if member:
+        pieces: list[bytes] = []
+        given = waiting = 0
+        try:
+            for piece in self._unpacked(compression):
+                pieces.append(piece)
+                waiting += len(piece)
+                if waiting >= _UNPACKED_BYTES:
+                    yield b"".join(pieces)
+                    given, waiting, pieces = given + waiting, 0, []
+        except READ_ERRORS:
+            if sound := b"".join(pieces)[: max(self.sound_bytes - given, 0)]:
+                yield sound
+            raise
+        if pieces:
+            yield b"".join(pieces)
+
+    def _unpacked(self, compression: Compression) -> Iterator[bytes]:
+        make, num_bytes = _DECOMPRESSORS[compression], 0
+        stream: Any = None
+        for packed in self._slices(_ZSTD_BYTES if compression == "zst" else _PACKED_BYTES):
+            while packed := (packed if stream else packed.lstrip(b"\0")):  # zeros may pad
+                stream = stream or make()
+                while not stream.eof and (piece := stream.decompress(packed, _UNPACKED_BYTES)):
+                    num_bytes += len(piece)
+                    yield piece
+                    packed = b""
+                packed = stream.unused_data if stream.eof else b""
+                if stream.eof:
+                    self.sound_bytes, stream = num_bytes, None
+        if stream:
             raise EOFError("the compressed stream ended before its end marker")
 
+    def _slices(self, num_bytes: int) -> Iterator[bytes]:
+        for block in self._plain():
+            for start in range(0, len(block), num_bytes):
+                yield block[start : start + num_bytes]
 
-class _ZstdMember:
+
+class _GzipStream:
+    """A gzip member with the methods that the standard library's decompressors have."""
+
+    def __init__(self) -> None:
+        self._member = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+
+    @property
+    def eof(self) -> bool:
+        return self._member.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._member.unused_data
+
+    def decompress(self, packed: bytes, max_length: int) -> bytes:
+        return self._member.decompress(self._member.unconsumed_tail + packed, max_length)
+
+
+class _ZstdStream:
     """A zstandard frame with the methods that the standard library's decompressors have."""
 
     def __init__(self) -> None:
@@ -118,11 +169,12 @@ class _ZstdMember:
         return self._frame.decompress(packed) if packed else b""
 
 
-def _unpacked(member: Any, packed: bytes) -> Iterator[bytes]:
-    """What `packed` holds of one stream, about `_UNPACKED_BYTES` at a time."""
-    while not member.eof and (block := member.decompress(packed, _UNPACKED_BYTES)):
-        yield block
-        packed = b""
+_DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
+    "gz": _GzipStream,
+    "bz2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor,
+    "zst": _ZstdStream,
+}
 
 
 def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import Blocks, Compression
+from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
 from tokenfeed.tools.corpus.places import PUT_BACK, Place, RemoteFile
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 
@@ -64,10 +64,13 @@ class Part:
     first_record: int = 0
     weight_bytes: int
     """Bytes of text expected: for sharing out work and for progress, not for the result."""
+    damage: Damage | None = None
+    """Where its file is damaged, once that is known."""
 
     def blocks(self) -> Blocks:
         """Its bytes, decompressed, where `start` and `stop` are bytes."""
-        return Blocks(self.source.path, self.source.compression, self.start, self.stop)
+        source = self.source
+        return Blocks(source.path, source.compression, self.start, self.stop, self.damage)
 
     def weight_of(self, consumed_bytes: int) -> float:
         """The part of its weight that so many bytes of the file stand for."""

@@ -1,46 +1,83 @@
 """Read the records of a part of the corpus, whatever its format, many at a time.
 
-A damaged file costs what follows the damage, and gives one reject there.
+A damaged file costs what follows the damage, and gives one reject there. A compressed file costs
+what follows the last point that a checksum verifies.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, Damage
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, rejected
 
-__all__ = ["read_records", "read_texts"]
+__all__ = ["UnverifiedError", "read_records", "read_texts"]
 
 
-def read_records(part: Part, fields: Fields) -> Iterator[Records]:
+class UnverifiedError(Exception):
+    """Some of the records given so far come from a damaged part of a compressed file."""
+
+
+def read_records(part: Part, fields: Fields, *, in_one_pass: bool = False) -> Iterator[Records]:
     """Read every record of `part`, with the weight of the part spread over them.
+
+    Args:
+        part: A part of the corpus.
+        fields: The fields wanted.
+        in_one_pass: Decompress a compressed file once. By default it is decompressed a first time
+            to verify its checksums, so that records behind damage are never given.
 
     Raises:
         CorpusError: The file has vanished or changed since the corpus was listed.
+        UnverifiedError: A compressed file, read in one pass, is damaged. Some of the records that
+            were given may be wrong: drop them all, and read again in two passes.
     """
     part.source.check_unchanged()
+    if part.source.compression and not in_one_pass:
+        part = _verified(part)
     behind, format_ = part.first_record, FORMATS[part.source.format]
+    has_given = False
     try:
         for records in format_.read(part, fields):
             last = records.rejects[-1].record if records.rejects else -1
             last = max(last, int(records.numbers[-1]) if len(records) else -1)
             behind = max(behind, last + 1)
+            has_given = True
             yield records
             part.source.check_unchanged()  # what is mapped into memory must not be cut off
     except (*DAMAGE, *format_.damage) as error:
         reason = damage_reason(error)
         part.source.check_unchanged()  # then that is the reason
+        if part.source.compression and in_one_pass and has_given:
+            raise UnverifiedError from error
         yield rejected(behind, fields, f"cannot be read from here on: {reason}")
     part.source.check_unchanged()
 
 
 def read_texts(part: Part, fields: Fields) -> Iterator[bytes]:
-    """Only the texts of a part, of whichever of `fields` hold some; words are joined by spaces."""
+    """Only the texts of a part, of whichever of `fields` hold some; words are joined by spaces.
+
+    For samples: texts in front of damage in a compressed file are not verified.
+    """
     textual = (Kind.TEXT, Kind.WORDS)
     wanted: Fields = {name: kind for name, kind in fields.items() if kind in textual}
-    for records in read_records(part, wanted):
-        for name, kind in wanted.items():
-            values = records.fields[name]
-            yield from values if kind is Kind.TEXT else map(b" ".join, values)
+    with suppress(UnverifiedError):
+        for records in read_records(part, wanted, in_one_pass=True):
+            for name, kind in wanted.items():
+                values = records.fields[name]
+                yield from values if kind is Kind.TEXT else map(b" ".join, values)
+
+
+def _verified(part: Part) -> Part:
+    """The part, which is a compressed file, with its damage if there is any."""
+    blocks = part.blocks()
+    try:
+        for _ in blocks:
+            pass
+    except READ_ERRORS as error:
+        return replace(part, damage=Damage(blocks.sound_bytes, damage_reason(error)))
+    return part

@@ -52,12 +52,17 @@ class RecordBlock:
         )
 
 
-def read_record_blocks(unit: Unit, task: TaskEncoder, ledger: UnitCounts) -> Iterator[RecordBlock]:
-    """The usable records of a unit, in order; the others go straight to `ledger`."""
+def read_record_blocks(
+    unit: Unit, task: TaskEncoder, ledger: UnitCounts, *, in_one_pass: bool = False
+) -> Iterator[RecordBlock]:
+    """The usable records of a unit, in order; the others go straight to `ledger`.
+
+    For `in_one_pass` and what it raises see `read_records`.
+    """
     pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
     for part in unit.parts:
-        for records in read_records(part, task.fields):
+        for records in read_records(part, task.fields, in_one_pass=in_one_pass):
             if records.warning:
                 logger.warning("%s: %s", part.source.name, records.warning)
             for reject in records.rejects:

@@ -20,6 +20,7 @@ from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.tools.corpus.reader import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
@@ -121,10 +122,18 @@ class UnitEncoder:
             EngineFailure: The fast engine broke down.
             CorpusError: There are more rejects than the settings allow.
         """
+        in_one_pass = self._settings.max_rejects is None  # rejects behind damage do not count
+        try:
+            return self._encode_unit(unit, in_one_pass=in_one_pass)
+        except UnverifiedError:
+            return self._encode_unit(unit, in_one_pass=False)
+
+    def _encode_unit(self, unit: Unit, *, in_one_pass: bool) -> "Encoded":
         ledger = UnitCounts(unit, self._settings.max_rejects)
         writers: dict[str, ShardWriter] = {}
+        blocks = read_record_blocks(unit, self._settings.task, ledger, in_one_pass=in_one_pass)
         with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
-            for batch in read_record_blocks(unit, self._settings.task, ledger):
+            for batch in blocks:
                 for split, rows in self._encode_batch(batch, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(folder, split, unit))

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,13 +191,43 @@ def test_a_csv_without_the_column_or_without_rows_says_so(tmp_path: Path) -> Non
         assert words in bad[0]
 
 
-def test_a_truncated_csv_gives_what_is_before_the_damage(tmp_path: Path) -> None:
-    rows = [os.urandom(300).hex() for _ in range(5000)]
-    data = gzip.compress("\n".join(["text", *rows]).encode())
-    good, bad = read_bytes(tmp_path / "a.csv.gz", data[: len(data) // 2])
-    assert list(good.values()) == [row.encode() for row in rows[: len(good)]]
-    assert list(bad) == [len(good)]
-    assert len(good) > 1000
+def test_a_truncated_csv_gives_what_a_checksum_verifies(tmp_path: Path) -> None:
+    rows = [os.urandom(300).hex() for _ in range(2000)]
+    pieces = ("\n".join(["text", *rows[:1000], ""]).encode(), "\n".join(rows[1000:]).encode())
+    data = b"".join(map(gzip.compress, pieces))
+    good, bad = read_bytes(tmp_path / "a.csv.gz", data[:-9])
+    assert good == {number: row.encode() for number, row in enumerate(rows[:1000])}
+    assert list(bad) == [1000]
+
+
+@pytest.mark.parametrize("options", [(), ("--max-rejects", 2)])
+def test_rows_behind_damage_in_an_archive_are_not_written(
+    tmp_path: Path, tokenizer: Path, options: tuple[Any, ...]
+) -> None:
+    draw = random.Random(0)
+    (tmp_path / "in").mkdir()
+    rows = [draw.randbytes(40).hex() for _ in range(1200)]
+    for name, kept in {"a": 1200, "b": 1200, "c": 700, "d": 0}.items():
+        lines = [json.dumps({"text": row}).encode() + b"\n" for row in rows]
+        streams = [gzip.compress(b"".join(lines[:kept])), gzip.compress(b"".join(lines[kept:]))]
+        if kept < 1200:
+            damaged = bytearray(streams[1])
+            damaged[2000:2008] = bytes(8)
+            streams[1] = bytes(damaged)
+        (tmp_path / f"in/{name}.jsonl.gz").write_bytes(b"".join(streams))
+    run(
+        *(tmp_path / "in", tmp_path / "out", "--tokenizer", tokenizer, "--validation", 0),
+        *("--workers", 1, *options),
+    )
+    rejects = lines_of(tmp_path / "out/rejects.jsonl")
+    assert [(Path(reject["file"]).name, reject["record"]) for reject in rejects] == [
+        ("c.jsonl.gz", 700),
+        ("d.jsonl.gz", 0),
+    ]
+    sources = lines_of(tmp_path / "out/sources.jsonl")
+    assert [source["written"] for source in sources] == [1200, 1200, 700, 0]
+    origin = pa.ipc.open_file(tmp_path / "out/train/00000.arrow").read_all()
+    assert origin["origin_record"].to_pylist() == [*range(1200), *range(1200), *range(700)]
 
 
 NULL, INVALID = "field `text` is null, expected text", "field `text` has invalid UTF-8 at byte 0"
