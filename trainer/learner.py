@@ -139,10 +139,20 @@ class Learner:
         """Forget those of the step under way."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def step(self, number: int, targets: Tensor) -> Tensor:
-        """Update the weights from the gradients of so many targets; gives the gradient's norm."""
+    def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
+        """Update the weights from the gradients of a step.
+
+        Args:
+            number: The step, counted from 1.
+            loss: The sum over its targets. If it is not finite, the step is skipped.
+            targets: How many there are.
+
+        Returns:
+            The gradient's norm; not finite if the step was skipped.
+        """
         set_learning_rate(self.optimizer, self.rate(number))
         correction = self._config.step_slots / targets.clamp(min=1)
+        correction = torch.where(loss.isfinite(), correction, torch.nan)
         return self.precision.step(self.optimizer, correction, self._config.clip_norm)
 
     def rate(self, step: int) -> float:

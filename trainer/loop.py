@@ -11,6 +11,7 @@ corrected once, there.
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 import numpy as np
@@ -25,7 +26,7 @@ from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.course import Course
-from tokenfeed.trainer.divergence import diverged
+from tokenfeed.trainer.divergence import diverged, warn_of_skip
 from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import Feeds
@@ -37,7 +38,7 @@ from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.profiling import StepTracer
-from tokenfeed.trainer.progress_log import ProgressLog
+from tokenfeed.trainer.progress_log import MOST_SKIPPED, ProgressLog
 from tokenfeed.trainer.ranks.agreement import Agreement
 from tokenfeed.trainer.ranks.group import chosen_device
 from tokenfeed.trainer.ranks.shared_state import shared_state
@@ -61,7 +62,6 @@ class Trainer:
     stall: StallMeter[object]
     progress_log: ProgressLog
     last_norm: Tensor
-    last_rows: list[np.ndarray]
     """`train` begins these: before it the run has no folder, and measures nothing."""
 
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
@@ -82,6 +82,11 @@ class Trainer:
         saver = Saver if self.world.is_main else NoSaver
         self.saver = saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.skipped = 0
+        self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
+            maxlen=MOST_SKIPPED + config.log_every
+        )
+        """The rows of the latest steps, to name those of a step that was skipped."""
+        self.has_named_records = False
         self.agreement = Agreement(self.world)
         self.judge = Judge(self.evaluator, self.task.best_by, self.saver)
         self.tracer: StepTracer | None = None
@@ -112,7 +117,7 @@ class Trainer:
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
             gradients.add_up(tally)
-            norm = learner.step(step, tally.targets)
+            norm = learner.step(step, tally.loss, tally.targets)
             asked = {"stop": should_stop(), "save": should_save()}
             known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
             stall.step(*known)
@@ -202,8 +207,9 @@ class Trainer:
         return metrics
 
     def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
-        self.step, self.last_norm, self.last_rows = step, norm, rows
-        self.progress_log.add(tally)
+        self.step, self.last_norm = step, norm
+        self.rows_of_steps.append((step, rows))
+        self.progress_log.add(step, tally, norm)
         config = self.config
         saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
@@ -230,12 +236,19 @@ class Trainer:
         self.saver.check()
         with self.stall.cause("log"):
             self.agreement.settle()
-            finding = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
-            if finding is None:
+            skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
+            ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
+            if not ends:
                 self.stall.gather(self.world.gathered)
                 self.drafts.write(lambda: report_of(self, {}))
-        if finding is not None:
-            raise self._diverged(finding)
+            if skips and not ends:
+                self._warn_of_skip(skips.first)
+        if skips and ends:
+            finding = (
+                f"loss or gradients are not finite, {skips.in_a_row} steps in a row, from step "
+                f"{skips.first} on"
+            )
+            raise self._diverged(finding, skips.first)
 
     def _evaluate(self, *, note: bool = True) -> None:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved
@@ -252,7 +265,7 @@ class Trainer:
         """Begin a checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
             if not all_finite(self.learner.model, self.world):
-                raise self._diverged("weights have become infinite")
+                raise self._diverged(f"weights have become infinite at step {self.step}", self.step)
             self.saver.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step
 
@@ -270,14 +283,29 @@ class Trainer:
             config=self.config.as_dict(),
         )
 
-    def _diverged(self, finding: str) -> ConfigError:
-        """What to say, with the rows of the last step: often a few of them are to blame."""
+    def _warn_of_skip(self, step: int) -> None:
+        """Name the records of the first skipped step, once a session. With fp16 a skipped step only
+        means that the scale of the loss was too large."""
+        if self.has_named_records or self.learner.precision.name == "fp16":
+            return
+        self.has_named_records = True
+        rows = self._rows_of(step)
+        if self.world.is_main:
+            warn_of_skip(step, self.course.phase.config, rows)
+
+    def _diverged(self, finding: str, step: int) -> ConfigError:
+        """The error that ends the run at a step, with the rows of that step."""
         self.saver.settle()
-        rows = np.concatenate(self.world.gathered(np.concatenate(self.last_rows)))
+        rows = self._rows_of(step)
         if not self.world.is_main:
-            return ConfigError(f"{finding} at step {self.step}; see rank 0")
+            return ConfigError(f"{finding}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(f"{finding} at step {self.step}", self.course.phase.config, rows, way_on)
+        return diverged(finding, self.course.phase.config, rows, way_on)
+
+    def _rows_of(self, step: int) -> np.ndarray:
+        """The rows of a late step, on all ranks."""
+        own = [part for number, rows in self.rows_of_steps if number == step for part in rows]
+        return np.concatenate(self.world.gathered(np.concatenate(own)))
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""

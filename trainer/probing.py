@@ -24,6 +24,7 @@ from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.step_gradients import is_out_of_memory
 from tokenfeed.trainer.tasks.registry import task_of
+from tokenfeed.trainer.telemetry import Tally
 
 __all__ = ["DeviceMemory", "Memory", "decide_micro_batch", "size_of_cpu"]
 
@@ -152,11 +153,11 @@ class _Probe:
         feeds = Feeds(config, self._task, self._device, self._precision.dtype)
         shown = feeds.largest_blank()
         for step in range(1, _STEPS + 1):
-            targets = torch.zeros((), dtype=torch.int64, device=self._device)
+            tally = Tally.zero(self._device)
             for number in range(min(2, config.accumulation)):  # the third is like the second
                 prepared = self._task.prepare(shown, number)
-                targets = targets + self._learner.add_gradients(prepared).targets
-            self._learner.step(step, targets)
+                tally.add(self._learner.add_gradients(prepared), 0, 0)
+            self._learner.step(step, tally.loss, tally.targets)
 
 
 def _release(memory: Memory) -> None:

@@ -1,8 +1,8 @@
 """The progress lines of a run, and the one place of the loop that waits for the device."""
 
-import dataclasses
 import logging
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,16 +13,25 @@ from tokenfeed.trainer.sensors.machine import sample_machine
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.telemetry import MetricsFile, StepLog, Tally
 
-__all__ = ["ProgressLog"]
+__all__ = ["MOST_SKIPPED", "ProgressLog", "Skips"]
 
 MOST_SKIPPED = 20
-"""So many steps in a row without finite gradients end a run: nothing has been learnt since."""
+"""A run ends after this many steps in a row whose loss or gradients are not finite."""
 
 _log = logging.getLogger(__name__)
 
 
+class Skips(NamedTuple):
+    """The skipped steps since the progress line before."""
+
+    first: int
+    """The first of them; where the run ends, the first of those in a row."""
+    in_a_row: int
+    """How many of the latest steps were skipped without a break."""
+
+
 class ProgressLog:
-    """Adds up steps, and says now and then how they went.
+    """Add up steps, and write a progress line now and then.
 
     Args:
         metrics: Gets each line as an object.
@@ -45,22 +54,32 @@ class ProgressLog:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device, self._machine = device, sample_machine(device_uuid(device))
         self._machine.start()
-        self._interval = Tally.zero(device)
+        self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False
         """Whether steps were added since the last line."""
         self._reading = stall.read()
 
-    def add(self, tally: Tally) -> None:
-        """Add a step."""
-        self._interval.extend(tally)
+    def add(self, step: int, tally: Tally, norm: Tensor) -> None:
+        """Add a step, without a wait for the device.
+
+        Args:
+            step: Its number.
+            tally: Its sums. A loss that is not finite does not count.
+            norm: Its gradient's norm; not finite where the step was skipped.
+        """
+        is_finite = tally.loss.isfinite()
+        self._interval.loss += torch.where(is_finite, tally.loss, 0.0)
+        self._interval.targets += torch.where(is_finite, tally.targets, 0)
+        is_first = ~norm.isfinite() & (self._first_skipped == 0)
+        self._first_skipped = torch.where(is_first, step, self._first_skipped)
         self.is_behind = True
 
     def close(self) -> None:
         """End the thread that reads the machine."""
         self._machine.close()
 
-    def write(self, step: int, tokens: int, norm: Tensor) -> str | None:
+    def write(self, step: int, tokens: int, norm: Tensor) -> Skips | None:
         """Write a line; this waits for the device.
 
         Args:
@@ -69,22 +88,20 @@ class ProgressLog:
             norm: Of the latest step's gradient.
 
         Returns:
-            Why the run has diverged, and nothing is written; None where it has not.
+            The skipped steps since the line before; None without any. Where they end the run, no
+            line is written.
         """
-        interval, self._interval = self._interval, Tally.zero(self._device)
+        latest_norm, skipped, in_a_row, total, targets, first = self._fetch(norm)
+        self._interval, self._first_skipped = self._empty_interval()
         self.is_behind = False
-        latest_norm, skipped, in_a_row, total, targets = self._fetch(interval, norm)
         before, self._skipped = self._skipped, int(skipped)
-        loss = total / max(1.0, targets)
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
         if in_a_row >= MOST_SKIPPED:
-            return f"gradients are not finite, {in_a_row:.0f} steps in a row,"
+            return Skips(step - int(in_a_row) + 1, int(in_a_row))
         reading, machine = self._stall.read(), self._machine.latest
         window, self._reading = reading.since(self._reading), reading
         log = StepLog(
             step=step,
-            loss=loss,
+            loss=total / targets if targets else None,
             learning_rate=self._learner.rate(step),
             gradient_norm=latest_norm if math.isfinite(latest_norm) else None,
             skipped_steps=self._skipped - before,
@@ -96,12 +113,17 @@ class ProgressLog:
             gpu=machine.gpu if machine else None,
             host=machine.host if machine else None,
         )
-        self._metrics.write(dataclasses.asdict(log))
+        self._metrics.write(log.as_dict())
         _log.info("%s", log.line(self._steps))
-        return None
+        return Skips(int(first), int(in_a_row)) if first else None
 
-    def _fetch(self, tally: Tally, norm: Tensor) -> list[float]:
-        """Latest norm, skipped steps, skipped steps in a row until now, summed loss and targets.
-        This is the only wait for the device."""
-        values = (norm, *self._learner.precision.skips, tally.loss, tally.targets)
+    def _empty_interval(self) -> tuple[Tally, Tensor]:
+        """The sums of no step, and 0 for the first one that was skipped."""
+        return Tally.zero(self._device), torch.zeros((), dtype=torch.int64, device=self._device)
+
+    def _fetch(self, norm: Tensor) -> list[float]:
+        """Latest norm, skipped steps, skipped steps in a row until now, summed loss and targets,
+        first skipped step of the interval. This is the only wait for the device."""
+        skips, sums = self._learner.precision.skips, self._interval
+        values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
         return torch.stack([value.double() for value in values]).tolist()

@@ -4,6 +4,7 @@ Both come from the same `StepLog`, so that they cannot disagree. A figure that i
 in the file and left out of the line.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -60,8 +61,9 @@ class StepLog:
     """The state of a run at a step; rates are those of the steps since the line before."""
 
     step: int
-    loss: float
-    """Mean per target token, in nats, over the steps since the line before."""
+    loss: float | None
+    """Mean per target token, in nats, over the steps since the line before whose loss was finite;
+    None without any."""
     learning_rate: float
     gradient_norm: float | None
     """Of this step, before clipping; None where it was not finite and the step was skipped."""
@@ -84,7 +86,7 @@ class StepLog:
         """For the console; `steps` is where the run ends."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
-            f"loss {self.loss:.4f}",
+            "loss not finite" if self.loss is None else f"loss {self.loss:.4f}",
             f"lr {self.learning_rate:.2e}",
         ]
         if self.real_tokens_per_s is not None and self.stall is not None:
@@ -96,6 +98,11 @@ class StepLog:
         if self.skipped_steps:
             parts.append(f"{self.skipped_steps} skipped")
         return " | ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For metrics.jsonl, where a loss is a number."""
+        values = dataclasses.asdict(self)
+        return values if self.loss is not None else {k: v for k, v in values.items() if k != "loss"}
 
     def _stall(self, stall: float) -> str:
         """With its main cause: an evaluation between two lines must not pass for the loader."""

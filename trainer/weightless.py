@@ -23,6 +23,7 @@ from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.telemetry import Tally
 
 __all__ = ["Weightless"]
 
@@ -91,12 +92,12 @@ class Weightless:
         return 3 * forward - 2 * _frozen_products(self.learner.model)
 
     def _step(self, number: int, like: MicroBatch, rows: int, length: int, parts: int) -> None:
-        targets = torch.zeros((), dtype=torch.int64)
+        tally = Tally.zero(torch.device("cpu"))
         for part in range(parts):
             shown = self._task.prepare(like.blank_like(rows, length), part)
-            targets = targets + self.learner.add_gradients(shown).targets
+            tally.add(self.learner.add_gradients(shown), 0, 0)
             del shown
-        self.learner.step(number, targets)
+        self.learner.step(number, tally.loss, tally.targets)
 
 
 def _attention_flops(

@@ -3,6 +3,7 @@ they leave."""
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ __all__ = [
     "double_model",
     "dropping_double_model",
     "dropping_model",
+    "failing_model",
     "follow_brackets",
     "frozen_model",
     "load_state",
@@ -250,6 +252,17 @@ def assert_same_run(one: Path, other: Path, last_step: int) -> None:
         assert read_metrics(one, key) == read_metrics(other, key)
     weights, others = load_weights(one, last_step), load_weights(other, last_step)
     assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def failing_model(head: Head) -> Transformer:
+    """The same, whose fifth forward pass in training is not finite."""
+    model, calls = small_model(head), itertools.count(1)
+
+    def spoil(_: object, given: tuple[MicroBatch], hidden_BTD: torch.Tensor) -> torch.Tensor:
+        return hidden_BTD * torch.nan if model.training and next(calls) == 5 else hidden_BTD
+
+    model.norm.register_forward_hook(spoil)
+    return model
 
 
 def frozen_model(head: Head) -> Transformer:

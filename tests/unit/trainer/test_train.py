@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -170,15 +171,15 @@ def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
 
 
 def test_a_run_that_saved_nothing_leaves_its_folder_free(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=6)
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=40)
     for _ in range(2):
-        with pytest.raises(ConfigError, match="the loss is"):
+        with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
             run(config)
 
 
 def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -> None:
-    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, log_every=100)
-    with pytest.raises(ConfigError, match="the loss is"):
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, steps=40)
+    with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
         run(config)
     steps = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
     assert steps
@@ -275,15 +276,30 @@ def test_resuming_past_the_end_asks_for_more_steps(
         run(make_config(shards, finished, resume=True, steps=steps, **changes))
 
 
-def test_a_loss_that_is_no_number_ends_the_run_and_keeps_the_checkpoint(
-    shards: Path, tmp_path: Path
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_a_step_that_is_not_finite_is_skipped_and_named(
+    shards: Path, tmp_path: Path, log_every: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run_dir = tmp_path / "run"
-    config = make_config(shards, run_dir, save_every=1, learning_rate=1e30, clip_norm=1e30)
-    with pytest.raises(ConfigError, match=r"the loss is (nan|inf) at step \d+\. Lower"):
-        run(config)
-    weights = load_weights(run_dir, 1)
-    assert weights
+    config = make_config(
+        shards, tmp_path / "run", model="training:failing_model", log_every=log_every
+    )
+    report = run(config)
+    assert (report.finished, report.skipped_steps) == (True, 1)
+    losses = read_metrics(tmp_path / "run", "loss")
+    assert set(losses) == ({1, 2, 4, 5, 6, 7, 8} if log_every == 1 else {1, 4, 5, 8})
+    assert all(map(math.isfinite, losses.values()))
+    assert all(
+        bool(torch.isfinite(tensor).all()) for tensor in load_weights(tmp_path / "run", 8).values()
+    )
+    assert "step 3 was skipped: its loss or gradients are not finite" in caplog.text
+    named = [
+        json.loads(line)["record"]
+        for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
+    ]
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "other"))) as trainer:
+        steps = itertools.islice(trainer.course.feed, 6)
+        rows = [batch.rows for batch, _, _ in steps]
+    assert named == sorted({int(row) for part in rows[4:6] for row in part})
 
 
 def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:

@@ -19,6 +19,7 @@ from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.planned import Planned
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.tasks import vocabulary_loss
+from tokenfeed.trainer.telemetry import Tally
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = RUNS | {
@@ -59,12 +60,12 @@ def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
             if isinstance(memory, PeakBytes):
                 memory.add(parameter)
         for step in (1, 2):
-            targets = torch.zeros((), dtype=torch.int64)
+            tally = Tally.zero(CPU)
             for number in range(2):
                 shown = planned.task.prepare(planned.like.blank_like(rows, length), number)
-                targets = targets + learner.add_gradients(shown).targets
+                tally.add(learner.add_gradients(shown), 0, 0)
                 del shown
-            learner.step(step, targets)
+            learner.step(step, tally.loss, tally.targets)
     return learner
 
 
