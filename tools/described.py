@@ -18,7 +18,7 @@ def input_formats() -> str:
     return (
         f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
         f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; - for standard input; "
-        "hub:OWNER/NAME."
+        "hub:OWNER/NAME[@REVISION]; hf://datasets/OWNER/NAME[@REVISION][/PATH]."
     )
 
 

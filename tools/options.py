@@ -63,7 +63,8 @@ class Options:
         str | None,
         tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
     ] = None
-    """A tokenizer.json, a folder that holds one, or a hub id."""
+    """A tokenizer.json, a folder that holds one, the address of either, or a hub id, perhaps with
+    @REVISION."""
     vocab_size: int = 32_768
     """Ids of a tokenizer that is trained on a sample of the corpus."""
     end_token: Annotated[

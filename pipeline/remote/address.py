@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Self
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.schemes import Traits, traits_of
@@ -32,6 +32,8 @@ class Address:
     """Whether requests go unsigned."""
     query: str = ""
     """What is sent with every request to a web server. It may hold a signature: never show it."""
+    is_hub: bool = False
+    """Whether requests carry the token of `huggingface_hub`, if it has one."""
 
     def __repr__(self) -> str:
         return self.url
@@ -83,12 +85,14 @@ class Address:
 def object_address(url: str) -> tuple[str, str]:
     """Split the URL of an object into the URL of its folder and its name; "" without a folder.
 
-    The folder keeps the query, for it may be a signature.
+    The folder keeps the query, for it may be a signature. The name of a file on the web is not
+    quoted: the client quotes names.
     """
     is_web = traits_of(url.partition("://")[0]).is_web
     base, mark, query = url.partition("?" if is_web else _ANONYMOUS)
     folder, _, name = base.rstrip("/").rpartition("/")
-    return (f"{folder}{mark}{query}" if not folder.endswith("/") else "", name)
+    name = unquote(name) if is_web else name
+    return ("" if folder.endswith("/") else f"{folder}{mark}{query}", name)
 
 
 def public(url: str) -> str:

@@ -108,7 +108,7 @@ def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
     from obstore import store
 
     settings: Any = {
-        "client_options": _options(timing),
+        "client_options": _options(timing) | _hub_token(address),
         "retry_config": _retries(timing, max_retries),
     }
     if address.traits.is_web:
@@ -141,6 +141,16 @@ def _options(timing: Timing) -> "ClientConfig":
         "read_timeout": timedelta(seconds=timing.read_s),
         "timeout": timedelta(seconds=timing.request_s),
     }
+
+
+def _hub_token(address: Address) -> "ClientConfig":
+    """The header that says who asks the Hub. Redirects to other hosts do not get it."""
+    if not address.is_hub:
+        return {}
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return {"default_headers": {"authorization": f"Bearer {token}"}} if token else {}
 
 
 def _retries(timing: Timing, max_retries: int) -> "RetryConfig":

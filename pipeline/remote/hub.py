@@ -5,14 +5,17 @@ The Hub is asked for whole files, and each once: it limits requests, not bytes. 
 """
 
 import errno
+import fnmatch
 import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote.address import public, require, without_secrets
 from tokenfeed.pipeline.remote.child import read_in_child
+from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.objects import VersionedBytes, cut_short
 from tokenfeed.pipeline.remote.process import check_process, talks_here
 from tokenfeed.pipeline.remote.retrying import Meter, Timing, Traffic, persist
@@ -26,6 +29,7 @@ _ADDRESS = re.compile(
     r"hf://(?P<kind>datasets|models)/(?P<owner>[^/@?#]+/[^/@?#]+)(@(?P<revision>[^/?#]+))?(?P<folder>/[^?#]*)?"
 )
 _meter = Meter()
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,47 @@ class HubStore:
         """Download a file, unless it is there."""
         self._kept(name)
 
+    def list(self) -> tuple[str, dict[str, int]]:
+        """Return the commit that the revision is at, and the bytes of each file by its path.
+
+        The folder may also be one file, or a pattern, in which `*` matches `/` too. The data set
+        card `README.md` is left out of whole folders.
+        """
+        return self._persist(self._listed, self.name)
+
+    def files_at(self, commit: str) -> ObjectStore:
+        """The repository at a commit as files of the web, which are read by ranges."""
+        from huggingface_hub import constants
+
+        path = f"{self.kind}s/{self.repository}" if self.kind != "model" else self.repository
+        store = ObjectStore.from_url(f"{constants.ENDPOINT}/{path}/resolve/{commit}")
+        return replace(store, address=replace(store.address, is_hub=True))
+
+    def _listed(self) -> tuple[str, dict[str, int]]:
+        from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
+
+        info = HfApi().repo_info(self.repository, revision=self.revision, repo_type=self.kind)
+        at: Any = {"revision": info.sha, "repo_type": self.kind}
+        fixed = re.split(r"(?:^|/)[^/]*[*?\[]", self.folder, maxsplit=1)[0]
+        found: Any = []
+        if fixed and fixed == self.folder:
+            found = HfApi().get_paths_info(self.repository, fixed, **at)
+        files = {each.path: each.size for each in found if isinstance(each, RepoFile)}
+        if not files:
+            tree = HfApi().list_repo_tree(self.repository, fixed or None, recursive=True, **at)
+            files = {
+                each.path: each.size
+                for each in tree
+                if isinstance(each, RepoFile) and self._is_meant(each.path, fixed)
+            }
+        return str(info.sha), files
+
+    def _is_meant(self, path: str, fixed: str) -> bool:
+        if fixed == self.folder:
+            return path != "README.md"
+        return fnmatch.fnmatchcase(path, self.folder)
+
     def _kept(self, name: str) -> str:
         """Where a file is that was downloaded, of the same commit as the last one read."""
         from huggingface_hub import try_to_load_from_cache
@@ -128,7 +173,9 @@ class HubStore:
             _meter.add(Traffic(bytes=os.stat(path).st_size))
             return path
 
-        place = self.path(name)
+        return self._persist(attempt, self.path(name))
+
+    def _persist(self, attempt: Callable[[], T], place: str) -> T:
         return persist(attempt, lambda error: _cause_of(error, place), place, self.timing, _meter)
 
     def _inner(self, name: str) -> str:

@@ -33,14 +33,16 @@ class RemoteFile:
 
     store: "ObjectStore"
     info: ObjectInfo
+    pinned: str = ""
+    """Of a file of the Hub its address with the commit, under which it never changes."""
 
     def __str__(self) -> str:
-        return self.store.path(self.info.name)
+        return self.pinned or self.store.path(self.info.name)
 
     @property
     def state(self) -> str:
         """Changes when the object does."""
-        return self.info.etag or f"{self.info.modified_s} {self.info.size}"
+        return self.pinned or self.info.etag or f"{self.info.modified_s} {self.info.size}"
 
     def asked_for(self) -> Self:
         """The same as the store tells it alone, where a list has said too little to compare.
@@ -48,7 +50,7 @@ class RemoteFile:
         Raises:
             CorpusError: It is gone, or the store fails.
         """
-        if self.info.etag:
+        if self.info.etag or self.pinned:
             return self
         try:
             return replace(self, info=self.store.head(self.info.name))
@@ -65,7 +67,8 @@ class RemoteFile:
             part = self.store.read_range(name, start, length, self.info.etag)
         except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
-        if part.data and _bare(part.version) != _bare(self.info.version):
+        is_same = self.pinned or _bare(part.version) == _bare(self.info.version)
+        if part.data and not is_same:
             raise self._changed()
         return part
 

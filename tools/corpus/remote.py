@@ -6,7 +6,6 @@ out. A web server has no lists: its files are given one by one.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from urllib.parse import unquote
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.store import open_store
@@ -28,8 +27,6 @@ def object_at(url: str) -> RemoteFile | None:
     """
     is_web = _object_store(url).address.traits.is_web
     folder, name = object_address(url)
-    if is_web:
-        name = unquote(name)  # as the client does with the rest: what it asks for it quotes itself
     if not folder:
         return None  # a whole bucket
     store = _object_store(folder)
@@ -76,6 +73,6 @@ def _object_store(url: str) -> ObjectStore:
     if isinstance(store, ObjectStore):
         return store
     raise ConfigError(
-        f"{public(url)}: no corpus is read from there. Give hub:OWNER/NAME, or the address "
-        "of a bucket or of a file on the web."
+        f"{public(url)}: no corpus is read from there. Give the address of a bucket, of a file on "
+        "the web, or hf://datasets/OWNER/NAME."
     )

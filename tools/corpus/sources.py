@@ -29,7 +29,7 @@ from tokenfeed.tools.corpus.detect import (
 )
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK
-from tokenfeed.tools.corpus.hub import HUB_PREFIX, hub_files
+from tokenfeed.tools.corpus.hub import HUB_PREFIX, REPOSITORY_PREFIX, hub_files, repository_files
 from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
 from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.patterns import is_split_name, matching
@@ -137,11 +137,12 @@ class _Search:
             self._add_remote(path)
             return
         if path.startswith(HUB_PREFIX):
-            for file, split in hub_files(path):
+            for file, split, commit in hub_files(path):
                 name = f"{path}/{split}/{os.path.basename(file)}"  # no path of this machine
                 if not self._excluded(f"{path}/{split}", path) and not self._excluded(name, path):
                     format_ = format_in_folder(name, file, self._field)
-                    self._append(self._source(name, file, format_), path, split)
+                    source = self._source(name, file, format_)
+                    self._append(replace(source, state=commit or source.state), path, split)
             return
         real = os.path.realpath(path)
         if self._out and os.path.commonpath([real, self._out]) == self._out:
@@ -220,6 +221,9 @@ class _Search:
 
     def _add_remote(self, url: str) -> None:
         """An object, or all below a URL."""
+        if url.startswith(REPOSITORY_PREFIX):
+            self._add_repository(url)
+            return
         if file := object_at(url):
             if file.store.address.query and str(file) in self._seen:
                 raise ConfigError(
@@ -228,16 +232,28 @@ class _Search:
                 )
             self._add_given(str(file), file, str(file))
             return
+        root = public(url).removesuffix("?anonymous")
         found = [
             file
             for file, folders in objects_below(url)
-            if not any(self._excluded(path, url) for path in (*folders, str(file)))
+            if not any(self._excluded(path, root) for path in (*folders, str(file)))
         ]
-        files = list(results_of(RemoteFile.asked_for, found, _AT_ONCE))
+        self._add_objects(list(results_of(RemoteFile.asked_for, found, _AT_ONCE)), root)
+
+    def _add_repository(self, url: str) -> None:
+        """A file of the Hub, or all below a folder of a repository."""
+        files = repository_files(url)
+        if len(files) == 1 and url.endswith(f"/{files[0].info.name}"):
+            self._add_given(str(files[0]), files[0], str(files[0]))
+            return
+        root = files[0].pinned.removesuffix(f"/{files[0].info.name}") if files else url
+        self._add_objects([file for file in files if not self._excluded(str(file), root)], root)
+
+    def _add_objects(self, files: list[RemoteFile], root: str) -> None:
         formats = results_of(lambda file: self._format_of_found(str(file), file), files, _AT_ONCE)
         for file, format_ in zip(files, formats, strict=True):
             if self._is_new(str(file)):
-                self._append_readable(str(file), file, format_, url, None)
+                self._append_readable(str(file), file, format_, root, None)
 
     def _add_given(self, name: str, path: Place, real: str) -> None:
         """A file that was given by name."""

@@ -18,6 +18,8 @@ def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
         vocabulary_size: As for `FastEngine`.
         splits_special: As for `FastEngine`.
     """
+    if "://" in name:
+        return  # what is forked from a process that has talked to a store could not talk to one
     with contextlib.suppress(Exception):
         json_bytes = fetch_tokenizer_json(name)
         _loaded.append(FastEngine(json_bytes, vocabulary_size, splits_special=splits_special))

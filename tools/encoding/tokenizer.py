@@ -21,6 +21,8 @@ from tokenizers import Encoding, Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.address import object_address
 from tokenfeed.tools.encoding.vocabulary import ID_LIMIT
 
 __all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json", "panics_unprinted"]
@@ -142,11 +144,14 @@ class TextTokenizer:
 
 
 def fetch_tokenizer_json(name: str) -> bytes:
-    """Read the tokenizer.json that `name` means: a file, a folder that holds one, or a hub id.
+    """Read the tokenizer.json that `name` means: a file, a folder that holds one, the address of
+    either, or a hub id, perhaps with `@` and a revision.
 
     Raises:
-        TokenizerError: There is none, or the hub cannot be reached.
+        TokenizerError: There is none, or the hub or store cannot be reached.
     """
+    if "://" in name:
+        return _read_from_store(name)
     path = Path(name)
     if path.is_dir():
         path /= TOKENIZER_FILE
@@ -228,6 +233,22 @@ def _check_ids(json_bytes: bytes, origin: object) -> None:
             )
 
 
+def _read_from_store(url: str) -> bytes:
+    folder, name = object_address(url)
+    if not name.endswith(".json"):
+        folder, name = url, TOKENIZER_FILE
+    store = open_store(folder)
+    try:
+        return store.read(name)
+    except FileNotFoundError:
+        raise TokenizerError(
+            f"{store.path(name)}: not found. Give the address of a tokenizer.json, or of a folder "
+            "that holds one."
+        ) from None
+    except OSError as error:
+        raise TokenizerError(str(error)) from None
+
+
 def _fetch_from_hub(name: str) -> Path:
     """Download tokenizer.json of a hub repository, or find it in the hub's local cache."""
     from huggingface_hub import hf_hub_download  # 0.1 s that only hub ids should cost
@@ -235,7 +256,8 @@ def _fetch_from_hub(name: str) -> Path:
     # It would report each of its retries; the one line below says it once.
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        return Path(hf_hub_download(name, TOKENIZER_FILE))
+        identity, _, revision = name.partition("@")
+        return Path(hf_hub_download(identity, TOKENIZER_FILE, revision=revision or None))
     except (OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise TokenizerError(

@@ -114,7 +114,7 @@ def _plan_run(
 def _given_tokenizer(options: Options, output: Output, state: State) -> TextTokenizer | None:
     """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
     if options.tokenizer:
-        return _load(options, fetch_tokenizer_json(options.tokenizer), options.tokenizer)
+        return _load(options, fetch_tokenizer_json(options.tokenizer), public(options.tokenizer))
     if state != "new" and output.size(TOKENIZER_FILE) is not None:
         return _load(options, output.read(TOKENIZER_FILE), output.path(TOKENIZER_FILE))
     return None

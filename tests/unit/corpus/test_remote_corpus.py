@@ -198,7 +198,7 @@ def test_a_store_that_fails_ends_the_run_and_is_no_damage(
     [
         ("http://{host}/nothing.jsonl", "not found. Give each file by its URL"),
         ("s3://{prefix}/nothing", "no input file found"),
-        ("hf://datasets/a/b", "no corpus is read from there. Give hub:OWNER/NAME"),
+        ("hf://datasets/a", "expected hf://datasets/OWNER/NAME"),
     ],
 )
 def test_what_is_no_corpus_is_told(remote: Remote, name: str, words: str) -> None:

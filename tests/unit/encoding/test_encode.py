@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from remote_stores import remote_store
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.remote import process
 from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -184,6 +186,27 @@ def test_what_is_no_tokenizer_is_one_error(tmp_path: Path) -> None:
         loaded(Tokenizer(models.BPE()))
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: cannot be read: No such file"):
         fetch_tokenizer_json(str(tmp_path))
+
+
+def test_tokenizer_is_read_from_an_address(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(process, "_ours", True)
+    with remote_store(monkeypatch) as remote:
+        remote.put("out/tokenizer.json", tokenizer.read_bytes())
+        remote.put("my own.json", tokenizer.read_bytes())
+        web = f"{remote.server.url}/{remote.prefix}"
+        for name in (
+            f"{remote.store.name}/out/tokenizer.json",
+            f"{remote.store.name}/out",
+            f"{remote.store.name}/my own.json",
+            f"{web}/my%20own.json?signature=1",
+            f"{web}/out/?signature=1",
+        ):
+            assert fetch_tokenizer_json(name) == tokenizer.read_bytes()
+        with pytest.raises(TokenizerError, match=r"/nothing/tokenizer.json: not found. Give"):
+            fetch_tokenizer_json(f"{web}/nothing?signature=1")
 
 
 def test_validation_is_chosen_by_the_text_alone(tmp_path: Path) -> None:
