@@ -114,7 +114,7 @@ def without_secrets(text: str) -> str:
 
 def _hide_user(scheme: str, rest: str) -> str:
     found = _USER.match(rest)
-    is_container = found and scheme == "abfss" and ":" not in found[0]
+    is_container = found and traits_of(scheme).names_container and ":" not in found[0]
     return f"***@{rest[found.end() :]}" if found and not is_container else rest
 
 

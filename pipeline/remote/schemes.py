@@ -13,6 +13,8 @@ class Traits:
     """It is a web server: it has a host and no bucket, can only be read, and lists nothing."""
     reads_ends: bool = True
     """Whether one request brings the last bytes of an object; else its size is asked for first."""
+    names_container: bool = False
+    """Whether what stands before an `@` is a container, and no user."""
     counts_versions: bool = False
     """Whether conditions name a version that it counts, instead of an ETag."""
 
@@ -22,7 +24,7 @@ SCHEMES = {
     "s3": Traits(),
     "gs": Traits(counts_versions=True),
     "az": _AZURE,
-    "abfss": _AZURE,
+    "abfss": Traits(reads_ends=False, names_container=True),
     "http": _WEB,
     "https": _WEB,
 }

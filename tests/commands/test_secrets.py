@@ -92,44 +92,30 @@ def run_pretokenize() -> None:
     pretokenize.main()
 
 
+@pytest.mark.slow
 def test_train_and_report_keep_signatures_secret(
     server: ObjectServer, documents: Path, tmp_path: Path
 ) -> None:
-    said = Said()
+    said, folder, fresh = Said(), tmp_path / "run", f"X-Amz-Signature={SECRET}-again"
     serve(server, documents, "one")
     serve(server, documents, "two")
-    one, two = (f"{server.url}/{name}{SIGNED}" for name in ("one", "two"))
-    words = ("--device", "cpu", "--model", "bag", "--cache-dir", tmp_path / "cache")
-    words += ("--log-every", 1, "--save-every", 1)
-    said(
-        train.main,
-        "--shards",
-        f"{one}=0.7",
-        f"{two}=0.3",
-        "--steps",
-        2,
-        *words,
-        "--run-dir",
-        tmp_path / "mixed",
-    )
-    said(train.main, "--shards", one, "--steps", 1, *words, "--run-dir", tmp_path / "run")
-    fresh = "X-Amz-Signature=hunter2-again"
+
+    def shards_at(query: str) -> tuple[str, ...]:
+        return "--shards", f"{server.url}/one{query}=0.7", f"{server.url}/two{query}=0.3"
+
+    words = ("--device", "cpu", "--model", "tiny", "--cache-dir", tmp_path / "cache")
+    words += ("--log-every", 1, "--save-every", 1, "--eval-batches", 1, "--sequence-length", 16)
+    words += ("--micro-batch-tokens", 64, "--step-tokens", 64, "--run-dir", folder)
+    said(train.main, *shards_at(SIGNED), *words, "--steps", 1)
     server.signature = fresh
-    said(
-        train.main,
-        "--resume",
-        "--run-dir",
-        tmp_path / "run",
-        "--shards",
-        f"{server.url}/one?{fresh}",
-        "--steps",
-        2,
-    )
-    said(train.main, "--print-config", "--shards", one, "--upload", f"ftp://me:{SECRET}@host/x")
-    said(train.main, "--dry-run", "--shards", f"{server.url}/one?{fresh}")
-    said(report.main, tmp_path / "run")
-    said(report.main, "compare", tmp_path / "mixed", tmp_path / "run")
-    said(train.main, "--shards", one, "--run-dir", tmp_path / "refused", expect=1)
+    said(train.main, "--resume", "--run-dir", folder, *shards_at(f"?{fresh}"), "--steps", 2)
+    upload = f"ftp://me:{SECRET}@host/x"
+    said(train.main, "--print-config", *shards_at(SIGNED), *words, "--upload", upload)
+    said(train.main, "--dry-run", *shards_at(f"?{fresh}"), *words)
+    said(report.main, folder)
+    said(report.main, "compare", folder, folder)
+    refused = tmp_path / "refused"
+    said(train.main, "--shards", f"{server.url}/one{SIGNED}", "--run-dir", refused, expect=1)
     assert SECRET not in said.text
     assert not holding_secret(tmp_path)
 
