@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from tiny import make_model, parse_args
 
-from tokenfeed import Padded, ShardLoader
+from tokenfeed import Padded, ShardLoader, StallMeter
 from tokenfeed.integrations.steps import steps
-from tokenfeed.trainer import StallMeter
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""`report RUN`: what a run was worth, again, and its page anew. `report compare A B`: two runs side
-by side."""
+"""`report RUN`: print a run's report and write its page. `report compare A B`: two runs side by
+side."""
 
 import dataclasses
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,51 +14,60 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenfeed.tools.console import print_json, run_command
+from tokenfeed.trainer.config import PAGE_FILE
 from tokenfeed.trainer.page.comparison import Row, compare
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.page.run_data import RunData
 
 __all__ = ["Compare", "Show", "main"]
 
+log = logging.getLogger(__name__)
+
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Show:
-    """Print the report of a run, and make its page, report.html, anew. `report compare RUN RUN`
+    """Print the report of a run, and write its page, report.html, again. `report compare RUN RUN`
     puts two runs side by side."""
 
     run_dir: Run
-    """Folder of a run of `train`, finished, killed or still at work."""
+    """Folder of a run of `train`, finished, killed or under way; or of a StallMeter's report."""
     json: bool = False
     """Print report.json."""
 
     def run(self) -> int:
-        """Print it."""
-        found = RunData.of_run(self.run_dir)
-        page = write_page(self.run_dir)
+        """Print the report, then write the page. A page that cannot be written is a warning."""
+        found = RunData.of_folder(self.run_dir)
         if self.json:
-            print_json(found.report)
+            print_json(dataclasses.asdict(found.report or found.stall))
+        else:
+            print(found.summary(), flush=True)
+        try:
+            page = write_page(self.run_dir)
+        except OSError as error:
+            log.warning("%s: not written: %s", self.run_dir / PAGE_FILE, error.strerror)
             return 0
-        print(found.summary())
-        print(f"page     {page}")
+        if not self.json:
+            print(f"page     {page}")
         return 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compare:
-    """Two runs side by side: figures, stall by cause, and the settings that differ."""
+    """Put two runs side by side: figures, stall by cause, and the settings that differ. Losses are
+    compared at the last step that both have."""
 
     one: Run
     """Folder of a run."""
     other: Run
-    """Folder of another; changes are in per cent of the first."""
+    """Folder of another. Changes are relative to the first."""
     json: bool = False
-    """Print it as JSON."""
+    """Print the comparison as JSON."""
 
     def run(self) -> int:
-        """Print it."""
-        found = compare(RunData.of_run(self.one), RunData.of_run(self.other))
+        """Print the comparison."""
+        found = compare(RunData.of_folder(self.one), RunData.of_folder(self.other))
         if self.json:
             print_json(dataclasses.asdict(found))
             return 0

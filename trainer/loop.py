@@ -18,7 +18,6 @@ import numpy as np
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.batching import padding_remedy
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
@@ -33,7 +32,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.outcome import report_of
+from tokenfeed.trainer.outcome import remedies, report_of
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
@@ -133,7 +132,7 @@ class Trainer:
             self._save()
         self.saver.wait()
         self.agreement.settle()
-        self.stall.gather(self.world.gathered)
+        self._gather_stall()
         report = report_of(self, self._final_metrics())
         if self.world.is_main:
             report.write(self.config.run_dir)
@@ -178,7 +177,7 @@ class Trainer:
             skipped_steps=warmup_steps(config.steps - self.step),
             operations_per_token=self.learner.operations_per_token,
             devices=self.world.size,
-            padding_remedy=padding_remedy(config, self.task),
+            remedies=remedies(config, self.task),
         )
         self._resources.callback(self.stall.close)
         self.progress_log = ProgressLog(
@@ -239,7 +238,7 @@ class Trainer:
             skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
-                self.stall.gather(self.world.gathered)
+                self._gather_stall()
                 self.drafts.write(lambda: report_of(self, {}))
             if skips and not ends:
                 self._warn_of_skip(skips.first)
@@ -249,6 +248,10 @@ class Trainer:
                 f"{skips.first} on"
             )
             raise self._diverged(finding, skips.first)
+
+    def _gather_stall(self) -> None:
+        if self.world.size > 1:
+            self.stall.gather(self.world.gathered)
 
     def _evaluate(self, *, note: bool = True) -> None:
         """The metrics of the validation split, if there is one. Of a step that is due to be saved

@@ -1,21 +1,39 @@
-"""The report of a run, finished or under way, read off what it has."""
+"""The report of a run, finished or under way, made from the trainer's state."""
 
-import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from tokenfeed.trainer.batching import padding_remedy
+from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics
 from tokenfeed.trainer.precision import device_name
 from tokenfeed.trainer.report import Report, versions
 
-__all__ = ["report_of"]
+__all__ = ["remedies", "report_of"]
+
+
+def remedies(config: TrainConfig, task: Any) -> Mapping[str, str]:
+    """Advice by cause, in terms of the options of `train`."""
+    return {
+        "data": "batches come late: raise `--num-workers`, or read from a faster disk",
+        "launch": "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
+        "add `--compile`",
+        "log": "raise `--log-every`",
+        "checkpoint": "raise `--save-every`",
+        "evaluation": "raise `--eval-every`, or lower `--eval-batches`",
+        "exchange": "most of it is the exchange of gradients, not a late rank: raise "
+        "`--step-tokens`, or use a faster network",
+        "padding": padding_remedy(config, task),
+    }
 
 
 def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
-    """The report of a `Trainer` so far, with metrics by split; loop.py imports this file."""
+    """The report of a `Trainer` so far, with metrics by split. `run` is not typed, since loop.py
+    imports this file."""
     losses = run.metrics.values("loss")
     validation = run.metrics.values("validation_loss")
-    stall, remote = run.stall.report(), run.course.remote
+    stall, manifest = run.stall.report(), run.task.manifest
     return Report(
         run_dir=str(run.config.run_dir),
         finished=run.step == run.config.steps,
@@ -25,8 +43,8 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         seconds=time.perf_counter() - run.started_s,
         real_tokens_per_s=stall.real_tokens_per_s,
         padding=1 - run.agreement.tokens / run.agreement.slots,
-        stall=stall.to_dict(),
-        efficiency=stall.efficiency(),
+        stall=stall,
+        remote=run.course.remote,
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         validation_loss_first=validation[0] if validation else None,
@@ -36,9 +54,9 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         best_step=run.judge.best.step if run.judge.best else None,
         model=run.config.model,
         parameters=sum(parameter.numel() for parameter in run.learner.model.parameters()),
-        vocabulary_size=run.task.manifest.tokenizer.vocabulary_size,
+        vocabulary_size=manifest.tokenizer.vocabulary_size,
         device=device_name(run.device),
         precision=run.learner.precision.name,
-        remote=remote and dataclasses.asdict(remote),
         versions=versions(),
+        rows_by_length=list(manifest.split("train").length_histogram),
     )

@@ -1,7 +1,7 @@
-"""What a run was worth: report.json for scripts, a few lines for people.
+"""The report of a run: report.json for programs, a few lines for people.
 
-Speed and stall come from the same window of steps on the same clock, warm-up left out; tokens,
-losses and padding are those of all steps.
+Speed and stall are those of the measured steps, which leave out the warm-up. Tokens, losses and
+padding are those of all steps.
 """
 
 import importlib.metadata
@@ -9,16 +9,20 @@ import json
 import platform
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
+from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
-from tokenfeed.trainer.stall.report import efficiency_parts
-from tokenfeed.trainer.stall.table import advice_lines, cause_table, headline, rank_table
+from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.table import advice_lines, speed_parts, stall_lines
 
-__all__ = ["Report", "versions"]
+__all__ = ["Report", "decode_json", "versions"]
+
+RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+_LARGEST_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,64 +31,63 @@ class Report:
 
     run_dir: str
     finished: bool
-    """False where the run was ended before its last step, or is still going on."""
+    """False if the run stopped before its last step, or is still going on."""
+    parts: int = 1
+    """Commands that trained the run: the first one, and one more for each resume."""
     steps: int
-    """Trained in all, those before a resume included."""
+    """Steps trained in all parts."""
     skipped_steps: int
-    """Of these, those that changed nothing: their gradients were not finite."""
+    """Steps that changed nothing, because their gradients were not finite."""
     tokens: int
-    """Real tokens trained in all."""
+    """Real tokens trained in all parts."""
     seconds: float
-    """Wall time of this session, set-up and evaluation included."""
+    """Wall time, set-up and evaluation included."""
     real_tokens_per_s: float | None
-    """Real tokens of the measured steps by their wall time, stall included; None where the session
+    """Real tokens of the measured steps divided by their wall time, stall included; None if the run
     ended in its warm-up."""
     padding: float
-    """Fraction of all token slots that held no token."""
-    stall: dict[str, Any]
-    """See `StallReport.to_dict`."""
-    efficiency: dict[str, Any] = field(default_factory=dict)
-    """MFU, by which formula, and joules a token; what is not known is null."""
-    remote: dict[str, Any] | None = None
-    """What the training data took of a store; see `RemoteStats`. None where they are local."""
+    """Share of all token slots that held no token."""
+    stall: StallReport
+    remote: RemoteStats | None = None
+    """What the training data took from a store; None if they are local."""
     loss_first: float | None
-    """Of the first step; None where metrics.jsonl was lost."""
+    """Loss of the first step; None if metrics.jsonl was lost."""
     loss_last: float | None
-    """Mean over the steps of the last progress line."""
+    """Mean loss over the steps of the last progress line."""
     validation_loss_first: float | None
     validation_loss_last: float | None
-    task: str = "lm"
-    """What was learnt."""
+    task: str
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By split and name, of the best weights: `loss` and what the task adds."""
+    """Metrics of the best weights, by split and name: `loss`, and those of the task."""
     best_step: int | None = None
-    """The step of these weights; None where nothing was evaluated."""
+    """The step of the best weights; None if nothing was evaluated."""
     model: str
     parameters: int
     vocabulary_size: int
     device: str
     precision: str
     versions: dict[str, str]
+    rows_by_length: RowsByLength = field(default_factory=list)
+    """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
+    2**(k+1) - 1."""
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Report | None":
-        """The report that a run left; None where it left none that can be read. The folder may
-        have another name by now: a copy of the run, or moved."""
+        """The report in a run's folder; None if it is missing or damaged."""
         try:
             return cls.of_json((run_dir / REPORT_FILE).read_bytes(), run_dir)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             return None
 
     @classmethod
     def of_json(cls, data: bytes, run_dir: Path) -> "Report":
-        """What report.json says of the run that is in a folder by now.
+        """Decode report.json of the run that is in a folder now.
 
         Raises:
-            ValueError: It is no report.
-            RecursionError: It is none, and deep.
+            ValueError: It is not a report.
         """
-        found = msgspec.convert(json.loads(data), cls)  # msgspec alone reads no infinite loss
-        return replace(found, run_dir=str(run_dir))
+        found = msgspec.convert(decode_json(data), cls)
+        return replace(found, run_dir=str(run_dir))  # the folder may have been moved or copied
 
     def write(self, run_dir: Path) -> None:
         """Write report.json, atomically."""
@@ -100,22 +103,26 @@ class Report:
         if self.validation_loss_first is not None:
             change = _change(self.validation_loss_first, self.validation_loss_last)
             loss += f", validation {change}"
+        parts = "" if self.parts == 1 else f" in {self.parts} parts"
         end = "" if self.finished else f", {self._way_on()}"
         skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
+        folder = Path(self.run_dir)
+        files = [name for name in (PAGE_FILE, REPORT_FILE) if (folder / name).exists()]
+        speed = speed_parts(self.stall, self.padding)
+        if self.real_tokens_per_s is None:
+            speed = ["not measured", *speed]
         return "\n".join(
             [
                 f"model    {self.model}, {self.parameters / 1e6:.1f} M parameters, "
                 f"{self.precision} on {self.device}",
-                f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{end}",
+                f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}{end}",
                 f"loss     {loss}",
                 *self._metrics(),
-                f"speed    {self._speed()}",
-                f"stall    {headline(self.stall)}",
-                *(f"         {line}" for line in cause_table(self.stall)),
-                *rank_table(self.stall),
+                f"speed    {', '.join(speed)}",
+                *stall_lines(self.stall),
                 *self._store(),
-                *(f"advice   {line}" for line in advice_lines(self.stall)),
-                f"report   {Path(self.run_dir) / PAGE_FILE}, {REPORT_FILE}",
+                *advice_lines(self.stall),
+                *([f"report   {folder / ', '.join(files)}"] if files else []),
             ]
         )
 
@@ -134,22 +141,35 @@ class Report:
         ]
 
     def _store(self) -> list[str]:
-        """A line for data in a store."""
+        """A line about data in a store."""
         if (found := self.remote) is None:
             return []
         parts = [
-            f"{found['requests']:,} requests, {found['bytes'] / 1e6:,.1f} MB",
-            f"{found['hits']:,} hits in the cache",
-            f"{found['retries']:,} retries, {found['outage_s']:.1f} s of outage",
-            f"windows at hand after {found['wait_s']['p99']:.3f} s (p99)",
+            f"{found.requests:,} requests, {found.bytes / 1e6:,.1f} MB",
+            f"{found.hits:,} hits in the cache",
+            f"{found.retries:,} retries, {found.outage_s:.1f} s of outage",
+            f"windows at hand after {found.wait_s.p99:.3f} s (p99)",
         ]
         return [f"store    {', '.join(parts)}"]
 
-    def _speed(self) -> str:
-        if self.real_tokens_per_s is None:
-            return f"not measured, padding {self.padding:.2%}"
-        parts = [f"{self.real_tokens_per_s:,.0f} real tok/s", f"padding {self.padding:.2%}"]
-        return ", ".join(parts + efficiency_parts(self.efficiency))
+
+def decode_json(data: bytes) -> object:
+    """Decode JSON, infinite and missing numbers (NaN) included, which msgspec refuses.
+
+    Raises:
+        ValueError: It is not JSON, nested too deeply, or has an integer of more than 64 bits.
+    """
+    try:
+        found: object = json.loads(data, parse_int=_bounded)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return found
+
+
+def _bounded(text: str) -> int:
+    if abs(number := int(text)) > _LARGEST_INT:
+        raise ValueError(f"the number {text[:20]} has more than 64 bits")
+    return number
 
 
 def _change(first: float | None, last: float | None) -> str:
@@ -159,7 +179,7 @@ def _change(first: float | None, last: float | None) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What the figures of a report depend on, besides the hardware."""
+    """Versions that the figures of a report depend on."""
     return {
         "tokenfeed": importlib.metadata.version("tokenfeed"),
         "torch": importlib.metadata.version("torch"),

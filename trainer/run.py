@@ -11,9 +11,10 @@ from tokenfeed.pipeline.format.once import reading_once
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.uploads import Uploads, check_upload
-from tokenfeed.trainer.config import CONFIG_FILE, TrainConfig
+from tokenfeed.trainer.config import CONFIG_FILE, PAGE_FILE, TrainConfig
 from tokenfeed.trainer.export import check_export, export_run
 from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.profiling import check_profile
 from tokenfeed.trainer.ranks.group import RankError, join_world
 from tokenfeed.trainer.ranks.launch import Launch
@@ -92,6 +93,8 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
     report = _finished_report(config)
     if report is not None and _is_begun_alike(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
+        if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # killed before, or lost
+            write_page(config.run_dir)
         _upload(config)
         return config, report
     _check_folder(config, finished=report is not None)

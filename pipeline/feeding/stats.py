@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenfeed.pipeline.feeding.batch import Batch
-
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.store import Fetched
+    from tokenfeed.pipeline.feeding.batch import Batch
 
 __all__ = ["Counters", "Quantiles", "RemoteStats", "Stats"]
 
@@ -115,7 +114,7 @@ class Counters:
         self.fetched: Fetched | None = None
         self.fetch_s = _Recent()
 
-    def add_batch(self, batch: Batch, waited_s: float) -> None:
+    def add_batch(self, batch: "Batch", waited_s: float) -> None:
         """Count a batch that was given out."""
         self.batches += 1
         self.fillers += batch.is_filler

@@ -1,11 +1,11 @@
 """tokenfeed: keep a GPU fed with text.
 
-    from tokenfeed import Padded, ShardLoader
+    from tokenfeed import Padded, ShardLoader, StallMeter
 
-`tokenfeed.pipeline` holds the shard format and the loader, `tokenfeed.integrations` their way into
-other frameworks, `tokenfeed.trainer` the lean loop, `tokenfeed.tools` what people run. The names
-below are looked up when first used, so that `pretokenize`, which needs only the shard format, does
-not pay for torch.
+`tokenfeed.pipeline` holds the shard format and the loader, `tokenfeed.integrations` adapters for
+other frameworks, `tokenfeed.trainer` the training loop and its stall meter, `tokenfeed.tools` the
+commands. The names below are imported when they are first used, so that `pretokenize`, which needs
+only the shard format, does not import torch.
 """
 
 from importlib import import_module
@@ -24,19 +24,21 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policies import Packed as Packed
     from tokenfeed.pipeline.planning.policies import Padded as Padded
     from tokenfeed.pipeline.planning.state import merge_states as merge_states
+    from tokenfeed.trainer.stall.meter import StallMeter as StallMeter
 
 _HOME = {
-    "Batch": "feeding.batch",
-    "Fixed": "planning.policies",
-    "Manifest": "format.manifest",
-    "Mixture": "planning.mixture",
-    "Packed": "planning.policies",
-    "Padded": "planning.policies",
-    "ShardDataset": "feeding.dataset",
-    "ShardLoader": "feeding.loader",
-    "ShardReader": "format.shard",
-    "ShardWriter": "format.shard",
-    "merge_states": "planning.state",
+    "Batch": "pipeline.feeding.batch",
+    "Fixed": "pipeline.planning.policies",
+    "Manifest": "pipeline.format.manifest",
+    "Mixture": "pipeline.planning.mixture",
+    "Packed": "pipeline.planning.policies",
+    "Padded": "pipeline.planning.policies",
+    "ShardDataset": "pipeline.feeding.dataset",
+    "ShardLoader": "pipeline.feeding.loader",
+    "ShardReader": "pipeline.format.shard",
+    "ShardWriter": "pipeline.format.shard",
+    "StallMeter": "trainer.stall.meter",
+    "merge_states": "pipeline.planning.state",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
@@ -51,4 +53,4 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of these
             return version("tokenfeed")
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.pipeline.{_HOME[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

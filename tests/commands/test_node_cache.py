@@ -246,8 +246,8 @@ def test_training_reads_a_store_and_reports_what_it_took(
     assert local.remote is None
     assert "\nstore " not in local.summary()
     assert remote.remote
-    assert remote.remote["requests"] > 0
-    assert f"\nstore    {remote.remote['requests']} requests" in remote.summary()
+    assert remote.remote.requests > 0
+    assert f"\nstore    {remote.remote.requests} requests" in remote.summary()
     assert cached_files(tmp_path / "cache")
     settings = {"cache_dir": tmp_path / "none", "cache_bytes": 0}
     without = run(make_config("ranged://out", tmp_path / "three", steps=4, **settings))

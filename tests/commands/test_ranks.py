@@ -114,7 +114,7 @@ def test_the_report_names_the_rank_that_is_late_on_whole_weights_and_on_shares(
     run_dir = trained / "lm packed" / weights
     stall = json.loads((run_dir / "report.json").read_text())["stall"]
     assert (stall["slowest_rank"]["rank"], stall["slowest_rank"]["cause"]) == (1, "data")
-    slept = 2 * LATE_S * stall["window_steps"]  # before each of two micro-batches
+    slept = 2 * LATE_S * stall["steps"]  # before each of two micro-batches
     assert stall["ranks"][0]["waited_seconds"] == pytest.approx(slept, rel=0.2)
 
 
@@ -147,10 +147,10 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
         ["rank 0", "rank 2"] if how == "kill" else ["rank 0", "rank 1", "rank 2"]
     )
     assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
-    left = RunData.of_run(tmp_path / "run")
+    left = RunData.of_folder(tmp_path / "run")
     assert not left.report["finished"]
     assert left.report["steps"] >= 2
-    assert len(left.report["stall"]["ranks"]) == 3
+    assert len(left.stall.ranks) == 3
     assert "stopped before the end" in left.summary()
 
 

@@ -47,7 +47,10 @@ def test_two_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
     assert [(row["name"], row["one"], row["other"]) for row in found["settings"]] == [
         ("--steps", "6", "8")
     ]
-    assert {row["name"] for row in found["figures"]} >= {"loss", "steps", "real tokens a second"}
+    names = [row["name"] for row in found["figures"]]
+    assert set(names) >= {"loss at step 6", "steps", "real tokens a second"}
+    assert len(names) == len(set(names))
+    assert "communication" not in [row["name"] for row in found["causes"]]
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["compare", "nowhere", "nowhere"]])

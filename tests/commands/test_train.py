@@ -230,6 +230,6 @@ def test_training_on_a_gpu_reports_its_stall(shards: Path, tmp_path: Path) -> No
     config = make_config(shards, tmp_path / "run", device="cuda", steps=20, num_workers=1)
     report = run(config)
     assert report.loss_last < report.loss_first
-    assert 0 < report.stall["window_steps"] <= 15  # without those that calibrate
-    assert 0 <= report.stall["fraction"] < 1
-    assert "events" in report.stall["method"]
+    assert 0 < report.stall.steps <= 15  # without those that calibrate
+    assert 0 <= report.stall.stall < 1
+    assert "events" in report.stall.method

@@ -4,6 +4,7 @@ prints its report, and as JSON, with how long the other has slept.
 python foreign_ranks.py SECONDS STEPS FOLDER
 """
 
+import dataclasses
 import json
 import os
 import sys
@@ -56,7 +57,7 @@ def main(seconds: float, steps: int, folder: str) -> None:
     meter.gather()  # alone by now, it keeps what both told
     report = meter.report()
     print(report)
-    print(json.dumps({"slept": slept, "stall": report.to_dict()}))
+    print(json.dumps({"slept": slept, "stall": dataclasses.asdict(report)}))
 
 
 if __name__ == "__main__":

@@ -1,42 +1,35 @@
-"""Two runs side by side: what they were worth, what the device waited for, what differs in their
-settings."""
+"""Two runs side by side: figures, stall by cause, and the settings that differ.
 
-from collections.abc import Iterator
+Runs may have trained for unequal times, so only rates, shares, and losses at equal steps get a
+change.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokenfeed.trainer.page.run_data import RunData
+from tokenfeed.trainer.page.run_data import Line, RunData
+from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.settings import flag_of
+from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.table import shown_causes
 
 __all__ = ["Comparison", "Row", "compare"]
 
-_OF_EVERY_RUN = ("run_dir", "resume", "json")
-_FIGURES: dict[str, tuple[str, str]] = {
-    "real tokens a second": ("real_tokens_per_s", ",.0f"),
-    "padding": ("padding", ".2%"),
-    "steps": ("steps", ",d"),
-    "skipped steps": ("skipped_steps", ",d"),
-    "real tokens": ("tokens", ",d"),
-    "seconds": ("seconds", ",.1f"),
-    "loss": ("loss_last", ".4f"),
-    "validation loss": ("validation_loss_last", ".4f"),
-    "best step": ("best_step", ",d"),
-    "model": ("model", ""),
-    "parameters": ("parameters", ",d"),
-    "precision": ("precision", ""),
-    "device": ("device", ""),
-}
+_OF_EVERY_RUN = ("run_dir", "resume", "json", "export")
+Figure = tuple[Any, str]
+"""A value and its format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing of both runs."""
+    """One figure of both runs."""
 
     name: str
     one: str
     other: str
     change: str
-    """Of a figure, in per cent of the first; empty where there is none."""
+    """Relative to the first run; empty for figures that cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,72 +40,122 @@ class Comparison:
     causes: list[Row]
     """Share of the time, by cause."""
     settings: list[Row]
-    """Only those that differ."""
+    """Settings that differ."""
 
 
 def compare(one: RunData, other: RunData) -> Comparison:
-    """The second run beside the first."""
+    """Compare the second run with the first."""
     return Comparison(
         figures=[
-            *_figures(one.report, other.report),
-            *_metrics(one.report, other.report),
+            *_rows(_rates(one.stall), _rates(other.stall), _change),
+            *_loss("loss", one, other, lambda line: line.loss),
+            *_loss("validation loss", one, other, lambda line: line.validation_loss),
+            *_rows(_metrics(one.report), _metrics(other.report), _change),
+            *_rows(_facts(one), _facts(other), lambda a, b: ""),
         ],
-        causes=list(_causes(one.report["stall"], other.report["stall"])),
+        causes=list(_causes(one.stall, other.stall)),
         settings=list(_settings(one.settings, other.settings)),
     )
 
 
-def _figures(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
-    for name, (key, form) in _FIGURES.items():
-        a, b = one.get(key), other.get(key)
-        if a or b:
-            yield _row(name, a, b, form)
-
-
-def _metrics(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
-    """By split and name; of a name that one run lacks, the other's."""
-    first, second = (_flat(report.get("metrics") or {}) for report in (one, other))
-    for name in dict.fromkeys((*first, *second)):
-        yield _row(name, first.get(name), second.get(name), ".4f")
-
-
-def _flat(metrics: dict[str, dict[str, float]]) -> dict[str, float]:
+def _rates(stall: StallReport) -> dict[str, Figure]:
+    seconds = stall.seconds / stall.steps if stall.steps else None
     return {
-        f"{split} {name}": value
-        for split, found in metrics.items()
-        for name, value in found.items()
+        "real tokens a second": (stall.real_tokens_per_s, ",.0f"),
+        "seconds a step": (seconds, ".4g"),
+        "padding": (stall.padding, ".2%"),
     }
 
 
-def _causes(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
-    yield _row("stall", one["fraction"], other["fraction"], ".2%")
-    first, second = one["parts"], other["parts"]
-    for cause in dict.fromkeys((*first, *second)):
-        a, b = (parts.get(cause, {}).get("fraction", 0.0) for parts in (first, second))
-        if a or b:
-            yield _row(cause, a, b, ".2%")
+def _facts(run: RunData) -> dict[str, Figure]:
+    """Figures that grow with the length of a run, and words."""
+    if (report := run.report) is None:
+        return {"measured steps": (run.stall.steps, ",d"), "device": (run.stall.device, "")}
+    return {
+        "steps": (report.steps, ",d"),
+        "skipped steps": (report.skipped_steps or None, ",d"),
+        "real tokens": (report.tokens, ",d"),
+        "seconds": (report.seconds, ",.1f"),
+        "best step": (report.best_step, ",d"),
+        "model": (report.model, ""),
+        "parameters": (report.parameters, ",d"),
+        "precision": (report.precision, ""),
+        "device": (report.device, ""),
+    }
+
+
+def _loss(
+    name: str, one: RunData, other: RunData, loss_of: Callable[[Line], float | None]
+) -> Iterator[Row]:
+    """The loss at the last step that both runs have noted; else the last loss of each."""
+    first, second = (
+        dict(zip(series.xs, series.ys, strict=True))
+        for series in (one.series(name, loss_of), other.series(name, loss_of))
+    )
+    if common := first.keys() & second.keys():
+        step = max(common)
+        yield _row(f"{name} at step {step:,.0f}", (first[step], ".4f"), (second[step], ".4f"))
+    elif first or second:
+        yield Row(name, _last(first), _last(second), "")
+
+
+def _last(series: dict[float, float]) -> str:
+    return f"{series[max(series)]:.4f} at step {max(series):,.0f}" if series else ""
+
+
+def _metrics(report: Report | None) -> dict[str, Figure]:
+    """Metrics of the best weights by split and name. The validation loss has a row already."""
+    return {
+        f"{split} {name}": (value, ".4f")
+        for split, metrics in (report.metrics if report else {}).items()
+        for name, value in metrics.items()
+        if (split, name) != ("validation", "loss")
+    }
+
+
+def _causes(one: StallReport, other: StallReport) -> Iterator[Row]:
+    """Causes that show in either run. A change is in percentage points."""
+    yield _row("stall", (one.stall, ".2%"), (other.stall, ".2%"), _points)
+    for cause in dict.fromkeys((*shown_causes(one), *shown_causes(other))):
+        a, b = (
+            stall.causes[cause].fraction if cause in stall.causes else 0.0 for stall in (one, other)
+        )
+        yield _row(cause, (a, ".2%"), (b, ".2%"), _points)
 
 
 def _settings(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
     for name in dict.fromkeys((*one, *other)):
         a, b = one.get(name), other.get(name)
         if a != b and name not in _OF_EVERY_RUN:
-            yield Row(flag_of(name), _said(a), _said(b), "")
+            yield Row(flag_of(name), _written(a), _written(b), "")
 
 
-def _row(name: str, a: Any, b: Any, form: str) -> Row:
-    return Row(name, _shown(a, form), _shown(b, form), _change(a, b))
+def _rows(
+    one: dict[str, Figure], other: dict[str, Figure], change: Callable[[Any, Any], str]
+) -> Iterator[Row]:
+    for name in dict.fromkeys((*one, *other)):
+        a, b = one.get(name, (None, "")), other.get(name, (None, ""))
+        if a[0] is not None or b[0] is not None:
+            yield _row(name, a, b, change)
+
+
+def _change(a: float, b: float) -> str:
+    return f"{b / a - 1:+.1%}" if a and a != b else ""
+
+
+def _points(a: float, b: float) -> str:
+    return f"{100 * (b - a):+.2f} points" if abs(b - a) >= 5e-5 else ""
+
+
+def _row(name: str, one: Figure, other: Figure, change: Callable[[Any, Any], str] = _change) -> Row:
+    (a, _), (b, _) = one, other
+    changed = "" if a is None or b is None else change(a, b)
+    return Row(name, _shown(*one), _shown(*other), changed)
 
 
 def _shown(value: Any, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _said(value: Any) -> str:
-    return "not set" if value is None else str(value)
-
-
-def _change(a: Any, b: Any) -> str:
-    if not (isinstance(a, int | float) and isinstance(b, int | float)) or not a or a == b:
-        return ""
-    return f"{b / a - 1:+.1%}"
+def _written(value: Any) -> str:
+    return "not set" if value is None or value == "null" else str(value)

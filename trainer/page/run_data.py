@@ -1,108 +1,144 @@
-"""What a run left, as its page needs it; what an earlier release did not write is not there."""
+"""The files of a run or of a loop with a meter, decoded into types. Damage is one line."""
 
-import dataclasses
-import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
-from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from tokenfeed.trainer.data_sets import read_manifest
 from tokenfeed.trainer.page.plot import Series
-from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.report import Report, decode_json
+from tokenfeed.trainer.stall.report import StallReport
 
-__all__ = ["RunData"]
+__all__ = ["Line", "RunData"]
+
+_LARGEST = 1e100
+"""Larger values are left out of plots: arithmetic with them would overflow."""
+
+
+class _StepSeconds(msgspec.Struct, frozen=True):
+    p50: float
+    max: float
+
+
+class _Gpu(msgspec.Struct, frozen=True):
+    memory_bytes: float | None = None
+    power_watts: float | None = None
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of metrics.jsonl, as far as it is plotted."""
+
+    step: int
+    loss: float | None = None
+    validation_loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    real_tokens_per_s: float | None = None
+    stall_causes: dict[str, float] | None = None
+    step_seconds: _StepSeconds | None = None
+    gpu: _Gpu | None = None
+
+
+class _LoopReport(msgspec.Struct, frozen=True):
+    """report.json of a meter."""
+
+    stall: StallReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """A run from outside."""
+    """What a run left in its folder."""
 
     folder: Path
-    report: dict[str, Any]
-    """report.json."""
-    lines: list[dict[str, Any]]
+    stall: StallReport
+    report: Report | None = None
+    """None for a loop that only has a meter."""
+    lines: list[Line] = field(default_factory=list)
     """metrics.jsonl."""
-    settings: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
     """config.yaml."""
-    lengths: list[int] = field(default_factory=list)
-    """Rows of 2**k up to 2**(k+1) - 1 tokens, while the shards are still there."""
 
     @classmethod
-    def of_run(cls, folder: Path) -> "RunData":
-        """Read a run's folder.
+    def of_folder(cls, folder: Path) -> "RunData":
+        """Read the folder of a run, or of the report of a `StallMeter`.
 
         Raises:
-            ConfigError: It holds no report, or one that cannot be read.
+            ConfigError: It holds no report, or one that cannot be decoded.
         """
-        path = folder / REPORT_FILE
+        path, config = folder / REPORT_FILE, _read(folder / CONFIG_FILE)
         try:
-            report = dataclasses.asdict(Report.of_json(path.read_bytes(), folder))
+            data = path.read_bytes()
+            found = decode_json(data)
+            if isinstance(found, dict) and not config and "model" not in found:
+                return cls(folder=folder, stall=msgspec.convert(found, _LoopReport).stall)
+            report = Report.of_json(data, folder)
         except FileNotFoundError:
             raise ConfigError(
-                f"{folder} holds no {REPORT_FILE}. Give the folder of a run."
+                f"{folder} holds no {REPORT_FILE}. Give the folder of a run of `train`, or the one "
+                "that a StallMeter has written its report to."
             ) from None
-        except (OSError, ValueError, RecursionError) as error:
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}. Give the folder of a run.") from error
+        except ValueError as error:
+            again = f" `train --resume --run-dir {folder}` writes it again." if config else ""
             raise ConfigError(
-                f"{path} is no report of `train` ({error}). The same run with --resume writes it "
-                "anew."
+                f"{path} is damaged, or from another version of tokenfeed ({error}).{again}"
             ) from error
-        settings = _settings(folder / CONFIG_FILE)
-        return cls(
-            folder=folder,
-            report=report,
-            lines=_lines(folder / METRICS_FILE),
-            settings=settings,
-            lengths=_lengths(settings.get("shards")),
-        )
+        lines = _lines(folder / METRICS_FILE)
+        return cls(folder=folder, stall=report.stall, report=report, lines=lines, config=config)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of config.yaml as they are written there; empty if it is damaged."""
+        try:
+            found = yaml.load(self.config, yaml.BaseLoader)  # constructs nothing, so cannot fail
+        except (yaml.YAMLError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def summary(self) -> str:
         """The report in a few lines, as the run printed it."""
-        return Report(**self.report).summary()
+        return str(self.stall) if self.report is None else self.report.summary()
 
-    def series(self, key: str, name: str, *within: str) -> Series:
-        """The values of a key over the steps; of one inside others by `within`."""
-        found = [(line["step"], _value(line, key, *within)) for line in self.lines]
-        known = [(step, value) for step, value in found if value is not None]
+    def series(self, name: str, value_of: Callable[[Line], float | None]) -> Series:
+        """One value of each line over the steps. Lines without it are left out."""
+        found = [(line.step, value_of(line)) for line in self.lines]
+        known = [(step, value) for step, value in found if value is not None and _fits(value)]
         return Series(name, [step for step, _ in known], [value for _, value in known])
 
+    def causes(self) -> list[tuple[int, dict[str, float]]]:
+        """Step and stall by cause of each line that has them."""
+        return [
+            (line.step, {cause: share for cause, share in causes.items() if _fits(share)})
+            for line in self.lines
+            if (causes := line.stall_causes)
+        ]
 
-def _value(line: dict[str, Any], *keys: str) -> float | None:
-    value: Any = line
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+def _fits(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines; the last may be cut short."""
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> list[Line]:
+    """Whole lines, in order. The last line of a killed run is cut short; damaged ones are left
+    out."""
     found = []
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in _read(path).splitlines():
         try:
-            values = json.loads(line)
+            found.append(msgspec.convert(decode_json(line.encode()), Line))
         except ValueError:
             continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int):
-            found.append(values)
     return found
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    try:
-        found = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _lengths(shards: Any) -> list[int]:
-    try:
-        known = isinstance(shards, (str, dict)) and bool(shards)
-        split = read_manifest(shards).split("train") if known else None
-    except (TokenfeedError, OSError):
-        return []
-    return list(split.length_histogram) if split else []

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 __all__ = ["Scale", "short"]
 
+_LEAST_SPAN = 1e-12
+"""Relative to the values. Over a smaller span, rounding would place them anywhere."""
 _STEPS = (1, 2, 2.5, 5, 10)
 
 
@@ -21,11 +23,11 @@ class Scale:
     def over(
         cls, values: list[float], start: float, end: float, *, from_zero: bool = False
     ) -> "Scale":
-        """The scale of some values; of equal ones, or none, some room around them."""
+        """The scale of some values, with room around them if they are equal or empty."""
         low, high = min(values, default=0.0), max(values, default=1.0)
         low = min(0.0, low) if from_zero else low
-        if low == high:
-            low, high = (0.0, high or 1.0) if low >= 0 else (2 * low, 0.0)
+        if high - low <= _LEAST_SPAN * max(abs(low), abs(high), _LEAST_SPAN):
+            low, high = (2 * low, 0.0) if low < -_LEAST_SPAN else (0.0, max(high, 0.0) or 1.0)
         return cls(low, high, start, end)
 
     def __call__(self, value: float) -> float:

@@ -1,4 +1,4 @@
-"""What a device may wait for, and all that reports and accounts know of it."""
+"""What a device may wait for: the causes of a stall, their thresholds and remedies."""
 
 from typing import Literal, NamedTuple
 
@@ -30,7 +30,7 @@ class About(NamedTuple):
     meaning: str
     """What the device waited for."""
     remedy: str
-    """What to do when that is much."""
+    """What to change, in a loop of which nothing is known."""
     named: float
     """Share of the time from which advice names it."""
     severe: float
@@ -44,8 +44,8 @@ class About(NamedTuple):
 ABOUT: dict[Cause, About] = {
     "data": About(
         "a batch that was not ready",
-        "batches come late: raise `--num-workers` (of your loader: workers and prefetching), make "
-        "micro-batches larger, or read from a faster disk",
+        "batches come late: use more workers in the loader, prefetch more, or read from a faster "
+        "disk",
         named=0.05,
         severe=0.20,
         drains=False,
@@ -62,8 +62,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "launch": About(
         "the host, which queues kernels more slowly than they run",
-        "kernels are queued more slowly than they run: raise `--micro-batch-tokens`, or "
-        "`--compile`",
+        "kernels are queued more slowly than they run: use larger micro-batches or `torch.compile`",
         named=0.03,
         severe=0.15,
         drains=False,
@@ -71,7 +70,8 @@ ABOUT: dict[Cause, About] = {
     ),
     "wait": About(
         "the host, which had waited for a value (.item())",
-        "the host waits for values: read them a step later, or at progress lines only",
+        "the host waits for values such as `loss.item()`: read them a step later, or only when you "
+        "log",
         named=0.01,
         severe=0.10,
         drains=True,
@@ -79,7 +79,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "log": About(
         "a progress line",
-        "raise `--log-every`",
+        "log less often",
         named=0.01,
         severe=0.05,
         drains=True,
@@ -87,7 +87,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "checkpoint": About(
         "its copy, and a disk that still wrote the one before",
-        "raise `--save-every`, or save beside the training",
+        "save less often, or in the background",
         named=0.01,
         severe=0.05,
         drains=True,
@@ -95,7 +95,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "evaluation": About(
         "the metrics of the validation split",
-        "raise `--eval-every`, or lower `--eval-batches`",
+        "evaluate less often, or on fewer batches",
         named=0.05,
         severe=0.20,
         drains=True,
@@ -129,7 +129,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "communication": About(
         "other ranks: their gradients, and who is late with them",
-        "ranks wait for each other: in a loop of yours `meter.gather()` says for whom",
+        "ranks wait for each other: `meter.gather()` finds the slowest one",
         named=0.05,
         severe=0.20,
         drains=True,
@@ -137,7 +137,7 @@ ABOUT: dict[Cause, About] = {
     ),
     "other": About(
         "host code between steps",
-        "host code between steps: bracket it with `meter.cause(...)` to see which",
+        "host code runs between steps: bracket it with `meter.cause(...)` to see which part",
         named=0.01,
         severe=0.10,
         drains=False,

@@ -61,8 +61,8 @@ class HostClock:
     """The clock of a CPU: the host does the work itself, so its time is the device's time."""
 
     method = (
-        "host clock on the CPU: seconds that the training thread spent elsewhere than in steps; "
-        "a device of its own, which might have worked meanwhile, there is none"
+        "stall on a CPU is the time that the training thread spends outside of its steps, by the "
+        "host's clock"
     )
     is_beside_host = False
 

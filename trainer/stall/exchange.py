@@ -6,29 +6,36 @@ from typing import Any
 from tokenfeed.trainer.stall.ranks import RankStall, numbers_of, rank_stalls
 from tokenfeed.trainer.stall.reading import StallReading
 
-__all__ = ["Exchange", "Ranks"]
+__all__ = ["Exchange", "Ranks", "is_distributed"]
 
 Exchange = Callable[[list[float]], list[list[float]]]
 """Gives what every rank gave, in their order."""
 
 
+def is_distributed() -> bool:
+    """Whether `torch.distributed` is initialized."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 class Ranks:
-    """What each rank knew of itself when all told it last."""
+    """The readings of all ranks at the latest exchange."""
 
     def __init__(self) -> None:
         self.latest: list[RankStall] = []
         self._group: Any = None
 
     def tell(self, reading: StallReading, exchange: Exchange | None) -> None:
-        """Tell the others, and learn from them; who is alone keeps what was told before."""
+        """Exchange readings with the other ranks. With one rank, keep the latest readings."""
         told = (exchange or self._by_gloo)(numbers_of(reading))
         self.latest = rank_stalls(told) or self.latest
 
     def _by_gloo(self, numbers: list[float]) -> list[list[float]]:
-        """By a group of its own, for the default one may wait for a GPU."""
+        """Exchange over a gloo group: the default group may wait for a GPU."""
         import torch.distributed as dist
 
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_distributed():
             self._group = None  # of ranks that have parted; others may meet
             return [numbers]
         if self._group is None:

@@ -13,17 +13,16 @@ wall time. Nothing here waits for the device.
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.trainer.stall import told
-from tokenfeed.trainer.stall.advice import PADDING_REMEDY
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.chain import Chain
 from tokenfeed.trainer.stall.clock import Clock
-from tokenfeed.trainer.stall.exchange import Exchange, Ranks
+from tokenfeed.trainer.stall.exchange import Exchange, Ranks, is_distributed
 from tokenfeed.trainer.stall.ledger import Ledger, StepEnd
 from tokenfeed.trainer.stall.machine import Machine, clock_of
 from tokenfeed.trainer.stall.reading import StallReading
@@ -33,8 +32,13 @@ from tokenfeed.trainer.stall.step_times import StepSeconds
 from tokenfeed.trainer.stall.timeline import Timeline
 from tokenfeed.trainer.stall.waits import WaitFinder
 from tokenfeed.trainer.stall.warmup import WARMUP_STEPS
-from tokenfeed.trainer.stall.watched import Watched
-from tokenfeed.trainer.stall.watchers import AllocatorWatch, CollectorWatch, CompilerWatch
+from tokenfeed.trainer.stall.watched import LoaderUse, Watched
+from tokenfeed.trainer.stall.watchers import (
+    AllocatorWatch,
+    CollectorWatch,
+    CompilerWatch,
+    CoreWait,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +67,8 @@ class StallMeter(Generic[Mark]):
             work takes when its kernels are queued beforehand. Without, idle time inside the work is
             known by an upper bound.
         clock: Another clock than the device's.
-        padding_remedy: What reports advise where padding is much.
+        remedies: What reports advise, by cause, instead of general advice. Besides causes: `work`,
+            `exchange` and `padding`.
     """
 
     def __init__(
@@ -75,7 +80,7 @@ class StallMeter(Generic[Mark]):
         devices: int = 1,
         calibrate: bool = True,
         clock: Clock[Mark] | None = None,
-        padding_remedy: str = PADDING_REMEDY,
+        remedies: Mapping[str, str] | None = None,
     ) -> None:
         devices = told.whole("devices", devices, least=1)
         skipped_steps = told.whole("skipped_steps", skipped_steps)
@@ -93,7 +98,9 @@ class StallMeter(Generic[Mark]):
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._ranks, self._padding_remedy = Ranks(), padding_remedy
+        self._ranks, self._remedies = Ranks(), remedies or {}
+        self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
+        self._loader: LoaderUse | None = None
         self._waits = WaitFinder()
         self._collector = CollectorWatch(self)
         self._compiler = CompilerWatch(self)
@@ -108,7 +115,9 @@ class StallMeter(Generic[Mark]):
     def watch(self, batches: Iterable[Batch]) -> "Watched[Batch]":
         """The same batches; to wait for one is charged to `data`."""
         told.check_batches(batches)
-        return Watched(self, batches)
+        watched = Watched(self, batches)
+        self._loader = watched.use
+        return watched
 
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
@@ -169,6 +178,7 @@ class StallMeter(Generic[Mark]):
         slots = tokens if slots is None else slots
         if type(tokens) is not int or type(slots) is not int:  # a call would cost more
             tokens, slots = told.whole("tokens", tokens), told.whole("slots", slots)
+        self._queued_steps += 1
         if self._is_beside_host:
             self._step_of_device(tokens, slots)
         else:
@@ -196,25 +206,35 @@ class StallMeter(Generic[Mark]):
 
     def report(self) -> StallReport:
         """The same as a report, without waiting for the device."""
-        reading, events, ranks = self.read(), self._events(), self._ranks.latest
-        known = reading, self._ledger, self._machine, self.method, events, ranks
-        return make_report(*known, self._padding_remedy)
+        return make_report(
+            self.read(),
+            self._ledger,
+            self._machine,
+            method=self.method,
+            events=self._events(),
+            ranks=self._ranks.latest,
+            queued_steps=self._queued_steps,
+            core_wait=self._core_wait.share() if self._core_wait else None,
+            loader=self._loader,
+            remedies=self._remedies,
+        )
 
     def gather(self, exchange: Exchange | None = None) -> None:
-        """Learn what the meters of the other ranks know; reports have it from then on. All ranks
-        have to call it, now and then and at the end.
+        """Exchange readings with the meters of the other ranks, for the next reports. All ranks
+        have to call it, now and then and at the end. A single process need not.
 
         Args:
-            exchange: Gives what every rank gave; None for `torch.distributed`.
+            exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
         """
         told.check_exchange(exchange)
-        with self.cause("communication"):
+        is_alone = exchange is None and not is_distributed()
+        with contextlib.nullcontext() if is_alone else self.cause("communication"):
             self._ranks.tell(self.read(), exchange)
 
-    def write(self, folder: Path | str) -> None:
-        """Write the report so far; see `StallReport.write`."""
+    def write(self, folder: Path | str) -> Path:
+        """Write the report so far and return its page; see `StallReport.write`."""
         told.check_folder(folder)
-        self.report().write(folder)
+        return self.report().write(folder)
 
     def write_trace(self, folder: Path | str) -> Path:
         """Write the latest segments of device time as trace.json, for perfetto.dev."""

@@ -1,7 +1,7 @@
-"""From the accounts to a report."""
+"""Make a report from the sums of a ledger."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from tokenfeed.trainer.stall.advice import advise
@@ -10,12 +10,13 @@ from tokenfeed.trainer.stall.ledger import Ledger
 from tokenfeed.trainer.stall.ranks import RankStall, slowest_rank
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import CauseReport, Interval, StallReport
+from tokenfeed.trainer.stall.watched import LoaderUse
 
 __all__ = ["make_report"]
 
 
 class _Machine(Protocol):
-    """What a report asks of the machine."""
+    """The machine as a report needs it."""
 
     operations_per_token: float | None
 
@@ -32,13 +33,29 @@ def make_report(
     reading: StallReading,
     ledger: Ledger,
     machine: _Machine,
+    *,
     method: str,
     events: dict[str, Any],
     ranks: Sequence[RankStall],
-    padding_remedy: str,
+    queued_steps: int,
+    core_wait: float | None,
+    loader: LoaderUse | None,
+    remedies: Mapping[str, str],
 ) -> StallReport:
-    """The report of a reading, and of the tails and batches of its ledger; beside it, what the
-    ranks of the loop have told each other, and what the loop can do about padding."""
+    """Report on a reading, with the percentiles and error bars of its ledger.
+
+    Args:
+        reading: Sums of the measured steps.
+        ledger: The ledger that the reading is from.
+        machine: The device.
+        method: What is measured, and how.
+        events: Counts of events.
+        ranks: What each rank measured, if there are several.
+        queued_steps: Calls of `step`, warm-up included.
+        core_wait: Share of the time in which the training thread got no core.
+        loader: What is known about the loader that the loop waits for.
+        remedies: Advice of this loop by cause, instead of the general one.
+    """
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
     error = reading.reference_error / seconds if seconds else 0.0
@@ -50,6 +67,7 @@ def make_report(
         at_most=None if total is None else min(1.0, total + unseen),
         causes=_causes(reading, ledger),
         steps=reading.steps,
+        queued_steps=queued_steps,
         seconds=seconds,
         tokens=reading.tokens,
         real_tokens_per_s=tokens_per_s if reading.tokens else None,
@@ -57,6 +75,7 @@ def make_report(
         mfu=mfu,
         mfu_formula=formula,
         joules_per_token=machine.joules_per_token(),
+        core_wait=core_wait,
         device=machine.name,
         on_gpu=machine.on_gpu,
         method=method,
@@ -65,7 +84,7 @@ def make_report(
         slowest_rank=slowest_rank(ranks),
         advice=[],
     )
-    report.advice.extend(advise(report, padding_remedy))
+    report.advice.extend(advise(report, remedies, loader))
     return report
 
 

@@ -1,140 +1,176 @@
-"""A stall as people read it, from the part `stall` of a report.json, also of an older one."""
+"""A stall report in lines of text, and the words that its page shares with them."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
+
+if TYPE_CHECKING:
+    from tokenfeed.trainer.stall.report import CauseReport, StallReport
 
 __all__ = [
     "advice_lines",
     "cause_table",
+    "gain_words",
     "headline",
     "late_rank",
     "main_cause",
     "main_of",
+    "not_measured",
     "rank_table",
-    "shown_parts",
+    "shown_causes",
     "slowest_line",
+    "speed_parts",
+    "stall_lines",
 ]
 
 _TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
 _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
-"""Less of the time than shows as 0.00 % is no line of the table."""
+"""A smaller share would show as 0.00 %, so it gets no line."""
 _MOST_RANKS = 8
 _LEAST_COST = 0.005
-"""Ranks that differ by less are alike."""
+"""Ranks that differ by less count as equal."""
 
 
-def headline(stall: Mapping[str, Any]) -> str:
-    """The stall in a line."""
-    fraction, interval = stall["fraction"], stall.get("interval")
-    if fraction is None:
-        return "not measured: the first steps are warm-up"
-    bar = "" if interval is None else f" [{interval[0]:.2%}, {interval[1]:.2%}]"
-    line = f"{fraction:.2%}{bar} of {stall['window_seconds']:,.1f} s"
-    line += f" {'of GPU time' if stall.get('on_gpu') else 'on the CPU'}"
-    line += f", {stall['window_steps']:,} steps"
-    at_most = stall.get("at_most")
-    if at_most is not None and at_most > fraction + 0.001:
-        line += f"; at most {at_most:.2%} with what is not seen"
-    return line
+def stall_lines(report: "StallReport") -> list[str]:
+    """The stall in a line, then a line for each cause, then a line for each rank."""
+    causes = [f"         {line}" for line in cause_table(report)]
+    return [f"stall    {headline(report)}", *causes, *rank_table(report)]
 
 
-def shown_parts(stall: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of causes that show in a table, the largest first."""
-    parts = [
-        (name, part) for name, part in stall["parts"].items() if part["fraction"] >= _SHOWN_FROM
-    ]
-    return dict(sorted(parts, key=lambda item: -item[1]["fraction"]))
+def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
+    """Tokens per second, padding, MFU and energy, as far as they are known."""
+    parts = []
+    if report.real_tokens_per_s is not None:
+        parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s")
+    if padding is not None:
+        parts.append(f"padding {padding:.2%}")
+    if report.mfu is not None:
+        parts.append(f"MFU {report.mfu:.1%} ({report.mfu_formula})")
+    if report.joules_per_token is not None:
+        parts.append(f"{report.joules_per_token * 1e3:.3g} mJ/tok")
+    return parts
 
 
-def cause_table(stall: Mapping[str, Any]) -> list[str]:
-    """A line for each cause that cost anything, the largest first, and for the work."""
-    parts = shown_parts(stall)
-    if stall["fraction"] is None or not parts:
-        return []
-    work = 1 - stall["fraction"]
-    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *_TAILS.values()))
-    return [
-        f"{'':<{_NAME}}{names}  a step",
-        *(_row(name, part) for name, part in parts.items()),
-        f"{'work':<{_NAME}}{work:>{_COLUMN}.2%}{work * stall['window_seconds']:>{_COLUMN},.2f}",
-    ]
+def advice_lines(report: "StallReport") -> list[str]:
+    """A line for each piece of advice."""
+    return [f"advice   {piece.text} ({gain_words(piece.gain)})" for piece in report.advice]
 
 
-def rank_table(stall: Mapping[str, Any]) -> list[str]:
-    """Who the others wait for, and a line for each rank, the slowest first; nothing of one."""
-    ranks = [each for each in stall.get("ranks") or () if each["steps"]]
-    if not ranks:
-        return []
-    shown = sorted(ranks, key=lambda each: each["waited_seconds"])[:_MOST_RANKS]
-    left = len(ranks) - len(shown)
-    return [
-        f"ranks    {slowest_line(stall)}",
-        f"         {'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
-        *(f"         {_rank(each)}" for each in shown),
-        *([f"         and {left} more, which waited longer"] if left else []),
-    ]
+def gain_words(gain: float | None) -> str:
+    """A gain in tokens per second: 0.07 is 7 % faster, 9.8 is 10.8 times as fast."""
+    if gain is None:
+        return "gain not known"
+    if gain >= 1:
+        return f"at least {1 + gain:.1f} times as fast"
+    return f"at least {gain:.1%} faster"
 
 
-def slowest_line(stall: Mapping[str, Any]) -> str:
-    """Who the others wait for, and why."""
-    if stall.get("slowest_rank") is None:
-        return "who keeps the others waiting is not known: not every rank has measured a step"
-    slowest = late_rank(stall)
+def not_measured(report: "StallReport") -> str:
+    """Why there is no stall."""
+    if not report.queued_steps:
+        return "not measured: `meter.step()` was never called. Call it after each optimizer step"
+    return f"not measured: {report.queued_steps:,} steps so far, all of them warm-up"
+
+
+def shown_causes(report: "StallReport") -> "dict[Cause, CauseReport]":
+    """Causes large enough to show in a table, the largest first."""
+    shown = [(name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM]
+    return dict(sorted(shown, key=lambda item: -item[1].fraction))
+
+
+def slowest_line(report: "StallReport") -> str:
+    """The rank that the others wait for, and why."""
+    if report.slowest_rank is None:
+        return "the slowest rank is not known: some rank has not measured a step yet"
+    slowest = late_rank(report)
     if slowest is None:
-        return "none keeps the others waiting"
+        return "no rank keeps the others waiting"
     return (
-        f"rank {slowest['rank']} keeps the others waiting: {slowest['cause']}, "
-        f"{_short(slowest['step_seconds'])} a step more than the quickest ({slowest['cost']:.2%})"
+        f"rank {slowest.rank} keeps the others waiting: {slowest.cause}, "
+        f"{_short(slowest.step_seconds)} a step more than the quickest ({slowest.cost:.2%})"
     )
 
 
-def late_rank(stall: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The slowest rank, if the others lose anything to it."""
-    slowest: Mapping[str, Any] | None = stall.get("slowest_rank")
-    return None if slowest is None or slowest["cost"] < _LEAST_COST else slowest
+def late_rank(report: "StallReport") -> SlowestRank | None:
+    """The slowest rank, if the others lose time to it."""
+    slowest = report.slowest_rank
+    return None if slowest is None or slowest.cost < _LEAST_COST else slowest
 
 
-def main_of(rank: Mapping[str, Any]) -> str:
-    """The largest cause of a rank's own stall, with its seconds a step."""
-    own = {cause: idle for cause, idle in rank["causes"].items() if cause != "communication"}
+def main_of(rank: RankStall) -> str:
+    """The largest cause of a rank's own stall, with its seconds per step."""
+    own = {cause: idle for cause, idle in rank.causes.items() if cause != "communication"}
     if not own:
         return ""
     name = max(own, key=own.__getitem__)
-    return f"{name} {_short(own[name] / rank['steps'])} a step"
-
-
-def advice_lines(stall: Mapping[str, Any]) -> list[str]:
-    """A line for each piece of advice."""
-    return [f"{piece['text']} ({_gain(piece['gain'])})" for piece in stall.get("advice", ())]
+    return f"{name} {_short(own[name] / rank.steps)} a step"
 
 
 def main_cause(fractions: Mapping[str, float]) -> str:
-    """The largest cause in a few words; nothing where it is hardly any."""
+    """The largest cause in a few words; empty if it is negligible."""
     name = max(fractions, key=fractions.__getitem__, default="")
     if not name or fractions[name] < 10 * _SHOWN_FROM:
         return ""
     return f" ({name} {fractions[name] * 100:.2f})"
 
 
-def _row(name: str, part: Mapping[str, Any]) -> str:
-    tails = "".join(f"{_short(part.get(key)):>{_COLUMN}}" for key in _TAILS)
-    return f"{name:<{_NAME}}{part['fraction']:>{_COLUMN}.2%}{part['seconds']:>{_COLUMN},.2f}{tails}"
+def headline(report: "StallReport") -> str:
+    """The stall in a line."""
+    if report.stall is None:
+        return not_measured(report)
+    bar = ""
+    if report.interval is not None:
+        bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
+    line = f"{report.stall:.2%}{bar} of {report.seconds:,.1f} s"
+    line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {report.steps:,} steps"
+    if report.at_most is not None and report.at_most > report.stall + 0.001:
+        line += f"; at most {report.at_most:.2%} with idle time that cannot be seen"
+    return line
 
 
-def _rank(rank: Mapping[str, Any]) -> str:
-    waited = _short(rank["waited_seconds"])
-    name = f"rank {rank['rank']}"
-    return f"{name:<{_NAME}}{rank['fraction']:>{_COLUMN}.2%}{waited:>{_COLUMN}}  {main_of(rank)}"
+def cause_table(report: "StallReport") -> list[str]:
+    """A line for each cause that shows, the largest first, and one for the work."""
+    causes = shown_causes(report)
+    if report.stall is None or not causes:
+        return []
+    work = 1 - report.stall
+    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *_TAILS.values()))
+    return [
+        f"{'':<{_NAME}}{names}  a step",
+        *(_row(name, part) for name, part in causes.items()),
+        f"{'work':<{_NAME}}{work:>{_COLUMN}.2%}{work * report.seconds:>{_COLUMN},.2f}",
+    ]
 
 
-def _short(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
+def _row(name: str, part: "CauseReport") -> str:
+    tails = "".join(f"{_short(getattr(part, key)):>{_COLUMN}}" for key in _TAILS)
+    return f"{name:<{_NAME}}{part.fraction:>{_COLUMN}.2%}{part.seconds:>{_COLUMN},.2f}{tails}"
+
+
+def rank_table(report: "StallReport") -> list[str]:
+    """The slowest rank and why, then a line for each rank, the slowest first."""
+    ranks = [each for each in report.ranks if each.steps]
+    if not ranks:
+        return []
+    shown = sorted(ranks, key=lambda each: each.waited_seconds)[:_MOST_RANKS]
+    left = len(ranks) - len(shown)
+    return [
+        f"ranks    {slowest_line(report)}",
+        f"         {'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
+        *(f"         {_rank(each)}" for each in shown),
+        *([f"         and {left} more, which waited longer"] if left else []),
+    ]
+
+
+def _rank(rank: RankStall) -> str:
+    name, waited = f"rank {rank.rank}", _short(rank.waited_seconds)
+    return f"{name:<{_NAME}}{rank.fraction:>{_COLUMN}.2%}{waited:>{_COLUMN}}  {main_of(rank)}"
+
+
+def _short(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if seconds >= 5e-5 else "0"
-
-
-def _gain(gain: float | None) -> str:
-    return "gain not known" if gain is None else f"gains {gain:.1%} at least"

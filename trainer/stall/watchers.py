@@ -6,11 +6,14 @@ They know their meter weakly, and take themselves off when it is gone.
 
 import gc
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["AllocatorWatch", "CollectorWatch", "CompilerWatch", "Interrupted"]
+__all__ = ["AllocatorWatch", "CollectorWatch", "CompilerWatch", "CoreWait", "Interrupted"]
 
 _OLDEST_GENERATION = 2
 """Others take microseconds, and come often."""
@@ -131,3 +134,28 @@ class AllocatorWatch:
         self._count += seen[0] - before[0]
         self._retries += seen[1] - before[1]
         return seen != before
+
+
+class CoreWait:
+    """Share of the time in which a thread is ready to run and gets no core.
+
+    Linux counts these nanoseconds for each thread, in /proc/PID/task/TID/schedstat.
+    """
+
+    def __init__(self) -> None:
+        self._path = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._began_s, self._waited_before_s = time.perf_counter(), self._waited_s()
+
+    def share(self) -> float | None:
+        """The share since this was made, for the thread that made it; None if it is not known."""
+        before, now = self._waited_before_s, self._waited_s()
+        seconds = time.perf_counter() - self._began_s
+        if before is None or now is None or seconds <= 0:
+            return None
+        return min(1.0, max(0.0, (now - before) / seconds))
+
+    def _waited_s(self) -> float | None:
+        try:
+            return int(self._path.read_text().split()[1]) * 1e-9
+        except (OSError, ValueError, IndexError):  # another system, or a thread that has ended
+            return None

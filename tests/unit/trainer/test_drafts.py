@@ -42,7 +42,7 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
     assert report is not None
     assert not report.finished
     assert report.steps == 6
-    assert report.stall["window_steps"] == 2
+    assert report.stall.steps == 2
     assert "stopped before the end" in report.summary()
 
 

@@ -235,19 +235,6 @@ def test_a_finished_run_is_not_run_again(
     assert content_of(finished) == before
 
 
-def test_a_run_that_an_earlier_version_finished_keeps_its_report(
-    shards: Path, finished: Path
-) -> None:
-    path = finished / "report.json"
-    content = json.loads(path.read_bytes())
-    for name in ("task", "metrics", "best_step"):  # the first reports lack them
-        del content[name]
-    path.write_text(json.dumps(content))
-    before = content_of(finished)
-    assert run(make_config(shards, finished)).summary()
-    assert content_of(finished) == before
-
-
 @pytest.mark.parametrize("report", [None, "stale", "damaged"])
 def test_a_run_killed_before_its_report_gets_it_by_resuming(
     report: str | None, shards: Path, undisturbed: Path, finished: Path

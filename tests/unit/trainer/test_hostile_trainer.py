@@ -96,9 +96,9 @@ def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
     shards: Path, tmp_path: Path
 ) -> None:
     report = run(make_config(shards, tmp_path, steps=1))
-    assert report.stall["window_steps"] == 0
-    assert report.stall["parts"]["evaluation"]["seconds"] == 0.0
-    assert report.stall["fraction"] is None
+    assert report.stall.steps == 0
+    assert report.stall.causes["evaluation"].seconds == 0.0
+    assert report.stall.stall is None
     assert report.real_tokens_per_s is None
     assert report.summary().count("not measured") == 2
 

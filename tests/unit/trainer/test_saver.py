@@ -168,7 +168,7 @@ def test_a_slow_disk_delays_steps_by_what_the_report_says(
     monkeypatch.setattr(Background, "wait", timed)
     report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
     of_window = waits[1:3]  # behind steps 6 and 9: of the last steps, and followed by some
-    charged = report.stall["parts"]["checkpoint"]["seconds"]
+    charged = report.stall.causes["checkpoint"].seconds
     assert sum(of_window) > 0.2
     assert sum(of_window) < charged < sum(of_window) + 0.3
 

@@ -307,8 +307,8 @@ def test_a_report_is_written_whole_and_read_again(tmp_path: Path) -> None:
     meter = meter_of(exact())
     meter.report().write(tmp_path / "new" / "run")
     content = json.loads((tmp_path / "new" / "run" / "report.json").read_text())
-    assert content["stall"]["fraction"] is None
-    assert tuple(content["stall"]["parts"]) == CAUSES
+    assert content["stall"]["stall"] is None
+    assert tuple(content["stall"]["causes"]) == CAUSES
     assert "not measured" in str(meter.report())
 
 

@@ -1,9 +1,12 @@
 """The parts of the stall's accounts, each a function of numbers, against slow or exact oracles."""
 
 import dataclasses
-import json
+import hashlib
+import os
 import random
 import re
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ from tokenfeed.trainer.stall.clock_map import ClockMap
 from tokenfeed.trainer.stall.debts import Debt
 from tokenfeed.trainer.stall.histogram import Histogram
 from tokenfeed.trainer.stall.table import cause_table, headline
+from tokenfeed.trainer.stall.watched import LoaderUse
+from tokenfeed.trainer.stall.watchers import CoreWait
 from tokenfeed.trainer.stall.work import Line
 
 seconds = st.floats(0.0, 100.0)
@@ -140,7 +145,7 @@ def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
     (piece,) = advise(report_with(padding=0.25))
     assert piece.gain == pytest.approx(1 / 3)
     assert "--" not in piece.text, "of a loop that is not ours"
-    (piece,) = advise(report_with(padding=0.25), "`--batching packed`")
+    (piece,) = advise(report_with(padding=0.25), {"padding": "`--batching packed`"})
     assert piece.text == "padding 25%: `--batching packed`"
     (piece,) = advise(report_with(mfu=0.1, stall=0.001))
     assert "not the problem" in piece.text
@@ -148,22 +153,69 @@ def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
     assert advise(report_with(stall=None)) == []  # type: ignore[arg-type]
 
 
-def test_a_table_has_the_largest_cause_first_and_reads_reports_that_knew_less() -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size", "remedy"),
+    [
+        (0, 4, "your Loader has num_workers=0: an item costs 2.3 ms; 10 workers would hide it"),
+        (0, None, "your Loader has num_workers=0: a batch costs 9.0 ms; 10 workers would hide it"),
+        (2, 4, "your Loader has num_workers=2: 22 workers would hide it"),
+        (None, 4, "batches come late: use more workers"),
+    ],
+)
+def test_advice_counts_the_workers_that_would_hide_loading(
+    num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.trainer.stall.advice.usable_cores", lambda: 64)
+    loader = LoaderUse("Loader", num_workers, batch_size)
+    for batch in range(101):
+        loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
+    report = report_with(stall=0.9, causes={"data": 0.9})
+    (piece,) = advise(report, loader=loader)
+    assert piece.text.startswith(f"data 90.0%: {remedy}")
+    monkeypatch.setattr("tokenfeed.trainer.stall.advice.usable_cores", lambda: 2)
+    (piece,) = advise(report, loader=loader)
+    assert ("but this process has 2 cores" in piece.text) == (num_workers is not None)
+
+
+def test_starved_training_thread_is_reported() -> None:
+    (piece,) = advise(report_with(core_wait=0.66))
+    assert "got no core for 66% of the time" in piece.text
+    assert piece.gain == pytest.approx(0.66 / 0.34)
+    (piece,) = advise(report_with(core_wait=0.66, on_gpu=True))
+    assert piece.gain is None
+    assert advise(report_with(core_wait=0.05)) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="counted by Linux alone")
+def test_core_wait_counts_the_time_without_a_core() -> None:
+    def hash_much() -> None:
+        for _ in range(5):
+            hashlib.blake2b(bytes(10_000_000))  # without the lock of Python
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
+    try:
+        others = [threading.Thread(target=hash_much) for _ in range(2)]
+        watch = CoreWait()
+        for other in others:
+            other.start()
+        hash_much()
+        share = watch.share()
+        for other in others:
+            other.join()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert share is not None
+    assert 0.3 < share <= 1.0
+
+
+def test_table_has_the_largest_cause_first_and_work_last() -> None:
     fault = FAULTS["a slow log"]
-    stall = json.loads(json.dumps(measure(fault.change(CLEAN), fault).to_dict()))
-    lines = cause_table(stall)
+    report = measure(fault.change(CLEAN), fault)
+    lines = cause_table(report)
     assert lines[1].startswith("log ")
     assert lines[-1].startswith("work ")
-    assert "of 3" in headline(stall) or "of 7" in headline(stall)
-    old = {
-        "fraction": 0.02,
-        "parts": {"data": {"fraction": 0.02, "seconds": 1.0}},
-        "window_steps": 5,
-        "window_seconds": 50.0,
-        "method": "as it was",
-    }
-    assert headline(old) == "2.00% of 50.0 s on the CPU, 5 steps"
-    assert cause_table(old)[1].split() == ["data", "2.00%", "1.00", "-", "-", "-", "-"]
+    assert "of 3" in headline(report) or "of 7" in headline(report)
 
 
 def slowdown(ranks: int, jitter: float) -> float:

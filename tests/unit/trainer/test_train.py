@@ -94,11 +94,11 @@ def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finishe
     assert 0.95 * 8 * 256 < report["tokens"] <= 8 * 256
     assert report["real_tokens_per_s"] > 0
     stall = report["stall"]
-    assert tuple(stall["parts"]) == CAUSES
-    parts = sum(part["fraction"] for part in stall["parts"].values())
-    assert stall["fraction"] == pytest.approx(parts)
-    assert 0 < stall["fraction"] < 1
-    assert stall["window_steps"] == 8 - 4  # half of so few steps is warm-up
+    assert tuple(stall["causes"]) == CAUSES
+    parts = sum(part["fraction"] for part in stall["causes"].values())
+    assert stall["stall"] == pytest.approx(parts)
+    assert 0 < stall["stall"] < 1
+    assert stall["steps"] == 8 - 4  # half of so few steps is warm-up
     assert "CPU" in stall["method"]
 
 

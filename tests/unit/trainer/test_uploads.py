@@ -394,5 +394,5 @@ def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
     report = Report.of_run(tmp_path / "second")
     assert report is not None
     assert str(tmp_path / "second" / "report.html") in report.summary()
-    page = RunData.of_run(tmp_path / "second")
+    page = RunData.of_folder(tmp_path / "second")
     assert page.summary() == report.summary()
