@@ -22,10 +22,8 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
 from tokenfeed.pipeline.format.manifest import (
-    JOB_FILE,
     MADE_BY_FILE,
     MANIFEST_FILE,
-    PARTS_FOLDER,
     Manifest,
 )
 from tokenfeed.pipeline.format.proof import stored
@@ -36,11 +34,10 @@ from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.at_once import few_threads
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers
-from tokenfeed.tools.outputs.output import open_output
+from tokenfeed.tools.outputs.output import FolderOutput, open_output
 from tokenfeed.tools.outputs.store import StoreOutput
-from tokenfeed.tools.run.journal import Journal
 from tokenfeed.tools.run.progress import Bar
-from tokenfeed.tools.run.records import Result
+from tokenfeed.tools.run.records import claimed, is_begun
 
 __all__ = ["Copied", "Copy", "copy_data_set"]
 
@@ -179,17 +176,13 @@ class _Target(Protocol):
         """
         ...
 
-    def is_unfinished(self) -> bool:
-        """Whether a run of `pretokenize` is on its way there."""
-        ...
-
     def write(self, name: str, content: bytes) -> None:
         """Write a small file, whatever was there."""
         ...
 
 
 def _target(to: str) -> _Target:
-    output = open_output(to, is_shared=False)
+    output = open_output(to)
     if isinstance(output, StoreOutput):
         return _Bucket(output.store)
     return _Folder(LocalStore.from_path(to))
@@ -212,19 +205,11 @@ class _Folder:
 
     @contextlib.contextmanager
     def alone(self, manifest: Manifest) -> Iterator[None]:
-        """Hold the journal, as `pretokenize` does."""
-        folder, recipe = Path(self.store.root), {"shards copy": manifest.fingerprint}
-        with Journal.open(folder, recipe, Result) as journal:  # type: ignore[type-abstract]
-            if journal.recipe != recipe:
-                raise _unfinished(self.store)
-            try:
-                remove_leftovers(folder)
-                yield
-            finally:
-                journal.remove()
-
-    def is_unfinished(self) -> bool:
-        return Path(self.store.root, PARTS_FOLDER).exists()
+        """Claim the folder, as `pretokenize` does."""
+        folder = Path(self.store.root)
+        with claimed(FolderOutput(folder), {"shards copy": manifest.fingerprint}):
+            remove_leftovers(folder)
+            yield
 
     def write(self, name: str, content: bytes) -> None:
         atomic_write(Path(self.store.root, name), content, is_shared=True)
@@ -261,6 +246,10 @@ class _Bucket:
                 f"place; if that copy was killed, delete {self.store.path(_COPY_FILE)}."
             )
         try:
+            if is_begun(StoreOutput(self.store)):
+                raise ConfigError(
+                    f"{self.store.name}: holds an unfinished run. Give another place."
+                )
             yield
         finally:
             self.store.delete(_COPY_FILE)
@@ -273,13 +262,6 @@ class _Bucket:
                 raise
             return True
 
-    def is_unfinished(self) -> bool:
-        try:
-            self.store.head(JOB_FILE)
-        except FileNotFoundError:
-            return False
-        return True
-
     def write(self, name: str, content: bytes) -> None:
         self.store.write(name, content, {XXH3_KEY: xxhash.xxh3_64_hexdigest(content)})
 
@@ -287,18 +269,12 @@ class _Bucket:
 def _check_place(source: Store, target: _Target, manifest: Manifest) -> None:
     """Refuse a target that holds something else than a copy of the source."""
     to = target.store
-    if target.is_unfinished():
-        raise _unfinished(to)
     there = _manifest_at(to)
     if there and there.fingerprint != manifest.fingerprint:
         raise ConfigError(
             f"{to.name}: holds another data set, with the fingerprint {there.fingerprint}; "
             f"{source.name} has {manifest.fingerprint}. Give another place."
         )
-
-
-def _unfinished(place: Store) -> ConfigError:
-    return ConfigError(f"{place.name}: holds an unfinished run. Give another place.")
 
 
 def _manifest_at(store: Store) -> Manifest | None:

@@ -2,7 +2,7 @@
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.run.clusters import Runner, check_installed
-from tokenfeed.tools.run.parts import Part
+from tokenfeed.tools.run.records import Part
 
 __all__ = ["check_machines"]
 

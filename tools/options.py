@@ -133,8 +133,7 @@ class Options:
     @property
     def output(self) -> Output:
         """The place that the last path names."""
-        is_shared = self.part is not None or self.runner != "local"
-        return open_output(self.paths[-1], is_shared=is_shared)
+        return open_output(self.paths[-1])
 
     @property
     def shard_bytes(self) -> int | None:

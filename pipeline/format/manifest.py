@@ -27,7 +27,6 @@ from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 
 __all__ = [
     "JOB_FILE",
-    "JOURNAL_FILE",
     "MADE_BY_FILE",
     "MANIFEST_FILE",
     "PARTS_FOLDER",
@@ -42,12 +41,11 @@ __all__ = [
 ]
 
 MANIFEST_FILE, TOKENIZER_FILE = "manifest.json", "tokenizer.json"
-JOURNAL_FILE = ".journal.jsonl"
 MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
-"""A folder that has one of them holds an unfinished run."""
+"""Holds the records of an unfinished run."""
 JOB_FILE = f"{PARTS_FOLDER}/job.json"
-"""Says what run the parts are of; in a store, that there is one."""
+"""Says what the unfinished run is."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _ADDED = ("seal", "routed", "verified")

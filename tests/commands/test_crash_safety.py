@@ -16,6 +16,7 @@ from command import (
     COMMAND,
     error_of,
     files_of,
+    records_in,
     run,
     run_json,
     texts,
@@ -24,7 +25,7 @@ from command import (
 )
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.run.journal import Journal
+from tokenfeed.tools.run.records import Records
 
 
 def test_a_killed_run_continues_to_the_same_bytes(
@@ -37,25 +38,23 @@ def test_a_killed_run_continues_to_the_same_bytes(
     out = tmp_path / "out"
     done = []
     for target in (2, 6, 12):
-        _kill_when_journalled(out, target, corpus, *options, "--workers", "2")
-        done.append(len((out / ".journal.jsonl").read_bytes().splitlines()) - 1)
+        _kill_when_recorded(out, target, corpus, *options, "--workers", "2")
+        done.append(len(records_in(out)))
         assert not (out / "manifest.json").exists()
     next((out / "train").glob("*.arrow")).unlink()  # a finished shard that somebody lost
-    with open(out / ".journal.jsonl", "ab") as journal:
-        journal.write(b'{"unit": 99, "sha')  # what a kill inside an append leaves
+    records_in(out)[-1].write_bytes(b'{"unit": 99, "sha')  # a damaged record
     summary = run_json(corpus, out, *options, "--workers", "2")
-    assert summary["units"] > summary["resumed_units"] >= done[-1] - 1 >= 11
+    assert summary["units"] > summary["resumed_units"] >= done[-1] - 2 >= 10
     assert files_of(out) == files_of(tmp_path / "undisturbed")
 
 
-def _kill_when_journalled(out: Path, units: int, *arguments: object) -> None:
+def _kill_when_recorded(out: Path, units: int, *arguments: object) -> None:
     """Kill the parent process alone; its workers must notice by themselves."""
     process = subprocess.Popen(
         [*COMMAND, *map(str, (*arguments, out))], stderr=subprocess.DEVNULL, start_new_session=True
     )
-    journal = out / ".journal.jsonl"
     deadline = time.monotonic() + 60
-    while not journal.exists() or len(journal.read_bytes().splitlines()) <= units:
+    while len(records_in(out)) < units:
         assert process.poll() is None, "it ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -159,7 +158,7 @@ def test_another_command_or_input_on_an_unfinished_folder_is_refused(
 ) -> None:
     out = tmp_path / "out"
     options = ("--tokenizer", tokenizer, "--shard-size", "20KB", "--workers", "1")
-    _kill_when_journalled(out, 2, corpus, *options)
+    _kill_when_recorded(out, 2, corpus, *options)
     before = files_of(out)
     message = error_of(corpus, out, *options, "--validation", "0.5", expect=2)
     assert "--validation was 0.01, is 0.5" in message
@@ -176,15 +175,15 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     (corpus / "z.txt").write_text("in the last and smallest unit, which comes last")
     out = tmp_path / "out"
     options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--workers", "1")
-    append = Journal.append
+    append = Records.append
 
-    def take_away(journal: Journal[Any], result: Any) -> None:
-        append(journal, result)
+    def take_away(records: Records[Any], result: Any) -> None:
+        append(records, result)
         if (corpus / "z.txt").exists():
             (corpus / "z.txt").rename(tmp_path / "away.txt")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", take_away)
+        patch.setattr(Records, "append", take_away)
         message = error_of(corpus, out, *options)
     assert message.startswith(f"error: {corpus / 'z.txt'}: vanished while the corpus was read.")
     (tmp_path / "away.txt").rename(corpus / "z.txt")
@@ -197,7 +196,7 @@ def test_a_kill_between_manifest_and_end_is_finished_by_the_same_command(
 ) -> None:
     out = tmp_path / "out"
     options = ("--tokenizer", tokenizer, "--shard-size", "20KB", "--workers", "1")
-    _kill_when_journalled(out, 2, corpus, *options)
+    _kill_when_recorded(out, 2, corpus, *options)
     run(corpus, tmp_path / "whole", *options)
     (out / "manifest.json").write_bytes((tmp_path / "whole/manifest.json").read_bytes())
     run(corpus, out, *options)
@@ -246,7 +245,7 @@ def test_fifty_kills_at_random_moments_change_no_byte(
     while kills < 50 or not finished:
         out = tmp_path / f"out{finished}"
         kills += _run_for(draw.uniform(0, seconds), corpus, out, *options)
-        if (out / "manifest.json").exists() and not (out / ".journal.jsonl").exists():
+        if (out / "manifest.json").exists() and not (out / ".parts").exists():
             assert files_of(out) == expected
             finished += 1
     if (tmp_path / f"out{finished}").exists():

@@ -26,7 +26,7 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.runner import Run
 from tokenfeed.tools.run.crew import Crew, Progress, Server, WorkerDied
-from tokenfeed.tools.run.journal import Journal
+from tokenfeed.tools.run.records import Records
 
 Environment = dict[str, str]
 
@@ -127,9 +127,9 @@ def test_an_error_in_a_worker_arrives_as_itself(
     write_ballast(corpus)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
 
-    def run_units(run: Run, journal: Journal[UnitResult]) -> EncodeSettings:
+    def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
         (tmp_path / "out/train").write_text("no folder")
-        return really(run, journal)
+        return really(run, records)
 
     really = make_module.run_units
     monkeypatch.setattr(make_module, "run_units", run_units)
@@ -214,8 +214,8 @@ def limit(kind: int, number: int) -> Callable[[], None]:
     [
         (resource.RLIMIT_NOFILE, 6, "Too many open files"),
         (resource.RLIMIT_AS, 150_000_000, "there is not enough memory"),
-        (resource.RLIMIT_FSIZE, 300, ".journal.jsonl: File too large"),
-        (resource.RLIMIT_FSIZE, 2_000, "tokenizer.json: File too large"),
+        (resource.RLIMIT_FSIZE, 300, ".parts/job.json: File too large"),
+        (resource.RLIMIT_FSIZE, 2_000, ".parts/plan.json: File too large"),
     ],
 )
 def test_what_is_short_is_named_in_one_line(

@@ -238,7 +238,7 @@ def test_parts_and_drivers_killed_at_random_moments_change_no_byte(
                 process.wait()
                 kills += 1
             seconds *= 1.05  # in the end all get through
-        while not (out / "manifest.json").exists() or (out / ".journal.jsonl").exists():
+        while not (out / "manifest.json").exists() or (out / ".parts").exists():
             finish = (big, out, *options[:-2], *(("--finish",) if attempt else ()))
             process = subprocess.Popen([*COMMAND, *map(str, finish)], stdout=subprocess.DEVNULL)
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,6 @@
 """Stores that others wrote hold what is asked of a store, also through a network that fails."""
 
 import itertools
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,6 @@ from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.conditions import keeps_conditions
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.copying import copy_data_set
-from tokenfeed.tools.run.lease import CLAIM_FILE
 
 pytest.importorskip("obstore")
 
@@ -145,8 +143,6 @@ def test_a_data_set_is_made_in_a_store(
 ) -> None:
     make(corpus, tmp_path / "out", tokenizer)
     made = files_of(tmp_path / "out")
-    claim = {"run": "dead", "host": "elsewhere", "alive_at": 0}
-    good.write(CLAIM_FILE, json.dumps(claim).encode())
     proxy.schedule.extend([None, Fault("lost")] * 10)
     make(corpus, good.name, tokenizer)
     assert {info.name: good.read(info.name) for info in good.list()} == made

@@ -29,6 +29,7 @@ __all__ = [
     "error_of",
     "files_of",
     "kill_at",
+    "records_in",
     "run",
     "run_json",
     "start",
@@ -131,6 +132,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
+
+
+def records_in(out: Path) -> list[Path]:
+    """The records of the finished units of an unfinished run."""
+    return sorted((out / ".parts").glob("[0-9]*.json"))
 
 
 def kill_at(moment: int, command: str, *arguments: object) -> bool:

@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from tokenfeed.pipeline.format.manifest import (
-    JOURNAL_FILE,
     MANIFEST_FILE,
     PARTS_FOLDER,
     TOKENIZER_FILE,
@@ -20,4 +19,4 @@ def is_hidden(name: str) -> bool:
 def is_data_set(names: Iterable[str]) -> bool:
     """Whether a folder of these names is an output of ours: its files are no text to learn."""
     found = set(names)
-    return bool(found & {JOURNAL_FILE, PARTS_FOLDER}) or {MANIFEST_FILE, TOKENIZER_FILE} <= found
+    return PARTS_FOLDER in found or {MANIFEST_FILE, TOKENIZER_FILE} <= found

@@ -33,6 +33,11 @@ class Unit:
         """Bytes of text expected."""
         return sum(part.weight_bytes for part in self.parts)
 
+    def __str__(self) -> str:
+        first, *others = dict.fromkeys(part.source.name for part in self.parts)
+        more = f" and {len(others):,} other files" if others else ""
+        return f"unit {self.number}, {first}{more}"
+
 
 def auto_shard_bytes(sources: Iterable[InputFile]) -> int:
     """A 64th of the input, within 8 MB to 256 MB: small corpora still occupy many cores."""

@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -54,6 +54,9 @@ class Questions:
 
     texts: list[bytes]
     weight_bytes: float = 0.0
+
+    def __str__(self) -> str:
+        return "the comparison of the engines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +152,17 @@ class Audit:
         """Look at the fast engine's answers to the questions; there are none without one."""
         self.audited = len(answers)
         self.differing = answers.differing_from(self._right) if len(answers) else []
+
+    def kept(self) -> dict[str, Any]:
+        """What `begin` has found, as JSON can hold it."""
+        return {"audited": self.audited, "differing": [text.decode() for text in self.differing]}
+
+    def take_over(self, kept: dict[str, Any] | None) -> bool:
+        """Take over what `begin` has found in another process. Return whether there is anything."""
+        if kept is None:
+            return False
+        self.audited, self.differing = kept["audited"], [*map(str.encode, kept["differing"])]
+        return True
 
     def compare(self, answers: Answers) -> list[bytes]:
         """The texts whose ids differ."""

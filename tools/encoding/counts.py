@@ -1,18 +1,33 @@
 """The ledger of one unit: what became of each of its records, and what is kept of it in the end."""
 
+import contextlib
+import json
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
 
 import numpy as np
+import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.format.manifest import ShardInfo, length_histogram
+from tokenfeed.pipeline.format.manifest import (
+    PARTS_FOLDER,
+    FileInfo,
+    ShardInfo,
+    length_histogram,
+)
+from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers
 from tokenfeed.tools.encoding.engine import EngineName, ReferenceEngine
 
-__all__ = ["SourceCounts", "UnitCounts", "UnitResult", "too_many_rejects"]
+__all__ = ["RejectFile", "SourceCounts", "UnitCounts", "UnitResult", "too_many_rejects"]
+
+_FIRST_REJECTS = 8
+"""Rejects that are kept in memory for messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +53,9 @@ class UnitResult:
     """Rows by length, of the same splits."""
     sources: list[SourceCounts]
     rejects: list[tuple[int, int, str]]
-    """Index of the input file, record and reason, in the order of the input."""
+    """The first rejects: index of the input file, record and reason."""
+    reject_file: FileInfo | None = None
+    """Lists all rejects, a line each, if there are any."""
     engine: EngineName = ReferenceEngine.name
     """What made the ids; for a run with another engine the unit counts as not done."""
     audited: int = 0
@@ -49,9 +66,15 @@ class UnitResult:
     """Texts that the fast engine has left to the reference."""
 
     @property
-    def files(self) -> tuple[ShardInfo, ...]:
-        """All that was written."""
-        return tuple(self.shards.values())
+    def files(self) -> tuple[FileInfo, ...]:
+        """All files that were written."""
+        rejects = (self.reject_file,) if self.reject_file else ()
+        return (*self.shards.values(), *rejects)
+
+    @property
+    def rejected(self) -> int:
+        """The number of rejected records."""
+        return sum(counts.rejected for counts in self.sources)
 
 
 class UnitCounts:
@@ -69,6 +92,10 @@ class UnitCounts:
         self._unit = unit
         self._max_rejects = max_rejects
         self._rejects: list[tuple[int, int, str]] = []
+        """Rejects that are not listed in the file yet."""
+        self._first_rejects: list[tuple[int, int, str]] = []
+        self._rejected: Counter[int] = Counter()
+        """Rejected records by input file."""
         self._histograms: dict[str, np.ndarray] = {}
         self._first = unit.parts[0].source.index
         num_sources = unit.parts[-1].source.index - self._first + 1
@@ -96,12 +123,24 @@ class UnitCounts:
             CorpusError: It is one more than allowed.
         """
         self._rejects.append((source, reject.record, reject.reason))
-        if self._max_rejects is not None and len(self._rejects) > self._max_rejects:
+        self._rejected[source] += 1
+        if self._max_rejects is not None and self._rejected.total() > self._max_rejects:
             names = {part.source.index: part.source.name for part in self._unit.parts}
             raise too_many_rejects(names[source], reject.record, reject.reason, self._max_rejects)
 
-    def result(self, shards: dict[str, ShardInfo | None], engine: EngineName) -> UnitResult:
-        """What is kept of the unit, given the shards of the splits that have rows."""
+    def take_rejects(self) -> list[tuple[int, int, str]]:
+        """Return the rejects since the last call, in the order of the input."""
+        taken, self._rejects = sorted(self._rejects), []
+        self._first_rejects += taken[: _FIRST_REJECTS - len(self._first_rejects)]
+        return taken
+
+    def result(
+        self,
+        shards: dict[str, ShardInfo | None],
+        reject_file: FileInfo | None,
+        engine: EngineName,
+    ) -> UnitResult:
+        """Return what is kept of the unit, given the files that were written."""
         return UnitResult(
             unit=self._unit.number,
             shards={split: info for split, info in sorted(shards.items()) if info},
@@ -109,7 +148,8 @@ class UnitCounts:
                 split: counts.tolist() for split, counts in sorted(self._histograms.items())
             },
             sources=self._by_source(),
-            rejects=sorted(self._rejects),
+            rejects=self._first_rejects,
+            reject_file=reject_file,
             engine=engine,
             audited=self.audited,
             differing=[text.decode() for text in self.differing],
@@ -118,7 +158,6 @@ class UnitCounts:
 
     def _by_source(self) -> list[SourceCounts]:
         mine = {part.source.index for part in self._unit.parts}
-        rejected = Counter(source for source, _, _ in self._rejects)
         counts = np.stack([self._bytes, self._written, self._empty], axis=1).tolist()
         return [
             SourceCounts(
@@ -126,11 +165,56 @@ class UnitCounts:
                 bytes=num_bytes,
                 written=written,
                 empty=empty,
-                rejected=rejected[source],
+                rejected=self._rejected[source],
             )
             for source, (num_bytes, written, empty) in enumerate(counts, self._first)
             if source in mine
         ]
+
+
+class RejectFile:
+    """Lists the rejects of a unit as rejects.jsonl will have them, without keeping them in memory.
+
+    The file is created with the first reject.
+    """
+
+    def __init__(self, folder: Path, unit: Unit) -> None:
+        self.info: FileInfo | None = None
+        """The finished file; None if there are no rejects."""
+        self._name = f"{PARTS_FOLDER}/{unit.number:05d}.rejects"
+        self._path = folder / self._name
+        self._sources = {part.source.index: part.source for part in unit.parts}
+        self._closing = contextlib.ExitStack()
+        self._file: IO[bytes] | None = None
+        self._digest = xxhash.xxh3_64()
+        self._num_bytes = 0
+
+    def write(self, rejects: list[tuple[int, int, str]]) -> None:
+        """Add rejects: index of the input file, record and reason."""
+        if not rejects:
+            return
+        if self._file is None:
+            self._file = self._closing.enter_context(atomic_file(self._path, is_shared=True))
+        content = "".join(map(self._line, rejects)).encode()
+        self._file.write(content)
+        self._digest.update(content)
+        self._num_bytes += len(content)
+
+    def _line(self, reject: tuple[int, int, str]) -> str:
+        index, record, reason = reject
+        source = self._sources[index]
+        has_lines = FORMATS[source.format].has_record_per_line
+        line = {"line": record + 1} if has_lines else {}
+        return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
+        if self._file is not None and error[0] is None:
+            digest = self._digest.hexdigest()
+            self.info = FileInfo(file=self._name, bytes=self._num_bytes, xxh3=digest)
 
 
 def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:

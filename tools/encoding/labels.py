@@ -5,17 +5,17 @@ any; names are numbered in sorted order. Where both occur, what 99 in 100 labels
 whole numbers, a record that has another label is rejected; with names, a number is a name like
 them; and where neither is so many, the run ends. Digits behind a zero, like 007, make names of all.
 
-One pass over the label field alone, and one over all fields that ends as soon as each label was
-seen in a usable record: a label without one is no class.
+Each unit is read twice, by any process: the label field alone, to count, then all fields until each
+label of the unit was seen in a usable record. A label without a usable record is no class.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 
@@ -26,13 +26,14 @@ from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.units import Unit
 
-__all__ = ["Labels", "find_labels"]
+__all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]
 
 _WHOLE_NUMBER, _CODE = re.compile("0|[1-9][0-9]*"), re.compile("0[0-9]+")
 _FEW = 100
 """One in so many labels may be unlike the others."""
 _MOST_LABELS = 1 << 15
 """A tag is stored in 16 bits."""
+_MORE_LABELS = f"has more than {_MOST_LABELS:,} different labels"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,62 @@ class Labels:
         return {label: number for number, label in enumerate(held)}
 
 
+class LabelCounts(NamedTuple):
+    """The labels of a unit."""
+
+    counts: Counter[str]
+    """How often each occurs."""
+    usable: set[str]
+    """Labels of usable records."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountLabels:
+    """Count the labels of units: work for this process or a crew."""
+
+    fields: Fields
+    """What is needed of each record."""
+    field: str
+    """The field that holds its label or labels."""
+    unusable: Callable[[dict[str, list[Any]]], dict[int, str]]
+    """Finds records whose fields do not fit together."""
+
+    def begin(self, _: Callable[[float, int, str], None]) -> Callable[[Unit], LabelCounts]:
+        """Return the function that counts the labels of a unit."""
+        return self.of_unit
+
+    def of_unit(self, unit: Unit) -> LabelCounts:
+        """Count the labels of a unit.
+
+        Raises:
+            CorpusError: There are too many labels to be classes.
+        """
+        kind = self.fields[self.field]
+        counts: Counter[str] = Counter()
+        for part in unit.parts:
+            for records in read_records(part, {self.field: kind}):
+                counts.update(self._flat(records.fields[self.field]))
+                if len(counts) > _MOST_LABELS:
+                    raise _too_many(self.field, _MORE_LABELS)
+        return LabelCounts(counts, self._usable(unit, set(counts)))
+
+    def _usable(self, unit: Unit, labels: set[str]) -> set[str]:
+        """Return which of `labels`, all of the unit, occur in usable records."""
+        found: set[str] = set()
+        for part in unit.parts if labels else ():
+            for records in read_records(part, self.fields):
+                bad = self.unusable(records.fields)
+                values = enumerate(records.fields[self.field])
+                found.update(self._flat([value for index, value in values if index not in bad]))
+                if found >= labels:
+                    return found
+        return found
+
+    def _flat(self, labels: list[Any]) -> Iterable[str]:
+        is_list = self.fields[self.field] is Kind.LABELS
+        return chain.from_iterable(labels) if is_list else labels
+
+
 def find_labels(
     units: tuple[Unit, ...],
     fields: Fields,
@@ -58,29 +115,37 @@ def find_labels(
     unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
     *,
     own: str,
+    counted_by: Callable[[CountLabels, tuple[Unit, ...]], Iterable[LabelCounts]] | None = None,
 ) -> Labels:
     """Find every label of the corpus.
 
     Args:
         units: The corpus.
         fields: What is needed of each record.
-        field: The one that holds its label or labels.
-        unusable: Tells which records have fields that do not fit together.
+        field: The field that holds its label or labels.
+        unusable: Finds records whose fields do not fit together.
         own: The task's own name for that field, for an error.
+        counted_by: Counts the labels of units in any order; None for this process.
 
     Raises:
         CorpusError: There is no label, there are too many to be classes, or they are neither whole
             numbers nor names.
     """
-    counts = _count(units, field, fields[field])
+    work = CountLabels(fields, field, unusable)
+    counts: Counter[str] = Counter()
+    usable: set[str] = set()
+    for found in counted_by(work, units) if counted_by else map(work.of_unit, units):
+        counts.update(found.counts)
+        usable |= found.usable
+        if len(counts) > _MOST_LABELS:
+            raise _too_many(field, _MORE_LABELS)
     if not counts:
         raise CorpusError(
             f"no record has a label in field `{field}`. Name the field that holds it with `--field "
             f"{own}=NAME`."
         )
-    unused = _unused(units, fields, field, unusable, set(counts))
-    if len(unused) < len(counts):
-        counts = Counter({label: counts[label] for label in counts.keys() - unused})
+    if usable:
+        counts = Counter({label: counts[label] for label in counts.keys() & usable})
     numbers = _whole_numbers(counts, field)
     if not numbers:
         return Labels(tuple(sorted(counts)))
@@ -91,40 +156,6 @@ def find_labels(
     if len(names) <= int(longest):
         names = tuple(map(str, range(int(longest) + 1)))
     return Labels(names, are_numbers=True)
-
-
-def _count(units: tuple[Unit, ...], field: str, kind: Kind) -> Counter[str]:
-    """How often each label stands in the corpus."""
-    counts: Counter[str] = Counter()
-    for part in (part for unit in units for part in unit.parts):
-        for records in read_records(part, {field: kind}):
-            labels = records.fields[field]
-            counts.update(chain.from_iterable(labels) if kind is Kind.LABELS else labels)
-            if len(counts) > _MOST_LABELS:
-                raise _too_many(field, f"has more than {_MOST_LABELS:,} different labels")
-    return counts
-
-
-def _unused(
-    units: tuple[Unit, ...],
-    fields: Fields,
-    field: str,
-    unusable: Callable[[dict[str, list[Any]]], dict[int, str]],
-    labels: set[str],
-) -> set[str]:
-    """Those of `labels` that stand in no usable record."""
-    left = set(labels)
-    for part in (part for unit in units for part in unit.parts):
-        for records in read_records(part, fields):
-            bad = unusable(records.fields)
-            values = records.fields[field]
-            usable = [value for index, value in enumerate(values) if index not in bad]
-            left.difference_update(
-                chain.from_iterable(usable) if fields[field] is Kind.LABELS else usable
-            )
-            if not left:
-                return left
-    return left
 
 
 def _whole_numbers(counts: Counter[str], field: str) -> list[str]:
@@ -140,7 +171,7 @@ def _whole_numbers(counts: Counter[str], field: str) -> list[str]:
     raise CorpusError(
         f"field `{field}` mixes whole numbers with other labels, like {shown[:40]!r}: "
         f"{num_others:,} of {total:,}. Correct these, or turn the numbers into names, like "
-        f"class-{numbers[0]}."
+        f"class-{min(numbers)}."
     )
 
 

@@ -6,7 +6,7 @@ touches a single token in Python.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from tokenfeed.tools.corpus.reader import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
-from tokenfeed.tools.encoding.counts import UnitCounts, UnitResult
+from tokenfeed.tools.encoding.counts import RejectFile, UnitCounts, UnitResult
 from tokenfeed.tools.encoding.engine import (
     Engine,
     EngineName,
@@ -43,6 +43,8 @@ from tokenfeed.tools.outputs.output import Output
 __all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
 
 TRAIN, VALIDATION = "train", "validation"
+Report = Callable[[float, int, str], None]
+"""Takes the weight and tokens of a part of a unit that is done, and the last record of it."""
 _SAMPLED_PART = 1000
 """About one document in so many is handed out, to be encoded by both engines."""
 
@@ -71,7 +73,7 @@ class EncodeSettings:
     """Whether both engines encode everything; needs `audits`, and a fast engine."""
 
     def begin(
-        self, on_progress: Callable[[float, int], None], engine: Engine | None = None
+        self, on_progress: Report, engine: Engine | None = None
     ) -> "Callable[[Unit | Questions], Encoded | Answers]":
         """Load the engine, unless it is given; what encodes a unit, or answers the audit."""
         return UnitEncoder(self, on_progress, engine).do
@@ -92,12 +94,19 @@ class UnitEncoder:
     def __init__(
         self,
         settings: EncodeSettings,
-        on_progress: Callable[[float, int], None] = lambda weight_bytes, num_tokens: None,
+        on_progress: Report = lambda weight_bytes, num_tokens, at: None,
         engine: Engine | None = None,
     ) -> None:
-        """Args: `on_progress` is told the weight and tokens of each batch that is done; `engine`
-        is the one of the settings, if it is loaded already.
+        """Load the engines.
+
+        Args:
+            settings: What to encode, and where to.
+            on_progress: Called with the weight and tokens of each batch that is done, and the
+                last record of it.
+            engine: The engine that makes the ids, if it is loaded already.
         """
+        self._at = ""
+        """The last record of the batch in work."""
         self._settings = settings
         self._threshold = np.uint64(int(settings.validation * 2**64))
         self._on_progress = on_progress
@@ -131,18 +140,30 @@ class UnitEncoder:
     def _encode_unit(self, unit: Unit, *, in_one_pass: bool) -> "Encoded":
         ledger = UnitCounts(unit, self._settings.max_rejects)
         writers: dict[str, ShardWriter] = {}
+        names = {part.source.index: part.source.name for part in unit.parts}
+        self._at = ""
         blocks = read_record_blocks(unit, self._settings.task, ledger, in_one_pass=in_one_pass)
-        with self._settings.output.room() as folder, contextlib.ExitStack() as stack:
+        with (
+            _naming_what_needs_memory(unit),
+            self._settings.output.room() as folder,
+            contextlib.ExitStack() as stack,
+        ):
+            rejects = stack.enter_context(RejectFile(folder, unit))
             for batch in blocks:
+                if len(batch):
+                    self._at = f"record {batch.records[-1]} of {names[int(batch.sources[-1])]}"
                 for split, rows in self._encode_batch(batch, ledger).items():
                     if split not in writers:
                         writers[split] = stack.enter_context(self._writer(folder, split, unit))
                     writers[split].append(rows)
                     ledger.count_lengths(split, rows.lengths)
+                rejects.write(ledger.take_rejects())
+            rejects.write(ledger.take_rejects())
         stale = set(self._settings.splits) - writers.keys()  # left by a run of another engine
         self._settings.output.delete(*(_shard_name(split, unit) for split in stale))
         infos = {split: writer.info for split, writer in writers.items()}
-        return Encoded(ledger.result(infos, self._engine.name), Answers.joined(ledger.sample))
+        result = ledger.result(infos, rejects.info, self._engine.name)
+        return Encoded(result, Answers.joined(ledger.sample))
 
     def _audited_engine(self) -> FastEngine | None:
         if not self._settings.audits:
@@ -165,13 +186,13 @@ class UnitEncoder:
             _shard_name(split, unit),
             self._settings.vocabulary_size,
             self._settings.task.columns,
-            is_shared=self._settings.output.is_shared,
+            is_shared=True,
         )
 
     def _encode_batch(self, batch: RecordBlock, ledger: UnitCounts) -> dict[str, Rows]:
         """Tokenize a batch and deal its rows to the splits; a split without rows is left out."""
         if not len(batch):
-            self._on_progress(batch.weight_bytes, 0)
+            self._on_progress(batch.weight_bytes, 0, self._at)
             return {}
         try:
             encode = partial(self._encode, ledger)
@@ -189,7 +210,8 @@ class UnitEncoder:
             aside = hashes < self._threshold
             chosen = {TRAIN: samples.has_text & ~aside, VALIDATION: samples.has_text & aside}
         dealt = {split: _rows(samples, batch, mask) for split, mask in chosen.items() if mask.any()}
-        self._on_progress(batch.weight_bytes, sum(len(rows.ids) for rows in dealt.values()))
+        num_tokens = sum(len(rows.ids) for rows in dealt.values())
+        self._on_progress(batch.weight_bytes, num_tokens, self._at)
         return dealt
 
     def _encode(self, ledger: UnitCounts, texts: list[bytes]) -> Ragged:
@@ -226,6 +248,15 @@ class UnitEncoder:
         if len(sample):
             self._settings.task.encode(sample.values, noting, self._settings.template)
         return answers
+
+
+@contextlib.contextmanager
+def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
+    """Name the unit in the error of a process that has no memory left."""
+    try:
+        yield
+    except MemoryError as error:
+        raise MemoryError(f"at {unit}: {error}" if str(error) else f"at {unit}") from error
 
 
 def _load_engine(settings: EncodeSettings) -> Engine:

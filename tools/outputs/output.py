@@ -29,11 +29,6 @@ class Output(Protocol):
         """The same place for who reads."""
         ...
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether others may write the same shards at the same time, into the same `room`."""
-        ...
-
     def absolute(self) -> Self:
         """The same from any working directory."""
         ...
@@ -42,8 +37,9 @@ class Output(Protocol):
         """A file as a message names it."""
         ...
 
-    def prepare(self) -> None:
-        """Make the place itself, if need be."""
+    def prepare(self) -> list[Path]:
+        """Make the place itself, if need be. Return the folders above it that had to be made, the
+        innermost first."""
         ...
 
     def names(self, folder: str = "") -> set[str]:
@@ -58,16 +54,23 @@ class Output(Protocol):
         """Bytes of a file; None where there is none."""
         ...
 
-    def has(self, info: FileInfo) -> bool:
-        """Whether a file is there, with the content that it was left with."""
+    def written_at(self, name: str) -> int | None:
+        """When a file was last written, in ns; None if it is missing or `has` need not know."""
+        ...
+
+    def has(self, info: FileInfo, written_at: int | None = None) -> bool:
+        """Whether a file has the content that `info` describes.
+
+        A file in a folder is read, unless its size and `written_at` are unchanged.
+        """
         ...
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file, whatever was there."""
         ...
 
-    def create(self, name: str, content: bytes) -> None:
-        """Write a small file, unless somebody has: of several who do so one wins."""
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small file unless it exists. Return whether this call wrote it."""
         ...
 
     def delete(self, *names: str) -> None:
@@ -84,19 +87,15 @@ class Output(Protocol):
         ...
 
 
-def open_output(path: str, *, is_shared: bool) -> Output:
-    """The place that a path names; nothing is asked yet.
-
-    Args:
-        path: A folder, or the address of a store.
-        is_shared: Whether others may write the same files at the same time.
+def open_output(path: str) -> Output:
+    """Return the place that a path names: a folder, or the address of a store. Sends no request.
 
     Raises:
         ConfigError: There is no such store, or no data set is written there; or the path is a slip.
     """
     if "://" not in path:
         _check_meant(path)
-        return FolderOutput(Path(path), is_shared)
+        return FolderOutput(Path(path))
     from tokenfeed.tools.outputs.store import StoreOutput
 
     return StoreOutput.from_url(path)
@@ -115,11 +114,12 @@ def _check_meant(folder: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FolderOutput:
-    """A folder of this machine, or one that several share."""
+    """A folder of this machine, or one that several share.
+
+    Several processes may write a file at the same time: each has a temporary name of its own.
+    """
 
     folder: Path
-    is_shared: bool = False
-    """Whether others may write the same files at the same time."""
 
     def __str__(self) -> str:
         return str(self.folder)
@@ -137,18 +137,20 @@ class FolderOutput:
         """See `Output`."""
         return str(self.folder / name)
 
-    def prepare(self) -> None:
+    def prepare(self) -> list[Path]:
         """See `Output`.
 
         Raises:
             ConfigError: It cannot be made.
         """
+        missing = [parent for parent in self.folder.parents if not parent.exists()]
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
                 f"{self}: cannot be made ({error.strerror}). Give a folder elsewhere."
             ) from error
+        return missing
 
     def names(self, folder: str = "") -> set[str]:
         """See `Output`."""
@@ -166,34 +168,48 @@ class FolderOutput:
         path = self.folder / name
         return path.stat().st_size if path.is_file() else None
 
-    def has(self, info: FileInfo) -> bool:
-        """See `Output`; reads the file."""
+    def written_at(self, name: str) -> int | None:
+        """See `Output`."""
+        try:
+            return (self.folder / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def has(self, info: FileInfo, written_at: int | None = None) -> bool:
+        """See `Output`."""
+        if written_at is not None and written_at == self.written_at(info.file):
+            return self.size(info.file) == info.bytes
         return is_as_written(self.folder, info)
 
     def write(self, name: str, content: bytes) -> None:
         """See `Output`."""
-        atomic_write(self.folder / name, content, is_shared=self.is_shared)
+        atomic_write(self.folder / name, content, is_shared=True)
 
-    def create(self, name: str, content: bytes) -> None:
+    def create(self, name: str, content: bytes) -> bool:
         """See `Output`."""
         path = self.folder / name
-        own = path.with_name(f"{path.name}.{os.urandom(8).hex()}")
-        atomic_write(own, content)
+        own = path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+        try:
+            atomic_write(own, content)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        is_created = True
         try:
             os.link(own, path)
         except FileExistsError:
-            pass
+            is_created = False
         except OSError:  # a file system without links: the last of those that begin at once wins
-            if not path.exists():
+            is_created = not path.exists()
+            if is_created:
                 os.replace(own, path)
         own.unlink(missing_ok=True)
+        return is_created
 
     def delete(self, *names: str) -> None:
-        """See `Output`; what a kill has left of a file's writing goes with it."""
+        """See `Output`."""
         for name in names:
-            path = self.folder / name
-            path.unlink(missing_ok=True)
-            path.with_name(f"{path.name}{TEMPORARY_SUFFIX}").unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
 
     def prune(self, *folders: str) -> None:
         """See `Output`."""

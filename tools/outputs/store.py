@@ -56,11 +56,6 @@ class StoreOutput:
         """See `Output`."""
         return self.store
 
-    @property
-    def is_shared(self) -> bool:
-        """See `Output`: each has a room of its own."""
-        return False
-
     def absolute(self) -> Self:
         """See `Output`."""
         return self
@@ -69,8 +64,9 @@ class StoreOutput:
         """See `Output`."""
         return self.store.path(name)
 
-    def prepare(self) -> None:
+    def prepare(self) -> list[Path]:
         """See `Output`: there is nothing to make."""
+        return []
 
     def names(self, folder: str = "") -> set[str]:
         """See `Output`; a request for each thousand objects below."""
@@ -87,8 +83,12 @@ class StoreOutput:
         info = self._head(name)
         return info.size if info else None
 
-    def has(self, info: FileInfo) -> bool:
-        """See `Output`; by what the object was written with."""
+    def written_at(self, name: str) -> int | None:
+        """See `Output`: `has` asks for the checksum that the object was written with."""
+        return None
+
+    def has(self, info: FileInfo, written_at: int | None = None) -> bool:
+        """See `Output`; compares the checksum that the object was written with."""
         there = self._head(info.file)
         return there is not None and _known(there) == (info.bytes, info.xxh3)
 
@@ -96,9 +96,9 @@ class StoreOutput:
         """See `Output`."""
         self.store.write(name, content, {XXH3_KEY: xxhash.xxh3_64_hexdigest(content)})
 
-    def create(self, name: str, content: bytes) -> None:
+    def create(self, name: str, content: bytes) -> bool:
         """See `Output`."""
-        self.store.create(name, content)
+        return self.store.create(name, content)
 
     def delete(self, *names: str) -> None:
         """See `Output`."""
@@ -113,7 +113,7 @@ class StoreOutput:
         """See `Output`."""
         with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
             yield Path(folder)
-            for path in sorted(Path(folder).rglob("*.arrow")):
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 name = path.relative_to(folder).as_posix()
                 self.store.write(name, path, {XXH3_KEY: file_xxh3(path)})
 

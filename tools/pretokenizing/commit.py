@@ -1,6 +1,6 @@
 """End a run: merge what the units left into sources.jsonl, rejects.jsonl and the manifest.
 
-The manifest is written last and the caller removes the journal after it: whatever moment a kill
+The manifest is written last and the caller removes the records after it: whatever moment a kill
 picks, the same command arrives at the same bytes.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
@@ -23,7 +24,7 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
-from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.tools.corpus.parts import InputFile
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.counts import UnitResult
@@ -32,6 +33,7 @@ from tokenfeed.tools.encoding.installed import engine_version
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.outputs.output import Output
+from tokenfeed.tools.run.claim import changed_file
 from tokenfeed.tools.run.hired import PROBES
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
@@ -57,11 +59,6 @@ def commit(
         results: What became of every unit, in the order of the units.
     """
     ledgers = _source_ledgers(sources, results)
-    rejects = [
-        {"file": sources[source].name, **_place(sources[source], record), "reason": reason}
-        for result in results
-        for source, record, reason in result.rejects
-    ]
     output = settings.output
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -72,21 +69,26 @@ def commit(
         splits=_splits(results),
         ledger=_ledger(ledgers),
         sources=_write_lines(output, SOURCES_FILE, ledgers),
-        rejects=_write_lines(output, REJECTS_FILE, rejects),
+        rejects=_join_rejects(output, results),
     )
     _clear_away(settings, results)
+    if changed := changed_file(output, manifest):
+        raise TokenfeedError(
+            f"{output.path(changed)}: was deleted or changed while the run was at work. Repeat the "
+            "command to make it again."
+        )
     output.write(MANIFEST_FILE, manifest.encoded())
     return manifest
 
 
 def _clear_away(settings: EncodeSettings, results: list[UnitResult]) -> None:
-    """Delete what workers have left that were killed, or late with what nobody wants any more."""
+    """Delete what killed or late workers have left."""
     output = settings.output
     named = {info.file for result in results for info in result.files}
     for split in settings.splits:
         found = {f"{split}/{name}" for name in output.names(split) if ".arrow" in name}
         output.delete(*found - named)
-    for pattern in (PROBES, f"{TOKENIZER_FILE}.*"):
+    for pattern in (PROBES, f"*{TEMPORARY_SUFFIX}"):
         output.delete(*fnmatch.filter(output.names(), pattern))
 
 
@@ -157,10 +159,17 @@ def _tokenizer_info(
     )
 
 
-def _place(source: InputFile, record: int) -> dict[str, int]:
-    """A record's number, and the line it stands on where that is known, counted from 1."""
-    line = {"line": record + 1} if FORMATS[source.format].has_record_per_line else {}
-    return line | {"record": record}
+def _join_rejects(output: Output, results: list[UnitResult]) -> FileInfo:
+    """Write rejects.jsonl from the files of the units."""
+    digest, num_bytes = xxhash.xxh3_64(), 0
+    with output.room() as folder, atomic_file(folder / REJECTS_FILE, is_shared=True) as file:
+        for result in results:
+            if result.reject_file:
+                content = output.read(result.reject_file.file)
+                file.write(content)
+                digest.update(content)
+                num_bytes += len(content)
+    return FileInfo(file=REJECTS_FILE, bytes=num_bytes, xxh3=digest.hexdigest())
 
 
 def _write_lines(output: Output, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:

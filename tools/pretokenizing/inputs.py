@@ -1,19 +1,38 @@
-"""The inputs of a run: what there is to read, cut into units, and what is to be made of it."""
+"""The inputs of a run: the files to read, cut into units, and what is made of them.
+
+To list the files needs no look at their records; the plan does. The plan is made once for a run:
+other parts, and the same command after a kill, read it instead of the corpus.
+"""
 
 import dataclasses
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Self
 
+from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
-from tokenfeed.tools.encoding.labels import find_labels
+from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
 from tokenfeed.tools.encoding.task import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
+from tokenfeed.tools.run.crew import Crew, Server
+from tokenfeed.tools.run.progress import Bar
 
 __all__ = ["Inputs"]
 
-_DEFAULT_VALIDATION = 0.01
+_DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
+"""Part of the text for validation, and its most bytes: about 10 M tokens."""
+_PROBED_RECORDS, _PROBED_FILES = 10_000, 16
+_COUNTED_ALONE_BYTES = 32_000_000
+"""Labels of so much text are counted before workers would have started."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,18 +41,19 @@ class Inputs:
 
     corpus: Corpus
     shard_bytes: int
-    units: tuple[Unit, ...]
-    task: TaskEncoder
-    """With its labels numbered."""
     validation: float
+    task: TaskEncoder
+    """With its labels numbered, when the inputs are planned."""
+    units: tuple[Unit, ...] = ()
+    """Empty until the inputs are planned."""
 
     @classmethod
-    def from_options(cls, options: Options) -> "Inputs":
-        """Look at the input.
+    def listed(cls, options: Options) -> Self:
+        """List the input files. Reads none of their records.
 
         Raises:
-            CorpusError: There is none, or no label in it.
-            ConfigError: It lies in the output folder.
+            CorpusError: There are no files.
+            ConfigError: The input lies in the output folder.
         """
         task, output = options.make_task(), options.output
         corpus = find_corpus(
@@ -43,23 +63,163 @@ class Inputs:
             exclude=options.exclude,
             splits=options.splits,
         )
-        shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
-        units = cut_units(corpus.sources, shard_bytes)
         validation = options.validation
         if validation is None:
             are_given = any(source.split is not None for source in corpus.sources)
-            validation = 0.0 if are_given else _DEFAULT_VALIDATION
+            num_bytes = sum(source.text_bytes for source in corpus.sources)
+            most = _VALIDATION_BYTES / max(num_bytes, 1)
+            validation = 0.0 if are_given else min(_DEFAULT_VALIDATION, most)
+        shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
+        return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
+
+    @classmethod
+    def from_options(cls, options: Options) -> Self:
+        """List the input files and plan the run.
+
+        Raises:
+            CorpusError: There are no files, no labels, or no usable records at their beginnings.
+            ConfigError: The input lies in the output folder.
+        """
+        return cls.listed(options).planned(options)
+
+    def planned(self, options: Options) -> Self:
+        """Cut the files into units and number the labels. Reads what that needs of the records.
+
+        Raises:
+            CorpusError: There are no labels, or no usable records at the beginnings of files.
+        """
+        if options.allowed_rejects is None:
+            self._check_usable()
+        task, units = self.task, cut_units(self.corpus.sources, self.shard_bytes)
         if isinstance(task, Labelled):
             labels = find_labels(
-                units, task.fields, task.label_field, task.unusable, own=task.own_label_field
+                units,
+                task.fields,
+                task.label_field,
+                task.unusable,
+                own=task.own_label_field,
+                counted_by=lambda work, units: _counted(work, units, options.num_workers),
             )
             task = dataclasses.replace(task, labels=labels)
-        return cls(
-            corpus=corpus, shard_bytes=shard_bytes, units=units, task=task, validation=validation
+        return dataclasses.replace(self, units=units, task=task)
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan as JSON can hold it; see `as_planned`."""
+        labels = self.task.labels if isinstance(self.task, Labelled) else Labels()
+        return {
+            "units": [
+                [
+                    (part.source.index, part.start, part.stop, part.first_record, part.weight_bytes)
+                    for part in unit.parts
+                ]
+                for unit in self.units
+            ],
+            "labels": labels.names,
+            "labels are numbers": labels.are_numbers,
+            "files": [(source.name, source.bytes, source.state) for source in self.corpus.sources],
+        }
+
+    def as_planned(self, plan: dict[str, Any]) -> Self:
+        """Take over a plan that was made of the same files and options."""
+        sources = self.corpus.sources
+        units = tuple(
+            Unit(
+                number=number,
+                parts=tuple(
+                    Part(
+                        source=sources[index],
+                        start=start,
+                        stop=stop,
+                        first_record=first_record,
+                        weight_bytes=weight_bytes,
+                    )
+                    for index, start, stop, first_record, weight_bytes in parts
+                ),
+            )
+            for number, parts in enumerate(plan["units"])
         )
+        task = self.task
+        if isinstance(task, Labelled):
+            labels = Labels(tuple(plan["labels"]), plan["labels are numbers"])
+            task = dataclasses.replace(task, labels=labels)
+        return dataclasses.replace(self, units=units, task=task)
+
+    def changed_file(self, plan: dict[str, Any]) -> str:
+        """Say which file is the first that differs from those of a plan; empty if none does."""
+        was = {name: (num_bytes, state) for name, num_bytes, state in plan["files"]}
+        for source in self.corpus.sources:
+            before = was.pop(source.name, None)
+            if before is None:
+                return f"; the first is {source.name}, which is new"
+            if before[0] != source.bytes:
+                return (
+                    f"; the first is {source.name}, which had {before[0]:,} bytes and has "
+                    f"{source.bytes:,}"
+                )
+            if before[1] != source.state:
+                return f"; the first is {source.name}, which was written at another time"
+        return f"; the first is {next(iter(was))}, which is missing" if was else ""
 
     @property
     def splits(self) -> tuple[str, ...]:
         """Every split that can get rows."""
         given = {source.split for source in self.corpus.sources if source.split is not None}
         return tuple(sorted({TRAIN, VALIDATION} | given))
+
+    def _check_usable(self) -> None:
+        """Stop before a run whose records all lack a field, or are wrong in another common way.
+
+        Looks at the beginnings of files from all over the corpus, until a record is usable.
+
+        Raises:
+            CorpusError: Of 10,000 records each is rejected, for one reason.
+        """
+        sources = self.corpus.sources
+        each = max(_PROBED_RECORDS // len(sources), _PROBED_RECORDS // _PROBED_FILES)
+        stride = ceil_div(len(sources), _PROBED_FILES)
+        spread = (source for start in range(stride) for source in sources[start::stride])
+        rejects: list[tuple[str, int, str]] = []
+        reasons: set[str] = set()
+        for source in spread:
+            part, num_records = next(iter(FORMATS[source.format].cut(source, self.shard_bytes))), 0
+            for records in read_records(part, self.task.fields):
+                unusable = self.task.unusable(records.fields)
+                if len(unusable) < len(records):
+                    return
+                found = [
+                    *records.rejects,
+                    *(Reject(int(records.numbers[at]), why) for at, why in unusable.items()),
+                ]
+                num_records += len(found)
+                for record, reason in found:
+                    reasons.add(_kind_of(reason))
+                    rejects.append((source.name, record, reason))
+                if len(reasons) > 1:
+                    return
+                if num_records >= each or len(rejects) >= _PROBED_RECORDS:
+                    break
+            if len(rejects) >= _PROBED_RECORDS:
+                name, record, reason = rejects[0]
+                remedy = " Name the field with `--field`." if "no field" in reason else ""
+                raise CorpusError(
+                    f"no usable document: the first {len(rejects):,} records are all rejected for "
+                    f"one reason, like {name}, record {record}: {reason}.{remedy}"
+                )
+
+
+def _kind_of(reason: str) -> str:
+    """A reason without what differs from record to record."""
+    return re.sub(r"\d+|'.*'", "", reason.partition(";")[0])
+
+
+def _counted(work: CountLabels, units: tuple[Unit, ...], num_workers: int) -> Iterator[LabelCounts]:
+    """Count the labels of units, by workers if there is much to read."""
+    num_workers = min(num_workers, len(units))
+    if num_workers < 2 or sum(unit.weight_bytes for unit in units) <= _COUNTED_ALONE_BYTES:
+        yield from map(work.of_unit, units)
+        return
+    with Bar(units) as bar, Crew(Server(), work, units, num_workers, bar.advance) as crew:
+        for counts in crew:
+            bar.count_unit()
+            yield counts

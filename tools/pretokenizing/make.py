@@ -1,8 +1,8 @@
 """Make a data set: a run as a whole.
 
 Find the input, cut it into units, load or train the tokenizer, have the units encoded, and commit
-the result by a manifest. What is written depends on the input and the options alone. The journal
-goes first and the manifest last, so a folder is at any time new, unfinished or finished.
+the result by a manifest. What is written depends on the input and the options alone. Records of the
+run are written first and the manifest last, so an output is always new, unfinished or finished.
 """
 
 import logging
@@ -10,69 +10,71 @@ import time
 from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError, TokenizerError
-from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import Output
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
-from tokenfeed.tools.pretokenizing.prepare import Prepared
-from tokenfeed.tools.pretokenizing.runner import EngineRefused, Run, UnitsMissing, run_units
+from tokenfeed.tools.pretokenizing.part import begin_writing
+from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
+from tokenfeed.tools.pretokenizing.runner import EngineRefused, UnitsMissing, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
-from tokenfeed.tools.run.claim import Run as Claimed
-from tokenfeed.tools.run.claim import claim, recognise, remember, state_of, withdraw
+from tokenfeed.tools.run.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.parts import parts_in, remove_parts
+from tokenfeed.tools.run.records import Records, is_begun, parts_in, remove_records
 
 __all__ = ["make_dataset"]
 
 logger = logging.getLogger(__name__)
 
 
-def make_dataset(
-    options: Options, server: Server | None = None, output: Output | None = None
-) -> Summary:
-    """Make the data set that `options` describe, or finish it, and say what became of the input.
+def make_dataset(options: Options, server: Server | None = None) -> Summary:
+    """Make the data set that `options` describe, or finish it.
 
     Args:
-        options: What is wanted; its rows are in the order of the input all the same.
+        options: What is wanted.
         server: A program to fork workers from, if one was started already.
-        output: Where to make it; None for where the options say.
 
     Raises:
-        TokenfeedError: Whatever is wrong, in one line. What is under a final name then is whole,
-            and the same options continue it.
+        TokenfeedError: Whatever is wrong, in one line. Files under final names are whole, and the
+            same options continue the run.
     """
     started = time.perf_counter()
     options.check()
-    output = output or options.output
+    output = options.output
     state = state_of(output)
     if options.finish and state == "new":
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    prepared = Prepared.from_options(options, output, state, server)
-    run, recipe = prepared.run, prepared.recipe
+    listed = Listed.from_options(options, output, server)
     if state == "finished":
-        manifest = recognise(output, recipe)
+        manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)
-        if output == options.output:
-            logger.info("already finished: the same command and input made this data set")
-        resumed_units, new_bytes = len(run.inputs.units), 0
+        logger.info("already finished: the same command and input made this data set")
+        tokenizer, tokenizer_seconds = listed.finished_tokenizer(), 0.0
+        resumed_units, new_bytes = num_units, 0
     else:
-        with claim(output, recipe, UnitResult) as claimed:
-            resumed_units, resumed_bytes = len(claimed.results), _text_bytes(claimed)
-            manifest = _encode(run, claimed, recipe)
+        prepared = Prepared.from_listed(listed, state, server)
+        tokenizer, tokenizer_seconds = prepared.run.tokenizer, prepared.tokenizer_seconds
+        with Records.begin(output, listed.recipe, UnitResult) as records:
+            resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
+            manifest = _encode(prepared, records, listed.recipe)
+        num_units = len(prepared.run.inputs.units)
         new_bytes = manifest.ledger.bytes - resumed_bytes
     return Summary.from_manifest(
         manifest,
-        run,
+        out=str(output),
+        skipped_binary=listed.inputs.corpus.skipped_binary,
+        tokenizer=tokenizer,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
+        units=num_units,
         resumed_units=resumed_units,
         new_bytes=new_bytes,
         already_finished=state == "finished",
         seconds=time.perf_counter() - started,
-        tokenizer_seconds=prepared.tokenizer_seconds,
+        tokenizer_seconds=tokenizer_seconds,
     )
 
 
@@ -88,40 +90,40 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
         )
 
 
-def _text_bytes(claimed: Claimed[UnitResult]) -> int:
+def _text_bytes(records: Records[UnitResult]) -> int:
     """Text of the units that are done."""
-    results = claimed.results.values()
+    results = records.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(run: Run, claimed: Claimed[UnitResult], recipe: dict[str, Any]) -> Manifest:
+def _encode(prepared: Prepared, records: Records[UnitResult], recipe: dict[str, Any]) -> Manifest:
     """Encode the units and commit the result: all that writes."""
+    run = prepared.run
     output, inputs = run.settings.output, run.inputs
-    output.write(TOKENIZER_FILE, run.tokenizer.json_bytes)
     try:
-        settings = run_units(run, claimed)
+        begin_writing(prepared, records)
+        settings = run_units(run, records)
     except UnitsMissing as missing:
-        if claimed.is_new:
-            claimed.remove()
+        if records.is_new:
+            records.remove()
         raise _parts_missing(output, missing) from None
     except TokenizerError as error:  # another command may do better, here too
-        if isinstance(error, EngineRefused) or not claimed.results:
-            withdraw(output, claimed, inputs.splits)
+        if isinstance(error, EngineRefused) or not records.results:
+            withdraw(output, records, inputs.splits)
         raise
-    results = [claimed.results[unit.number] for unit in inputs.units]
+    results = [records.results[unit.number] for unit in inputs.units]
     if not any(result.shards for result in results):
-        withdraw(output, claimed, inputs.splits)
+        withdraw(output, records, inputs.splits)
         raise _no_document(inputs.corpus, results)
-    remember(output, recipe)
+    remember(output, recipe, len(inputs.units))
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
-    remove_parts(output)
-    claimed.remove()
+    remove_records(output, job_first=True)
     return manifest
 
 
 def _parts_missing(output: Output, missing: UnitsMissing) -> TokenfeedError:
     """Which parts have to be run again, as far as anything says how many there are."""
-    count = parts_in(output)
+    count = parts_in(output) if is_begun(output) else None
     if not count:
         return TokenfeedError(f"{output}: {missing}. Repeat the command without `--finish`.")
     parts = sorted({number % count for number in missing.numbers})
@@ -132,12 +134,12 @@ def _parts_missing(output: Output, missing: UnitsMissing) -> TokenfeedError:
 
 
 def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:
-    rejects = [reject for result in results for reject in result.rejects]
+    num_rejected = sum(result.rejected for result in results)
     files = f"{len(corpus.sources):,} input file{'s' if len(corpus.sources) > 1 else ''}"
-    if not rejects:
+    if not num_rejected:
         return CorpusError(f"no text in {files}: every document is empty.")
-    source, record, reason = rejects[0]
+    source, record, reason = next(reject for result in results for reject in result.rejects)
     return CorpusError(
-        f"no usable document in {files}: {len(rejects):,} rejected, the first in "
+        f"no usable document in {files}: {num_rejected:,} rejected, the first in "
         f"{corpus.sources[source].name}, record {record}: {reason}."
     )

@@ -8,14 +8,13 @@ from typing import Any
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.encoding.counts import UnitResult
 from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import Output
-from tokenfeed.tools.pretokenizing.prepare import Prepared
-from tokenfeed.tools.pretokenizing.runner import Run, run_units
+from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
+from tokenfeed.tools.pretokenizing.runner import run_units
 from tokenfeed.tools.run.claim import recognise, state_of
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.parts import Parts
+from tokenfeed.tools.run.records import Part, Records
 
-__all__ = ["PartSummary", "make_part"]
+__all__ = ["PartSummary", "begin_writing", "make_part"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,31 +58,34 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
     """
     started = time.perf_counter()
     options.check()
-    output = options.output
+    output, part = options.output, Part.from_text(str(options.part))
     state = state_of(output)
-    prepared = Prepared.from_options(options, output, state, server)
-    run = prepared.run
+    listed = Listed.from_options(options, output, server)
     if state == "finished":
-        recognise(output, prepared.recipe)
-        resumed_units = len(run.units)
+        _, num_units = recognise(output, listed.recipe)
+        num_units = resumed_units = sum(map(part.has, range(num_units)))
     else:
-        assert run.part
-        parts = Parts.begin(output, prepared.recipe, UnitResult, run.part)
-        resumed_units = len(parts.results)
-        _write_tokenizer(output, run)
-        run_units(run, parts)
+        prepared = Prepared.from_listed(listed, state, server)
+        num_units = len(prepared.run.units)
+        with Records.begin(output, listed.recipe, UnitResult, part) as records:
+            resumed_units = len(records.results)
+            begin_writing(prepared, records)
+            run_units(prepared.run, records)
     return PartSummary(
         out=str(output),
         part=str(options.part),
-        units=len(run.units),
+        units=num_units,
         resumed_units=resumed_units,
         already_finished=state == "finished",
         seconds=round(time.perf_counter() - started, 2),
     )
 
 
-def _write_tokenizer(output: Output, run: Run) -> None:
-    """Put it where workers read it, unless another part has."""
+def begin_writing(prepared: Prepared, records: Records[UnitResult]) -> None:
+    """Keep the plan, and put the tokenizer where workers read it, unless another process has."""
+    if not prepared.is_kept:
+        records.keep_plan(prepared.plan)
+    output, json_bytes = prepared.run.settings.output, prepared.run.tokenizer.json_bytes
     there = output.size(TOKENIZER_FILE) is not None
-    if not there or output.read(TOKENIZER_FILE) != run.tokenizer.json_bytes:
-        output.write(TOKENIZER_FILE, run.tokenizer.json_bytes)
+    if not there or output.read(TOKENIZER_FILE) != json_bytes:
+        output.write(TOKENIZER_FILE, json_bytes)

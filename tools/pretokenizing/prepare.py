@@ -1,4 +1,4 @@
-"""What a run knows before it writes: its input, its tokenizer, how to encode, and its recipe."""
+"""Prepare a run, before it writes: its input, its tokenizer, how to encode, and its recipe."""
 
 import logging
 import time
@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import xxhash
 
+from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.remote.address import public
@@ -25,11 +26,56 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
 from tokenfeed.tools.run.claim import State
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.parts import Part
+from tokenfeed.tools.run.records import Part, check_recipe, kept_plan
 
-__all__ = ["Prepared"]
+__all__ = ["Listed", "Prepared"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """A command and its input files, of which no record was read yet."""
+
+    options: Options
+    output: Output
+    inputs: Inputs
+    """Not planned."""
+    tokenizer: TextTokenizer | None
+    """The tokenizer that `--tokenizer` names; None to train one."""
+    recipe: dict[str, Any]
+    """All that the output depends on, in words a user can compare."""
+
+    @classmethod
+    def from_options(cls, options: Options, output: Output, server: Server | None) -> Self:
+        """List the input files and load the tokenizer that is given.
+
+        Args:
+            options: What is wanted.
+            output: Where the data set is made.
+            server: A program to fork workers from, if one was started already.
+        """
+        tokenizer = None
+        if options.tokenizer:
+            json_bytes = fetch_tokenizer_json(options.tokenizer)
+            tokenizer = _load(options, json_bytes, public(options.tokenizer))
+            if server:
+                server.prepare(_preloading(options.tokenizer, tokenizer))
+        inputs = Inputs.listed(options)
+        return cls(
+            options=options,
+            output=output,
+            inputs=inputs,
+            tokenizer=tokenizer,
+            recipe=_recipe(options, inputs, tokenizer),
+        )
+
+    def finished_tokenizer(self) -> TextTokenizer:
+        """The tokenizer of the finished data set in the output."""
+        if self.tokenizer:
+            return self.tokenizer
+        name = TOKENIZER_FILE
+        return _load(self.options, self.output.read(name), self.output.path(name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,34 +83,34 @@ class Prepared:
     """A run that can begin: the same on every machine that sees the same input."""
 
     run: Run
-    recipe: dict[str, Any]
-    """All that the output depends on, in words a user can compare."""
+    plan: dict[str, Any]
+    """What took reading the corpus to know."""
+    is_kept: bool
+    """Whether the plan was read from the output."""
     tokenizer_seconds: float
-    """What training a tokenizer took."""
+    """Seconds spent on training a tokenizer."""
 
     @classmethod
-    def from_options(
-        cls, options: Options, output: Output, state: State, server: Server | None
-    ) -> Self:
-        """Find the input, cut it into units, load or train the tokenizer.
+    def from_listed(cls, listed: Listed, state: State, server: Server | None = None) -> Self:
+        """Plan the run and train a tokenizer, or read the plan of the unfinished run there.
 
-        Args:
-            options: What is wanted.
-            output: Where the data set is made.
-            state: What is there.
-            server: A program to fork workers from, if one was started already.
+        Raises:
+            ConfigError: The unfinished run is of another command or input.
         """
-        tokenizer = _given_tokenizer(options, output, state)
-        if tokenizer and server:
-            server.prepare(_preloading(options, output, tokenizer))
-        inputs = Inputs.from_options(options)
+        options, output, inputs, kept = listed.options, listed.output, listed.inputs, None
+        if state == "unfinished":
+            kept = kept_plan(output)
+            check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
+        inputs = inputs.as_planned(kept) if kept else inputs.planned(options)
         started = time.perf_counter()
-        tokenizer = tokenizer or _trained_tokenizer(options, inputs, output)
+        tokenizer = listed.tokenizer
+        tokenizer = tokenizer or _trained_tokenizer(options, inputs, output, kept)
         tokenizer_seconds = time.perf_counter() - started
         _advise(options, tokenizer)
         return cls(
             run=_plan_run(options, inputs, tokenizer, output, server),
-            recipe=_recipe(options, inputs, tokenizer),
+            plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
+            is_kept=kept is not None,
             tokenizer_seconds=tokenizer_seconds,
         )
 
@@ -111,16 +157,19 @@ def _plan_run(
     )
 
 
-def _given_tokenizer(options: Options, output: Output, state: State) -> TextTokenizer | None:
-    """The tokenizer asked for, or the one that an earlier run has trained; None for a new one."""
-    if options.tokenizer:
-        return _load(options, fetch_tokenizer_json(options.tokenizer), public(options.tokenizer))
-    if state != "new" and output.size(TOKENIZER_FILE) is not None:
-        return _load(options, output.read(TOKENIZER_FILE), output.path(TOKENIZER_FILE))
-    return None
+def _trained_tokenizer(
+    options: Options, inputs: Inputs, output: Output, kept: dict[str, Any] | None
+) -> TextTokenizer:
+    """Train a tokenizer, or take the one that this run has trained before.
 
-
-def _trained_tokenizer(options: Options, inputs: Inputs, output: Output) -> TextTokenizer:
+    Raises:
+        TokenizerError: The corpus gives another tokenizer than before.
+    """
+    origin = output.path(TOKENIZER_FILE)
+    if kept and output.size(TOKENIZER_FILE) is not None:
+        json_bytes = output.read(TOKENIZER_FILE)
+        if xxhash.xxh3_64_hexdigest(json_bytes) == kept["tokenizer"]:
+            return _load(options, json_bytes, origin)
     logger.info("training a tokenizer on a sample of the corpus")
     json_bytes = train_tokenizer_json(
         inputs.units,
@@ -128,7 +177,13 @@ def _trained_tokenizer(options: Options, inputs: Inputs, output: Output) -> Text
         vocabulary_size=options.vocab_size,
         seed=options.seed,
     )
-    return _load(options, json_bytes, output.path(TOKENIZER_FILE))
+    tokenizer = _load(options, json_bytes, origin)
+    if kept and tokenizer.xxh3 != kept["tokenizer"]:
+        raise TokenizerError(
+            f"{origin}: is lost or damaged, and training does not give it again. Delete {output} "
+            "and start again."
+        )
+    return tokenizer
 
 
 def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
@@ -140,9 +195,8 @@ def _load(options: Options, json_bytes: bytes, origin: object) -> TextTokenizer:
     )
 
 
-def _preloading(options: Options, output: Output, tokenizer: TextTokenizer) -> Callable[[], None]:
-    """What loads the fast engine for a tokenizer, in another process."""
-    name = options.tokenizer or output.path(TOKENIZER_FILE)
+def _preloading(name: str, tokenizer: TextTokenizer) -> Callable[[], None]:
+    """What loads the fast engine for the tokenizer that is given, in another process."""
     special = tokenizer.splits_special
     return partial(preload, name, tokenizer.vocabulary_size, splits_special=special)
 
@@ -165,7 +219,7 @@ def _advise(options: Options, tokenizer: TextTokenizer) -> None:
         )
 
 
-def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[str, Any]:
+def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -> dict[str, Any]:
     """All that the output depends on, in words a user can compare."""
     sources = inputs.corpus.sources
     states = [(source.name, source.bytes, source.state, source.split) for source in sources]
@@ -177,7 +231,6 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[
         "--split": list(options.split),
         "--task": inputs.task.name,
         "the fields": list(inputs.task.fields),
-        "the labels": list(inputs.task.label_names),
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,
         "--tokenizer": options.tokenizer and public(options.tokenizer),
@@ -185,7 +238,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer) -> dict[
         "--end-token": options.end_token,
         "--add-special-tokens": options.add_special_tokens,
         "--special-tokens-in-text": options.special_tokens_in_text,
-        "the tokenizer's checksum": tokenizer.xxh3,
+        "the tokenizer's checksum": tokenizer.xxh3 if tokenizer else None,
         "--engine": options.engine,
         "--verify-ids": options.verify_ids,
         "the engines": installed_engines(),

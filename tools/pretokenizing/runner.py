@@ -9,6 +9,7 @@ comparison is over: what they have begun cannot be called back.
 """
 
 import contextlib
+import json
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,9 +35,8 @@ from tokenfeed.tools.run.clusters import CLUSTERS, Runner
 from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server
 from tokenfeed.tools.run.hired import Hired
 from tokenfeed.tools.run.interruption import saying_what_is_kept
-from tokenfeed.tools.run.parts import Part
 from tokenfeed.tools.run.progress import Bar
-from tokenfeed.tools.run.records import Records
+from tokenfeed.tools.run.records import Part, Records
 from tokenfeed.tools.run.worker import Worker
 
 __all__ = ["EngineRefused", "Run", "UnitsMissing", "is_small", "run_units"]
@@ -147,6 +147,9 @@ def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]
     missing = [unit for unit in run.units if unit.number not in done]
     if missing and run.finishes:
         raise UnitsMissing([unit.number for unit in missing])
+    has_audit = not settings.audits or run.part is not None
+    if not missing and (has_audit or run.audit.take_over(records.kept_audit())):
+        return settings
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     with Bar(missing) as bar, _crew(run, settings, [*missing], bar) as crew:
         if is_fast:
@@ -158,6 +161,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]
         for message in crew:
             if isinstance(message, Answers):
                 run.audit.begin(message)
+                records.keep_audit(run.audit.kept())
                 _check(run, settings, records)
                 continue
             result = _audited(run, message)
@@ -220,7 +224,7 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
 def _check(
     run: Run, settings: EncodeSettings, records: Records[UnitResult], *results: UnitResult
 ) -> None:
-    """Check what has just been finished: are its ids right, and are rejects few enough?"""
+    """Check the ids of finished units, and the number of rejects so far."""
     if settings.engine != ReferenceEngine.name:
         if records.engine_rejected:
             raise EngineRejected("another part has found the fast engine wrong")
@@ -230,11 +234,14 @@ def _check(
     allowed = settings.max_rejects
     if allowed is None:
         return
-    rejects = [reject for result in records.results.values() for reject in result.rejects]
-    if len(rejects) > allowed:
-        source, record, reason = sorted(rejects)[allowed]
-        name = run.inputs.corpus.sources[source].name
-        raise too_many_rejects(name, record, reason, allowed)
+    left = allowed
+    for _, result in sorted(records.results.items()):
+        if result.rejected > left:
+            assert result.reject_file
+            lines = settings.output.read(result.reject_file.file).splitlines()
+            reject = json.loads(lines[left])
+            raise too_many_rejects(reject["file"], reject["record"], reject["reason"], allowed)
+        left -= result.rejected
 
 
 def _check_ids(differing: Sequence[str]) -> None:

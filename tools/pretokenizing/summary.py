@@ -6,9 +6,9 @@ from typing import Any
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
-from tokenfeed.tools.pretokenizing.runner import Run
 
 __all__ = ["Summary"]
 
@@ -68,23 +68,26 @@ class Summary:
     def from_manifest(
         cls,
         manifest: Manifest,
-        run: Run,
         *,
+        out: str,
+        skipped_binary: int,
+        tokenizer: TextTokenizer,
         vocabulary_wanted: int | None,
+        units: int,
         resumed_units: int,
         new_bytes: int,
         already_finished: bool,
         seconds: float,
         tokenizer_seconds: float,
     ) -> "Summary":
-        """The figures of what `run` has left."""
+        """Add up the figures of a data set."""
         ledger, splits, info = manifest.ledger, manifest.splits, manifest.tokenizer
         tokens = sum(split.tokens for split in splits.values())
         shard_bytes = sum(shard.bytes for split in splits.values() for shard in split.shards)
         return cls(
-            out=str(run.settings.output),
+            out=out,
             files=ledger.files,
-            skipped_binary=run.inputs.corpus.skipped_binary,
+            skipped_binary=skipped_binary,
             documents=ledger.written,
             splits={name: split.rows for name, split in splits.items()},
             empty=ledger.empty,
@@ -94,9 +97,9 @@ class Summary:
             shard_bytes=shard_bytes,
             text_bytes_per_token=round(ledger.bytes / tokens, 3),
             shard_bytes_per_token=round(shard_bytes / tokens, 3),
-            vocabulary_size=run.tokenizer.vocabulary_size,
+            vocabulary_size=tokenizer.vocabulary_size,
             vocabulary_wanted=vocabulary_wanted,
-            end_token=run.tokenizer.end_token,
+            end_token=tokenizer.end_token,
             task=manifest.task,
             labels=list(manifest.label_names),
             engine=f"{info.engine} {info.engine_version}",
@@ -109,7 +112,7 @@ class Summary:
                 for counts in zip(*(s.length_histogram for s in splits.values()), strict=True)
             ],
             already_finished=already_finished,
-            units=len(run.inputs.units),
+            units=units,
             resumed_units=resumed_units,
             seconds=round(seconds, 2),
             tokenizer_seconds=round(tokenizer_seconds, 2),

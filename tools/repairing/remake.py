@@ -33,7 +33,7 @@ from tokenfeed.tools.fetching import SCRATCH_PREFIX
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.pretokenizing.prepare import Prepared
+from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.run.claim import made_by
 from tokenfeed.tools.run.progress import Bar
 from tokenfeed.tools.run.worker import Worker
@@ -88,7 +88,8 @@ def remake(
         scratch = Path(name)  # beside the shards, so that they can be renamed
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
         options = _options(folder, recipe, manifest, corpus, scratch)
-        run = Prepared.from_options(options, options.output, "new", None).run
+        listed = Listed.from_options(options, options.output, None)
+        run = Prepared.from_listed(listed, "new").run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)
         return problems + _encoded(settings, run.inputs, shards, folder, manifest)

@@ -21,6 +21,7 @@ from multiprocessing.reduction import send_handle
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
+from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.tools.signals import signals_held
 
 __all__ = [
@@ -65,9 +66,9 @@ ResultT = TypeVar("ResultT")
 _TakenT = TypeVar("_TakenT", bound=Weighed, contravariant=True)
 _GivenT = TypeVar("_GivenT", covariant=True)
 
-Begin = Callable[[Callable[[float, int], None]], Callable[[UnitT], ResultT]]
-"""Loads what work on units needs, and gives what does a unit; what it is given is to be told the
-weight and tokens of each part of a unit that is done."""
+Begin = Callable[[Callable[[float, int, str], None]], Callable[[UnitT], ResultT]]
+"""Loads what work on units needs, and returns the function that does a unit. Its argument is called
+with the weight and tokens of each part of a unit that is done, and the last record of it."""
 
 
 class Work(Protocol[_TakenT, _GivenT]):
@@ -84,6 +85,8 @@ class Progress(NamedTuple):
 
     weight_bytes: float
     num_tokens: int
+    at: str = ""
+    """The last record of the part."""
 
 
 class Done(NamedTuple):
@@ -104,15 +107,11 @@ class Failure(NamedTuple):
 OnProgress = Callable[[Progress], None]
 
 
-class WorkerDied(Exception):
-    """A worker process is gone, and what it was at with it; the message says more."""
+_DIED = "a worker process was killed, perhaps for want of memory (then use fewer `--workers`)"
 
-    def __init__(
-        self,
-        message: str = "a worker process was killed, perhaps for want of memory (then use fewer "
-        "`--workers`)",
-    ) -> None:
-        super().__init__(message)
+
+class WorkerDied(TokenfeedError):
+    """A worker process is gone, and with it the unit that it was working on."""
 
 
 class Server:
@@ -155,7 +154,7 @@ class Server:
                 with theirs:
                     send_handle(self._control, theirs.fileno(), None)
         except ConnectionError:
-            raise WorkerDied from None
+            raise WorkerDied(_DIED) from None
         return self._workers
 
     def close(self) -> None:
@@ -183,6 +182,8 @@ class Crew(Generic[UnitT, ResultT]):
         self._waiting = iter(units)
         self._on_progress = on_progress
         self._given: dict[Connection, deque[UnitT]] = {}
+        self._at: dict[Connection, str] = {}
+        """The last record that each worker has reported of its unit."""
         self._urgent: UnitT | None = None
         with self._closing_after_an_error():
             for connection in server.fork(work, num_workers):
@@ -220,8 +221,11 @@ class Crew(Generic[UnitT, ResultT]):
         try:
             message: Progress | Done | Failure = connection.recv()
         except (EOFError, ConnectionError):
-            raise WorkerDied from None
+            unit, at = self._given[connection][0], self._at.get(connection)
+            behind = f", after {at}" if at else ""
+            raise WorkerDied(f"{_DIED}, at {unit}{behind}") from None
         if isinstance(message, Progress):
+            self._at[connection] = message.at
             self._on_progress(message)
         elif isinstance(message, Failure):
             message.error.add_note(message.traceback)

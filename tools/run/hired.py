@@ -142,5 +142,5 @@ class Hired(Generic[UnitT, ResultT]):
 def _given_up(unit: Any, error: Exception) -> str:
     reason = str(error).strip().split("\n")[0]
     number = getattr(unit, "number", None)
-    what = "its first question" if number is None else f"unit {number}"
+    what = "its first question" if number is None else str(unit)
     return f"the cluster has given up {what} ({type(error).__name__}: {reason})"

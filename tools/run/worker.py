@@ -49,11 +49,11 @@ class Worker(Generic[UnitT, ResultT]):
         self._count(self._left_bytes, 0)
         return result
 
-    def _count(self, weight_bytes: float, num_tokens: int) -> None:
+    def _count(self, weight_bytes: float, num_tokens: int, at: str = "") -> None:
         """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
         weight_bytes = min(weight_bytes, self._left_bytes)
         self._left_bytes -= weight_bytes
-        self.on_progress(Progress(weight_bytes, num_tokens))
+        self.on_progress(Progress(weight_bytes, num_tokens, at))
 
 
 def main(socket_fd: int, modules: list[str]) -> None:

@@ -107,7 +107,7 @@ def test_excluded_names_and_paths_are_left_out(tree: Path) -> None:
 
 def test_an_older_data_set_inside_the_corpus_is_no_input(tree: Path, tmp_path: Path) -> None:
     before = find(tree, out=tmp_path / "out").sources
-    for number, names in enumerate([("manifest.json", "tokenizer.json"), (".journal.jsonl",)]):
+    for number, names in enumerate([("manifest.json", "tokenizer.json"), (".parts",)]):
         folder = tree / f"older{number}"
         folder.mkdir()
         for name in (*names, "notes.txt"):

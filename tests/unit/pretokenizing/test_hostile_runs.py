@@ -1,6 +1,7 @@
 """Runs of `pretokenize` that are refused, damaged, repeated or given nonsense."""
 
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 from command import files_of
 from tokenizers import Tokenizer, models
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError, TokenizerError
+from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.kinds import Kind
@@ -141,42 +142,42 @@ def test_an_engine_found_wrong_late_leaves_nothing(
     make(corpus, out, tokenizer, shard_size="30KB")
 
 
+UNIT = {"shards": {}, "histograms": {}, "sources": [], "rejects": []}
+
+
 @pytest.mark.parametrize(
-    "line",
+    "content",
     [
-        "[]",
-        "3",
-        '{"unit": 0}',
-        '{"unit": "0", "shards": {}, "histograms": {}, "sources": [], "rejects": []}',
-        '{"unit": 0, "shards": [], "histograms": {}, "sources": [], "rejects": []}',
-        '{"unit": 0, "shards": {}, "histograms": {"train": 3}, "sources": [], "rejects": []}',
-        '{"unit": 0, "shards": {}, "histograms": {}, "sources": [{"source": 0}], "rejects": []}',
-        '{"unit": 0, "shards": {}, "histograms": {}, "sources": [], "rejects": [[0, 1]]}',
+        [],
+        3,
+        {"unit": 0},
+        {"result": {"unit": 0}, "written_at": {}},
+        {"result": UNIT | {"unit": "0"}, "written_at": {}},
+        {"result": UNIT | {"unit": 0}, "written_at": []},
+        {"result": UNIT | {"unit": 0, "sources": [{"source": 0}]}, "written_at": {}},
+        {"result": UNIT | {"unit": 0, "rejects": [[0, 1]]}, "written_at": {}},
     ],
 )
-def test_a_journal_of_wrong_types_is_named(
+def test_unit_with_damaged_record_is_made_again(
     corpus: Path,
     tmp_path: Path,
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
-    line: str,
+    content: Any,
 ) -> None:
     out = tmp_path / "out"
     interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
-    journal = out / ".journal.jsonl"
-    first, *_ = journal.read_text().splitlines()
-    journal.write_text(f"{first}\n{line}\n")
-    with pytest.raises(ManifestError, match=rf"{journal}: is damaged .* Delete the folder"):
-        make(corpus, out, tokenizer)
+    (out / ".parts/00000.json").write_text(json.dumps(content))
+    assert make(corpus, out, tokenizer).resumed_units == 0
 
 
-def test_a_first_line_of_the_journal_that_is_no_job_is_named(
+def test_damaged_job_is_named(
     corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
     interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
-    (out / ".journal.jsonl").write_text("[1]\n")
-    with pytest.raises(ManifestError, match="is damaged"):
+    (out / ".parts/job.json").write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
         make(corpus, out, tokenizer)
 
 

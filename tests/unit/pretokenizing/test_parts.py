@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.run.parts import Part, Parts
+from tokenfeed.tools.run.records import Part, Records
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +42,10 @@ def undisturbed(
 
 
 def stopped_after(units: int) -> Callable[..., None]:
-    """`Parts.append`, and an interruption after so many calls."""
-    append, left = Parts.append, [units]
+    """`Records.append`, and an interruption after so many calls."""
+    append, left = Records.append, [units]
 
-    def stopping(parts: Parts[Any], result: Any) -> None:
+    def stopping(parts: Records[Any], result: Any) -> None:
         if not left[0]:
             raise KeyboardInterrupt  # its shards are there, its record is not
         left[0] -= 1
@@ -72,7 +72,7 @@ def test_parts_in_any_order_repeated_and_killed_give_the_bytes_of_one_run(
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         out = Path(folder, "out")
         for index, units in attempts:
-            patch.setattr(Parts, "append", stopped_after(units))
+            patch.setattr(Records, "append", stopped_after(units))
             try:
                 part(f"{index}/3", lines, out, tokenizer, validation=0.1)
             except KeyboardInterrupt as stopped:
@@ -98,7 +98,7 @@ def test_finishing_too_early_names_the_parts_and_leaves_them_as_they_are(
         make(lines, out, tokenizer, finish=True)
     assert files_of(out) == before
     record = next((out / ".parts").glob("0*1.json"))
-    shard = next(iter(json.loads(record.read_bytes())["shards"].values()))["file"]
+    shard = next(iter(json.loads(record.read_bytes())["result"]["shards"].values()))["file"]
     (out / shard).write_bytes(b"not as it was left")
     for index in (0, 2, 4):
         part(f"{index}/5", lines, out, tokenizer)
@@ -135,7 +135,7 @@ def test_a_part_with_other_packages_is_refused(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part("0/3", lines, tmp_path / "out", tokenizer)
-    monkeypatch.setattr("tokenfeed.tools.run.parts.versions", lambda: ["pyarrow 1.0"])
+    monkeypatch.setattr("tokenfeed.tools.run.records.versions", lambda: ["pyarrow 1.0"])
     with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
         part("1/3", lines, tmp_path / "out", tokenizer)
 
@@ -151,7 +151,6 @@ def test_a_part_beside_a_run_of_another_command_is_refused(
         make(lines, tmp_path / "out", tokenizer)
     with pytest.raises(ConfigError, match="--validation was"):
         part("0/3", lines, tmp_path / "out", tokenizer, validation=0.5)
-    assert not (tmp_path / "out/.parts").exists()
 
 
 def test_the_limit_on_rejects_holds_over_all_parts(

@@ -3,10 +3,7 @@
 import contextlib
 import itertools
 import json
-import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,9 +22,6 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, T
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
-from tokenfeed.tools.outputs.store import StoreOutput
-from tokenfeed.tools.run import lease
-from tokenfeed.tools.run.lease import CLAIM_FILE, Lease
 
 pytest.importorskip("obstore")
 
@@ -232,85 +226,3 @@ def test_a_run_without_a_document_leaves_nothing(
 def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
     with pytest.raises(ConfigError, match=f"{url}: no data set is written there"):
         make(lines, url, tokenizer)
-
-
-def claim_of(remote: Remote, **changes: Any) -> dict[str, Any]:
-    """Put the claim of some other run there."""
-    claim = {"run": "other", "host": "elsewhere", "pid": 7, "alive_at": time.time()} | changes
-    remote.put(CLAIM_FILE, json.dumps(claim).encode())
-    return claim
-
-
-def test_a_store_where_another_run_is_at_work_is_refused(
-    lines: Path, tokenizer: Path, remote: Remote
-) -> None:
-    here = socket.gethostname()
-    for changes in ({}, {"alive_at": time.time() - 200}, {"host": here, "pid": os.getppid()}):
-        claim = claim_of(remote, **changes)
-        with pytest.raises(ConfigError, match=f"process {claim['pid']} on {claim['host']}, last"):
-            make(lines, url_of(remote), tokenizer)
-        assert objects_of(remote) == {CLAIM_FILE: json.dumps(claim).encode()}
-
-
-def test_a_run_that_has_ended_or_was_silent_for_long_is_taken_over(
-    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
-) -> None:
-    here = socket.gethostname()
-    for changes in ({"alive_at": time.time() - 301}, {"host": here, "pid": os.getpid()}):
-        remote.server.objects.clear()
-        claim_of(remote, **changes)
-        make(lines, url_of(remote), tokenizer, validation=0.1)
-        assert objects_of(remote) == undisturbed
-
-
-@pytest.mark.parametrize("lies", [False, True])
-def test_a_run_whose_claim_is_taken_ends_and_leaves_the_other_its_claim(
-    lines: Path, tokenizer: Path, remote: Remote, monkeypatch: pytest.MonkeyPatch, lies: bool
-) -> None:
-    remote.server.lies = lies
-    monkeypatch.setattr(lease, "_BEAT_S", 0.01)
-    room = StoreOutput.room
-
-    @contextlib.contextmanager
-    def robbed(output: StoreOutput) -> Iterator[Path]:
-        with room(output) as folder:
-            yield folder
-        claim_of(remote)
-        time.sleep(0.3)
-
-    monkeypatch.setattr(StoreOutput, "room", robbed)
-    with pytest.raises(TokenfeedError, match="another run is writing here: process 7 on elsewhere"):
-        make(lines, url_of(remote), tokenizer)
-    assert json.loads(remote.content(CLAIM_FILE))["run"] == "other"
-
-
-def test_a_claim_beats_until_it_is_released(
-    remote: Remote, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lease, "_BEAT_S", 0.01)
-    held = Lease.take(remote.store)
-    first = remote.content(CLAIM_FILE)
-    deadline = time.monotonic() + 20
-    while remote.content(CLAIM_FILE) == first:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    held.check()
-    held.release()
-    assert not objects_of(remote)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"alive_at": "x"}, {"alive_at": None}, {"pid": "x"}, {"pid": 2**70}, {"pid": 0}]
-)
-def test_what_is_no_claim_is_nobodys(remote: Remote, changes: dict[str, Any]) -> None:
-    claim_of(remote, **({"host": socket.gethostname()} | changes))
-    Lease.take(remote.store).release()
-    assert not objects_of(remote)
-
-
-def test_a_claim_of_a_clock_that_is_far_ahead_keeps_nobody_out_for_long(remote: Remote) -> None:
-    claim_of(remote, alive_at=time.time() + 200)
-    with pytest.raises(ConfigError, match=r"last heard of (199|200) s ago"):
-        Lease.take(remote.store)
-    claim_of(remote, alive_at=time.time() + 400)
-    Lease.take(remote.store).release()

@@ -151,8 +151,9 @@ def test_another_data_set_is_not_written_over(
         copy_data_set(str(documents), str(other))
     with pytest.raises(ConfigError, match="is the place to copy from"):
         copy_data_set(str(documents), str(documents))
-    (tmp_path / "begun").mkdir()
-    (tmp_path / "begun/.journal.jsonl").write_text('{"CORPUS": ["x"]}\n')
+    (tmp_path / "begun/.parts").mkdir(parents=True)
+    job = {"parts": None, "recipe": {"CORPUS": ["x"]}}
+    (tmp_path / "begun/.parts/job.json").write_text(json.dumps(job))
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
@@ -233,7 +234,9 @@ def test_copy_removes_what_killed_copy_left(documents: Path, tmp_path: Path) -> 
     left.parent.mkdir(parents=True)
     left.write_bytes(b"some bytes")
     fingerprint = Manifest.read(documents).fingerprint
-    (tmp_path / "to/.journal.jsonl").write_text(json.dumps({"shards copy": fingerprint}) + "\n")
+    job = {"parts": None, "recipe": {"shards copy": fingerprint}}
+    (tmp_path / "to/.parts").mkdir()
+    (tmp_path / "to/.parts/job.json").write_text(json.dumps(job))
     copy_data_set(str(documents), str(tmp_path / "to"))
     assert files_of(tmp_path / "to") == files_of(documents)
 
