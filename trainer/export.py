@@ -111,8 +111,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     manifest = read_manifest(config.shards)
     task = make_task(config, manifest, _CPU)
     checkpoints = Checkpoints.of_run(config.run_dir)
-    best = checkpoints.best()
-    progress, state = checkpoints.load(_CPU, best.step if best else None)
+    best, progress, state = checkpoints.load_best(_CPU)
     about = Exported(
         model=_HUB if config.model.startswith(_HUB) else config.model,
         size=SIZES.get(config.model),

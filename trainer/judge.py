@@ -4,7 +4,6 @@ import logging
 import math
 
 from tokenfeed.trainer.checkpoints.meta import Best
-from tokenfeed.trainer.checkpoints.saver import Saver
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.tasks.task import BestBy
 from tokenfeed.trainer.telemetry import MetricsFile
@@ -20,11 +19,10 @@ class Judge:
     Args:
         evaluator: Knows the splits.
         best_by: The metric that decides, and how.
-        saver: Keeps the checkpoint of the best step.
     """
 
-    def __init__(self, evaluator: Evaluator, best_by: BestBy, saver: Saver) -> None:
-        self._evaluator, self._best_by, self._saver = evaluator, best_by, saver
+    def __init__(self, evaluator: Evaluator, best_by: BestBy) -> None:
+        self._evaluator, self._best_by = evaluator, best_by
         self.best: Best | None = None
         """Of all steps so far."""
 
@@ -47,10 +45,8 @@ class Judge:
             _log.info("step %d | %s %s", step, split, shown)
         return metrics
 
-    def keep_if_best(self, step: int, metrics: Metrics) -> None:
-        """Keep a step that is saved, if none did better before."""
+    def note(self, step: int, metrics: Metrics) -> None:
+        """Take a step that will be saved for the best one, if none did better before."""
         lack, before = self._best_by.lack(metrics), self.best
         if math.isfinite(lack) and (before is None or lack < self._best_by.lack(before.metrics)):
-            best = Best(step=step, metric=self._best_by.metric, metrics=metrics)
-            self._saver.keep_best(best)
-            self.best = best
+            self.best = Best(step=step, metric=self._best_by.metric, metrics=metrics)

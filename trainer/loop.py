@@ -87,7 +87,7 @@ class Trainer:
         """The rows of the latest steps, to name those of a step that was skipped."""
         self.has_named_records = False
         self.agreement = Agreement(self.world)
-        self.judge = Judge(self.evaluator, self.task.best_by, self.saver)
+        self.judge = Judge(self.evaluator, self.task.best_by)
         self.tracer: StepTracer | None = None
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
@@ -129,6 +129,7 @@ class Trainer:
         if self.progress_log.is_behind:
             self._write_log()
         if self.saved_step != self.step:
+            self._check_weights()
             self._save()
         self.saver.wait()
         self.agreement.settle()
@@ -213,10 +214,20 @@ class Trainer:
         saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: a loss that is no number must not be kept
+        stops = self.agreement.stop and step < config.steps
         if saving:
+            self._check_weights()
+        if saving and stops:  # there may be seconds left
             self._save()
-        if self._is_due(config.eval_every):
-            self._evaluate()  # what it may fail on costs no step: they are saved
+        try:
+            if self._is_due(config.eval_every):
+                self._evaluate()
+        except Exception:
+            if saving and not stops and not config.shard_model:  # its ranks save together
+                self._save()
+            raise
+        if saving and not stops:
+            self._save()
         if self.tracer is not None:
             with self.stall.cause("log"):
                 self.tracer.after(step)
@@ -254,23 +265,26 @@ class Trainer:
             self.stall.gather(self.world.gathered)
 
     def _evaluate(self, *, note: bool = True) -> None:
-        """The metrics of the validation split, if there is one. Of a step that is due to be saved
-        they decide whether its checkpoint is the best; also on resuming, for a kill may have come
-        before the decision."""
+        """Measure the validation split, if there is one. Metrics of a step that is due to be saved
+        decide whether it is the best. They come before its checkpoint, which says so; a run that
+        was told to stop saves first, and decides when it is resumed."""
         with self.stall.cause("evaluation"):
             told = self.metrics if note else None
             metrics = self.judge.metrics_of("validation", self.step, told)
-        is_saved = self._is_due(self.config.save_every) and self.saved_step == self.step > 0
+        is_saved = self._is_due(self.config.save_every) and self.step > 0
         if metrics and is_saved and self._is_due(self.config.eval_every):
-            self.judge.keep_if_best(self.step, metrics)
+            self.judge.note(self.step, metrics)
 
     def _save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
-            if not all_finite(self.learner.model, self.world):
-                raise self._diverged(f"weights have become infinite at step {self.step}", self.step)
             self.saver.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step
+
+    def _check_weights(self) -> None:
+        with self.stall.cause("checkpoint"):
+            if not all_finite(self.learner.model, self.world):
+                raise self._diverged(f"weights have become infinite at step {self.step}", self.step)
 
     def _meta(self) -> CheckpointMeta:
         return CheckpointMeta(
@@ -320,8 +334,7 @@ class Trainer:
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
-        best = self.world.from_main(self.checkpoints.best)
-        self.judge.best = best if best and best.step <= self.step else None
+        self.judge.best = self.world.from_main(lambda: self.checkpoints.best_of(progress))
         self.agreement.begin(progress.tokens, progress.slots)
 
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:

@@ -116,9 +116,7 @@ def compare(run_dir: Path, undisturbed: Path) -> None:
     steps = {*Checkpoints.of_run(run_dir).steps()} if LOSE_DISKS else {STEPS - 2}
     for step in {STEPS} | ({STEPS - 2} & steps):
         assert_same(load_state(run_dir, step), load_state(undisturbed, step))
-    best = [
-        (folder / "checkpoints" / "best.json").read_bytes() for folder in (run_dir, undisturbed)
-    ]
+    best = [Checkpoints.of_run(folder).best() for folder in (run_dir, undisturbed)]
     assert best[0] == best[1], (best, sorted(steps))
     if not LOSE_DISKS:
         assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}

@@ -8,6 +8,6 @@
 Both are written and synced under a temporary folder name, and one rename makes them a checkpoint.
 What a killed save left under such a name counts for nothing, and the next save deletes it.
 
-The loop pays for a copy to host memory (`host_copy`); a thread does the rest (`saver`). best.json
-names the checkpoint that was best on the validation split, and says by what.
+The loop pays for a copy to host memory (`host_copy`); a thread does the rest (`saver`). The
+latest checkpoint.json also says which step was best on the validation split, and by what.
 """

@@ -1,6 +1,7 @@
 """The folder of a run's checkpoints: which are there, which are kept, what was best."""
 
 import contextlib
+import logging
 import re
 import shutil
 import threading
@@ -11,9 +12,10 @@ from pathlib import Path
 import torch
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_write, sync_folder
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
 from tokenfeed.trainer.checkpoints.format import (
     read_checkpoint,
+    read_meta,
     verify_checkpoint,
     write_checkpoint,
 )
@@ -22,9 +24,10 @@ from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["BEST_FILE", "DAMAGE", "Checkpoints", "Held", "name_of"]
+__all__ = ["DAMAGE", "Checkpoints", "Held", "name_of"]
 
-BEST_FILE = "best.json"
+_log = logging.getLogger(__name__)
+
 _NAME = re.compile(r"step-(\d{8})")
 _DAMAGED_SUFFIX = ".damaged"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
@@ -71,7 +74,7 @@ class Checkpoints:
         return sorted(int(name[1]) for name in names if name)
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a checkpoint has become whole, or the best; in the thread that did."""
+        """Call this whenever a checkpoint has become whole, in the thread that wrote it."""
         self._changed = listener
 
     def latest(self) -> Path | None:
@@ -99,20 +102,42 @@ class Checkpoints:
         return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
     def best(self) -> Best | None:
-        """The best one so far; None where there was no evaluation, or its checkpoint is gone."""
-        try:
-            best = Best.of_json((self._folder / BEST_FILE).read_bytes())
-        except OSError:
+        """The best step by the latest checkpoint; None before an evaluation, or if it is gone.
+
+        Raises:
+            ResumeError: The latest checkpoint is damaged.
+        """
+        latest = self.latest()
+        if latest is None:
             return None
+        with _reading(latest):
+            best = read_meta(latest).best
         return best if best and self.path(best.step).is_dir() else None
 
-    def keep_best(self, best: Best) -> None:
-        """From now on keep the checkpoint of this step instead of the best one before."""
-        atomic_write(self._folder / BEST_FILE, best.to_json())
-        self._changed()
+    def best_of(self, meta: CheckpointMeta) -> Best | None:
+        """The best step by a checkpoint; None before an evaluation, or, with a warning, if the
+        checkpoint of that step is gone."""
+        best = meta.best
+        if best is None or self.path(best.step).is_dir():
+            return best
+        _log.warning(
+            "%s: the best checkpoint so far is gone. Going on without it", self.path(best.step)
+        )
+        return None
+
+    def load_best(self, device: torch.device) -> tuple[Best | None, CheckpointMeta, State]:
+        """Read the best checkpoint, or the latest where none is known to be best.
+
+        Raises:
+            ResumeError: There is none, or it is damaged.
+        """
+        latest = self.to_resume()
+        with _reading(latest):
+            best = self.best_of(read_meta(latest))
+        return best, *self.load(device, best.step if best else None)
 
     def write(self, meta: CheckpointMeta, rest: State, copy: HostCopy, keep: int) -> None:
-        """Write a checkpoint, then delete those older than the latest `keep`, but for the best.
+        """Write a checkpoint, then delete those older than the latest `keep`, but for its best.
 
         Raises:
             OSError: The disk refused it, and the earlier checkpoints are as they were.
@@ -138,13 +163,8 @@ class Checkpoints:
             ResumeError: There is none, or it is damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
-        try:
+        with _reading(path):
             return read_checkpoint(path, device)
-        except DAMAGE as error:
-            raise ResumeError(
-                f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from "
-                "the one before it."
-            ) from error
 
     def damage(self, step: int) -> str | None:
         """What is wrong with the checkpoint of a step; None where all its bytes are right."""
@@ -166,8 +186,12 @@ class Checkpoints:
             self._held = set()
 
     def delete_old(self, keep: int) -> None:
-        """Delete the checkpoints older than the latest `keep`, but for the best and those held."""
-        best = self.best()
+        """Delete the checkpoints older than the latest `keep`, but for the best and those held.
+        Where the latest is damaged, and the best unknown, all stay."""
+        try:
+            best = self.best()
+        except ResumeError:
+            return
         with self._lock:
             kept = {*self._held, best and best.step}
             old = [self.path(step) for step in self.steps()[:-keep] if step not in kept]
@@ -203,3 +227,14 @@ class Checkpoints:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + TEMPORARY_SUFFIX)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except DAMAGE as error:
+        raise ResumeError(
+            f"{path}: the checkpoint is damaged ({error}). Delete this folder to resume from the "
+            "one before it."
+        ) from error

@@ -21,7 +21,14 @@ from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tensor_file import read_tensors, write_tensors
 from tokenfeed.trainer.checkpoints.tree import State, join
 
-__all__ = ["CONTENT_FILE", "files_of", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
+__all__ = [
+    "CONTENT_FILE",
+    "files_of",
+    "read_checkpoint",
+    "read_meta",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
 
 _VERSION = 1
 CONTENT_FILE, _TENSORS = "checkpoint.json", "state.safetensors"
@@ -98,6 +105,15 @@ def verify_checkpoint(folder: Path) -> None:
         OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
     """
     _verified(folder)
+
+
+def read_meta(folder: Path) -> CheckpointMeta:
+    """Read what a checkpoint says of its run; its tensors are not read.
+
+    Raises:
+        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+    """
+    return _content((folder / CONTENT_FILE).read_bytes()).meta
 
 
 def files_of(data: bytes) -> list[str]:

@@ -1,10 +1,7 @@
 """What a checkpoint says of its run, beside tensors."""
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
-
-import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config import TrainConfig
@@ -30,18 +27,6 @@ class Best:
     metrics: dict[str, float]
     """All metrics at that step."""
 
-    @classmethod
-    def of_json(cls, data: bytes) -> "Best | None":
-        """What best.json says; None where it is damaged."""
-        try:
-            return msgspec.convert(json.loads(data), cls)  # msgspec alone reads no infinite loss
-        except (ValueError, RecursionError):
-            return None
-
-    def to_json(self) -> bytes:
-        """As best.json."""
-        return json.dumps(asdict(self)).encode() + b"\n"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
@@ -60,8 +45,9 @@ class CheckpointMeta:
     loader: dict[str, Any]
     """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None
-    """The best step before this one; for people, as is the configuration."""
+    """The best step so far, this one included."""
     config: dict[str, Any] = field(default_factory=dict)
+    """For people."""
 
     def check(self, config: TrainConfig, ours: "CheckpointMeta") -> None:
         """Refuse to go on with another model, or with fewer steps than were trained.

@@ -10,7 +10,7 @@ from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoints.folder import DAMAGE, Checkpoints
-from tokenfeed.trainer.checkpoints.format import verify_checkpoint
+from tokenfeed.trainer.checkpoints.format import read_meta, verify_checkpoint
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
 from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
 
@@ -94,17 +94,18 @@ class _Search:
     def _fetch(self, step: int) -> bool:
         """Whether the checkpoint of a step could be taken over from the URL."""
         assert self._remote is not None
-        if not self._receive(step, partial(self._bring_others, step)):
+        if not self._receive(step, self._bring_others):
             self._amends.append(partial(self._remote.set_aside, step))
             return False
         _log.info("%s: step %d comes from %s", self._run_dir, step, self._remote.url)
         return True
 
-    def _bring_others(self, step: int) -> None:
-        """What belongs to the checkpoint of a step; before it, for then it can be gone on from."""
+    def _bring_others(self, checkpoint: Path) -> None:
+        """Bring what belongs to a checkpoint, before this has its name and can be resumed from:
+        settings, metrics, and the best checkpoint that it names."""
         assert self._remote is not None
+        meta = read_meta(checkpoint)
         with self._reading():
-            best = patiently(self._remote.best)
             files = {
                 name: patiently(partial(self._remote.get, name))
                 for name in (CONFIG_FILE, METRICS_FILE, REPORT_FILE)
@@ -112,12 +113,11 @@ class _Search:
         for name, data in files.items():
             if data is not None:
                 atomic_write(self._run_dir / name, data)
-        if best is not None and best.step <= step:
-            if best.step not in (step, *self._here.steps()):
-                self._receive(best.step)
-            self._here.keep_best(best)
+        best = meta.best
+        if best is not None and best.step not in (meta.step, *self._here.steps()):
+            self._receive(best.step)
 
-    def _receive(self, step: int, bring_others: Callable[[], None] = lambda: None) -> bool:
+    def _receive(self, step: int, bring_others: Callable[[Path], None] = lambda _: None) -> bool:
         """Copy a checkpoint here; once more where it is damaged, for a line may be at fault."""
         assert self._remote is not None
         for _ in range(2):
@@ -126,7 +126,7 @@ class _Search:
                     with self._reading():
                         patiently(partial(self._remote.get_checkpoint, step, folder))
                     verify_checkpoint(folder)
-                    bring_others()
+                    bring_others(folder)
                 return True
             except DAMAGE as error:
                 damage = reason(error)

@@ -19,9 +19,8 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
-from tokenfeed.trainer.checkpoints.folder import BEST_FILE, name_of
+from tokenfeed.trainer.checkpoints.folder import name_of
 from tokenfeed.trainer.checkpoints.format import CONTENT_FILE, files_of
-from tokenfeed.trainer.checkpoints.meta import Best
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
 __all__ = ["PROBE", "RemoteRun", "patiently", "reason"]
@@ -75,11 +74,6 @@ class RemoteRun:
     def steps(self) -> list[int]:
         """Those of the whole checkpoints, in order."""
         return sorted(step for step, names in self._list().items() if CONTENT_FILE in names)
-
-    def best(self) -> Best | None:
-        """What best.json says there; None where there is none."""
-        data = self.get(CHECKPOINTS_FOLDER, BEST_FILE)
-        return None if data is None else Best.of_json(data)
 
     def put(self, data: bytes, *names: str) -> None:
         """Write a small file, whole or not at all, unless it was written like this before."""

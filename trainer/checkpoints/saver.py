@@ -8,7 +8,7 @@ import torch
 from tokenfeed.trainer.checkpoints.background import Background
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.host_copy import HostCopy
-from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tree import State, split
 
 __all__ = ["NoSaver", "Saver"]
@@ -41,10 +41,6 @@ class Saver:
         self._copy.take(tensors)
         self._jobs.do(partial(self._checkpoints.write, meta, rest, self._copy, self._keep))
 
-    def keep_best(self, best: Best) -> None:
-        """Keep the checkpoint of this step instead of the best one before, once it is whole."""
-        self._jobs.do(partial(self._checkpoints.keep_best, best))
-
     def check(self) -> None:
         """Raise the error of a save that has failed; does not wait."""
         self._jobs.check()
@@ -73,7 +69,4 @@ class NoSaver(Saver):
     """What the ranks have that write nothing."""
 
     def save(self, meta: CheckpointMeta, state: State) -> None:
-        """Rank 0 does."""
-
-    def keep_best(self, best: Best) -> None:
         """Rank 0 does."""

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.checkpoints.folder import BEST_FILE, Checkpoints, Held
+from tokenfeed.trainer.checkpoints.folder import Checkpoints, Held
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
 from tokenfeed.trainer.config import (
-    CHECKPOINTS_FOLDER,
     CONFIG_FILE,
     METRICS_FILE,
     PAGE_FILE,
@@ -150,8 +149,6 @@ class Uploads:
         best = held.best.step if held.best else None
         for step in sorted({step for step in (held.latest, best) if step is not None}):
             remote.put_checkpoint(self._checkpoints.path(step))
-            if held.best is not None and step == best:
-                remote.put(held.best.to_json(), CHECKPOINTS_FOLDER, BEST_FILE)
         if held.latest is not None:
             remote.delete_old(held.latest, self._config.keep, best)
 

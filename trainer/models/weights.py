@@ -105,8 +105,7 @@ def _read(folder: Path) -> State:
         )
     if files:
         return {name: value for file in files for name, value in _load(file).items()}
-    best = checkpoints.best()
-    _, state = checkpoints.load(torch.device("cpu"), best.step if best else None)
+    *_, state = checkpoints.load_best(torch.device("cpu"))
     weights: State = state["model"]
     return weights
 

@@ -150,10 +150,8 @@ def test_the_latest_are_kept(folder: Path) -> None:
 def test_the_best_is_kept_besides(folder: Path) -> None:
     with open_saver(folder) as saver:
         for step in (1, 2, 3, 4):
-            saver.save(make_meta(step), make_state(step))
-            if step == 1:
-                saver.keep_best(best_of(1))
-    assert names_in(folder) == ["best.json", "step-00000001", "step-00000003", "step-00000004"]
+            saver.save(make_meta(step, best=best_of(1)), make_state(step))
+    assert names_in(folder) == ["step-00000001", "step-00000003", "step-00000004"]
     assert Checkpoints(folder).best() == best_of(1)
 
 
@@ -164,10 +162,8 @@ def test_the_best_is_kept_also_where_a_loss_that_did_not_decide_is_no_number(
     best = Best(step=1, metric="macro_f1", metrics={"loss": loss, "macro_f1": 0.5})
     with open_saver(folder) as saver:
         for step in (1, 2, 3, 4):
-            saver.save(make_meta(step), make_state(step))
-            if step == 1:
-                saver.keep_best(best)
-    assert names_in(folder) == ["best.json", "step-00000001", "step-00000003", "step-00000004"]
+            saver.save(make_meta(step, best=best), make_state(step))
+    assert names_in(folder) == ["step-00000001", "step-00000003", "step-00000004"]
     assert repr(Checkpoints(folder).best()) == repr(best)  # a NaN is not equal to itself
 
 

@@ -21,6 +21,7 @@ from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer import evaluation
+from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
 from tokenfeed.trainer.page.page import write_page
@@ -84,7 +85,7 @@ def test_what_a_killed_save_left_neither_locks_the_folder_nor_stays(
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
     run(make_config(shards, tmp_path, steps=2))
-    assert sorted(path.name for path in left.parent.iterdir()) == ["best.json", "step-00000002"]
+    assert sorted(path.name for path in left.parent.iterdir()) == ["step-00000002"]
 
 
 def test_resuming_where_there_is_no_run_makes_no_folder(shards: Path, tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
         train(make_config(shards, tmp_path), fill_the_disk_after_step_five)
     assert error.value.filename == str(folder / "step-00000008")
     assert error.value.strerror.endswith(f"go on with --resume from {folder / 'step-00000004'}")
-    assert sorted(path.name for path in folder.iterdir()) == ["best.json", "step-00000004"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000004"]
     run(make_config(shards, tmp_path, resume=True))
     assert_same_run(tmp_path, undisturbed, 8)
 
@@ -207,8 +208,8 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
 
     def start_another() -> bool:
         if (tmp_path / "checkpoints").exists() is resume and not before:
-            while resume and not (tmp_path / "checkpoints" / "best.json").exists():
-                time.sleep(0.01)  # it is written beside the loop, and last
+            while resume and Checkpoints.of_run(tmp_path).latest() is None:
+                time.sleep(0.01)  # it is written beside the loop
             before.update(content_of(tmp_path))
             with pytest.raises(ConfigError, match="another run is writing into") as error:
                 run(make_config(shards, tmp_path, seed=1, resume=resume))

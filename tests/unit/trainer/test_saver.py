@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from saves import CPU, best_of, make_meta, make_state, names_in, open_saver
+from saves import CPU, make_meta, make_state, names_in, open_saver
 from simulated import CUDA_1, SimulatedCuda, simulate
 from torch import nn
 from training import make_config, run, write_counting
@@ -75,17 +75,6 @@ def test_a_save_waits_for_the_one_before_only(folder: Path, disk: Disk) -> None:
         assert names_in(folder)[0] == "step-00000001"
 
 
-def test_the_best_is_named_only_when_its_checkpoint_is_whole(folder: Path, disk: Disk) -> None:
-    with open_saver(folder) as saver:
-        saver.save(make_meta(1), make_state(1))
-        saver.keep_best(best_of(1))
-        time.sleep(0.05)
-        assert not (folder / "best.json").exists()
-        disk.opened.set()
-        saver.wait()
-        assert Checkpoints(folder).best() == best_of(1)
-
-
 @pytest.mark.parametrize("tell", ["save", "wait", "check"])
 def test_an_error_of_the_disk_is_told_once_and_leaves_the_earlier_checkpoint_the_latest(
     folder: Path, disk: Disk, tell: str
@@ -96,7 +85,6 @@ def test_an_error_of_the_disk_is_told_once_and_leaves_the_earlier_checkpoint_the
     saver.wait()
     disk.is_full = True
     saver.save(make_meta(2), make_state(2))
-    saver.keep_best(best_of(2))
     tellers: dict[str, Callable[[], None]] = {
         "save": lambda: saver.save(make_meta(3), make_state(3)),
         "wait": saver.wait,

@@ -82,7 +82,7 @@ def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> N
     assert list(read_metrics(finished, "loss")) == list(range(1, 9))
     assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
     checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
-    assert checkpoints == ["best.json", "step-00000004", "step-00000008"]
+    assert checkpoints == ["step-00000004", "step-00000008"]
 
 
 def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
@@ -350,3 +350,41 @@ def test_a_validation_split_without_a_target_is_left_out(
     report = run(make_config(folder, tmp_path / "run"))
     assert report.metrics == {}
     assert report.best_step is None
+
+
+WORSENING = {"learning_rate": 30.0, "schedule": "constant", "warmup_steps": 0}
+"""A run whose last step is not its best."""
+LYING_BESTS = {
+    "figure": {"step": 2, "metric": "loss", "metrics": {"loss": 0.001}},
+    "step": {"step": 4, "metric": "loss", "metrics": {"loss": 0.001}},
+    "no metric": {"step": 2, "metric": "loss", "metrics": {}},
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("lie", LYING_BESTS)
+def test_resume_takes_the_best_step_from_checksummed_files_only(
+    lie: str, shards: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9, "steps": 6}
+    settings |= WORSENING
+    whole = run(make_config(shards, tmp_path / "whole", **settings))
+    run(make_config(shards, tmp_path / "cut", **settings), stop_after=5)
+    (tmp_path / "cut" / "checkpoints" / "best.json").write_text(json.dumps(LYING_BESTS[lie]))
+    resumed = run(make_config(shards, tmp_path / "cut", **settings, resume=True))
+    assert (resumed.best_step, resumed.metrics) == (whole.best_step, whole.metrics)
+    assert whole.best_step in (2, 4)
+
+
+def test_resume_warns_where_the_best_checkpoint_is_gone(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9} | WORSENING
+    best = run(make_config(shards, tmp_path, steps=6, **settings)).best_step
+    assert best
+    assert best < 6
+    lost = tmp_path / "checkpoints" / f"step-{best:08d}"
+    shutil.rmtree(lost)
+    resumed = run(make_config(shards, tmp_path, steps=8, **settings, resume=True))
+    assert f"{lost}: the best checkpoint so far is gone" in caplog.text
+    assert resumed.best_step in (6, 8)
