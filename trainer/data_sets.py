@@ -10,8 +10,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Self
 
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.once import read_once
+from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.remote.address import public
 from tokenfeed.trainer.config import Shards, TrainConfig
@@ -20,6 +25,7 @@ __all__ = [
     "DataSets",
     "first_of",
     "read_manifest",
+    "read_tokenizer",
     "run_manifest",
     "shown",
     "source_of",
@@ -62,6 +68,27 @@ def read_manifest(shards: Shards) -> Manifest:
         ConfigError: Data sets do not fit each other, or a weight is not above 0.
     """
     return DataSets.read(shards).manifest
+
+
+def read_tokenizer(shards: StorePath) -> bytes:
+    """The tokenizer.json that made the shards of a data set.
+
+    Raises:
+        ConfigError: It cannot be read, or is not the one that the manifest has the checksum of.
+    """
+    store, info = open_store(shards), Manifest.read(shards).tokenizer
+    try:
+        content = read_once(store, info.file)
+    except OSError as error:
+        reason = f"cannot be read ({error})"
+    else:
+        if xxhash.xxh3_64_hexdigest(content) == info.xxh3:
+            return content
+        reason = "is not the tokenizer that made these shards, by its checksum"
+    raise ConfigError(
+        f"{store.path(info.file)}: {reason}. Take it from another copy of the data set, or run "
+        "`pretokenize` again."
+    )
 
 
 def run_manifest(config: TrainConfig) -> Manifest:

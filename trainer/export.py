@@ -27,12 +27,10 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import first_of, read_manifest
+from tokenfeed.trainer.data_sets import first_of, read_manifest, read_tokenizer
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
@@ -86,10 +84,11 @@ class Exported:
 
 
 def check_export(config: TrainConfig) -> None:
-    """Refuse a folder that is there already, or will be when the run is over.
+    """Refuse a folder that is there already, or will be when the run is over, and shards whose
+    tokenizer cannot be exported.
 
     Raises:
-        ConfigError: It is or will be.
+        ConfigError: One of these is so.
     """
     folder = config.export
     if folder is None:
@@ -99,6 +98,7 @@ def check_export(config: TrainConfig) -> None:
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
     if folder.exists():
         raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
+    read_tokenizer(first_of(config.shards))  # refused now, not after the last step
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:
@@ -187,9 +187,9 @@ def _sync(folder: Path) -> None:
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
     """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
-    content = read_once(open_store(first_of(config.shards)), manifest.tokenizer.file)
+    content = read_tokenizer(first_of(config.shards))
     tokenizer = Tokenizer.from_buffer(content)
-    special = SpecialIds.from_shards(first_of(config.shards), manifest)
+    special = SpecialIds.from_shards(first_of(config.shards))
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
     ids["pad_token"] = manifest.tokenizer.pad_id
     types = ["token_type_ids"] if head.pairs else []

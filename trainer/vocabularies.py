@@ -12,10 +12,9 @@ from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.once import read_once
-from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import first_of
+from tokenfeed.trainer.data_sets import first_of, read_tokenizer
 
 __all__ = ["warn_of_other_ids"]
 
@@ -23,13 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 def warn_of_other_ids(config: TrainConfig) -> None:
-    """Say so where --init-from learnt ids that are other tokens in the shards; nothing where its
-    tokenizer cannot be found."""
+    """Warn if --init-from learnt ids that are other tokens in the shards. Without a word where the
+    tokenizer of --init-from cannot be found.
+
+    Raises:
+        ConfigError: The tokenizer of the shards cannot be read, or is another one by its checksum.
+    """
     if config.init_from is None or config.resume:
         return
+    shards = first_of(config.shards)
+    ours = read_tokenizer(shards)
     with contextlib.suppress(TokenfeedError, OSError):
-        shards = first_of(config.shards)
-        (_, ours), (file, theirs) = _of_shards(shards), _before(Path(config.init_from))
+        file, theirs = _before(Path(config.init_from))
         others, known = _others(ours, theirs) if ours != theirs else (0, 0)
         if others:
             _log.warning(
@@ -52,12 +56,9 @@ def _before(folder: Path) -> tuple[str, bytes]:
     begun = TrainConfig.of_run(folder)
     if begun is None:
         raise FileNotFoundError(folder)
-    return _of_shards(first_of(begun.shards))
-
-
-def _of_shards(shards: StorePath) -> tuple[str, bytes]:
-    store, file = open_store(shards), Manifest.read(shards).tokenizer.file
-    return store.path(file), read_once(store, file)
+    shards = first_of(begun.shards)
+    file = Manifest.read(shards).tokenizer.file
+    return open_store(shards).path(file), read_tokenizer(shards)
 
 
 def _others(one: bytes, other: bytes) -> tuple[int, int]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.once import read_once
-from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.trainer.data_sets import read_tokenizer
 
 __all__ = ["words_of"]
 
@@ -25,9 +25,8 @@ def words_of(shards: StorePath) -> Tensor:
     Raises:
         ConfigError: The tokenizer of the shards cannot be read.
     """
-    tokens = Manifest.read(shards).tokenizer
-    ids = list(range(tokens.vocabulary_size))
-    tokenizer = _read(shards, tokens.file)
+    ids = list(range(Manifest.read(shards).tokenizer.vocabulary_size))
+    tokenizer = _read(shards)
     texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
     first: dict[str, int] = {}
     words = [_fold(text) for text in texts]
@@ -40,12 +39,12 @@ def _fold(text: str) -> str:
     return "" if _BROKEN in text else text.strip().casefold()
 
 
-def _read(shards: StorePath, file: str) -> Tokenizer:
-    store = open_store(shards)
+def _read(shards: StorePath) -> Tokenizer:
+    content = read_tokenizer(shards)
     try:
-        return Tokenizer.from_buffer(read_once(store, file))
+        return Tokenizer.from_buffer(content)
     except Exception as error:  # `tokenizers` raises nothing more exact
         raise ConfigError(
-            f"{store.path(file)}: cannot be read ({error}). Take it from another copy of the data "
-            "set, or give another --model, which needs none."
+            f"{shards}: its tokenizer cannot be read ({error}). Give another --model, which needs "
+            "none."
         ) from error

@@ -46,7 +46,7 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
                 f"`--objective`: masked learns from documents, and {name} was made for "
                 f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
             )
-        special = SpecialIds.from_shards(first_of(config.shards), manifest)
+        special = SpecialIds.from_shards(first_of(config.shards))
         return Masked(manifest, config.seed, special, device)
     if manifest.task not in TASKS:
         raise ConfigError(

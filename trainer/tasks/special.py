@@ -7,9 +7,8 @@ import json
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.once import read_once
-from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.trainer.data_sets import read_tokenizer
 
 __all__ = ["SpecialIds"]
 
@@ -25,20 +24,17 @@ class SpecialIds:
     """What stands for a hidden token; None where the tokenizer knows none."""
 
     @classmethod
-    def from_shards(cls, shards: StorePath, manifest: Manifest) -> "SpecialIds":
+    def from_shards(cls, shards: StorePath) -> "SpecialIds":
         """Those of the tokenizer that made the shards.
 
         Raises:
-            ConfigError: Its file is not there, or is no tokenizer.
+            ConfigError: Its file cannot be read, or is no tokenizer.
         """
-        store, file = open_store(shards), manifest.tokenizer.file
+        content = read_tokenizer(shards)
         try:
-            added = json.loads(read_once(store, file)).get("added_tokens") or []
+            added = json.loads(content).get("added_tokens") or []
             ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(
-                f"{store.path(file)}: cannot be read ({error}). Take it from another copy of the "
-                "data set, or run `pretokenize` again."
-            ) from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{shards}: its tokenizer is not understood ({error}).") from error
         masks = [ids[text] for text in _MASKS if text in ids]
         return cls(tuple(ids.values()), masks[0] if masks else None)

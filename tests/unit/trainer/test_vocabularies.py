@@ -1,15 +1,18 @@
-"""`--init-from` weights that learnt other ids: said, and nothing else is."""
+"""Tokenizers: of --init-from weights that learnt other ids, and of shards that have another."""
 
 import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from data_sets import random_rows, write_rows
 from training import VOCABULARY, make_config, run, word_tokenizer
 
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config import TrainConfig
 
 
@@ -103,3 +106,23 @@ def test_where_the_shards_of_a_run_are_gone_nothing_is_said(
         begun, shards=str(shards), run_dir=tmp_path / "run", init_from=str(moved), export=None
     )
     assert warnings_of(later, caplog) == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"model": "words"}, {"export": Path("exported")}, {"objective": "masked"}, {"init_from": ""}],
+    ids=str,
+)
+def test_train_refuses_a_tokenizer_that_did_not_make_the_shards(
+    settings: dict[str, Any], begun: TrainConfig, tmp_path: Path
+) -> None:
+    shards = write_shards(tmp_path / "shards", word_tokenizer())
+    file = shards / Manifest.read(shards).tokenizer.file
+    file.write_bytes(swapped(word_tokenizer()))
+    if "init_from" in settings:
+        settings = {"init_from": str(begun.run_dir)}
+    with pytest.raises(ConfigError, match="is not the tokenizer that made these shards") as caught:
+        run(make_config(shards, tmp_path / "run", steps=1, **settings))
+    assert str(caught.value).startswith(f"{file}: ")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
