@@ -126,6 +126,7 @@ def test_a_killed_worker_is_an_error_and_no_hang(
     assert process.returncode == 1
     (line,) = stderr.splitlines()
     assert line.startswith("error: a worker process was killed")
+    assert f", at unit 0, {corpus}/" in line
 
 
 def _children(pid: int) -> list[int]:

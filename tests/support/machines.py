@@ -19,21 +19,24 @@ from tokenfeed.tools.run.clusters import CLUSTERS, Cluster
 __all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
 
 
-def make(corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any) -> Summary:
-    """The data set of a corpus, by this process."""
+def make(corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any) -> Summary:
+    """Make the data set of a corpus, by this process; None trains a tokenizer."""
     return make_dataset(_options(corpus, out, tokenizer, **options))
 
 
 def part(
-    which: str, corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any
+    which: str, corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any
 ) -> PartSummary:
     """One part of it."""
     return make_part(_options(corpus, out, tokenizer, part=which, **options))
 
 
-def _options(corpus: Path | str, out: Path | str, tokenizer: Path, **options: Any) -> Options:
+def _options(
+    corpus: Path | str, out: Path | str, tokenizer: Path | None, **options: Any
+) -> Options:
     given = {"shard_size": "30KB", **options}
-    return Options(paths=(str(corpus), str(out)), tokenizer=str(tokenizer), **given)
+    named = str(tokenizer) if tokenizer else None
+    return Options(paths=(str(corpus), str(out)), tokenizer=named, **given)
 
 
 def with_fast_engine(monkeypatch: pytest.MonkeyPatch, *, crew: bool = False) -> None:

@@ -8,12 +8,13 @@ import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.tools.corpus.parts import Part, whole
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
@@ -182,8 +183,11 @@ class Inputs:
         rejects: list[tuple[str, int, str]] = []
         reasons: set[str] = set()
         for source in spread:
-            part, num_records = next(iter(FORMATS[source.format].cut(source, self.shard_bytes))), 0
-            for records in read_records(part, self.task.fields):
+            format_, num_records = FORMATS[source.format], 0
+            cut = format_.cut if format_.schema else whole  # to cut lines would count them
+            parts = cut(source, self.shard_bytes)
+            fields = self.task.fields
+            for records in chain.from_iterable(read_records(part, fields) for part in parts):
                 unusable = self.task.unusable(records.fields)
                 if len(unusable) < len(records):
                     return
