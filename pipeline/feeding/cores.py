@@ -2,14 +2,17 @@
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from math import inf
 from pathlib import Path, PurePosixPath
 
-__all__ = ["cores_per_rank", "num_cores", "usable_cores"]
+__all__ = ["cores_per_rank", "first_number", "num_cores", "ranks_on_node", "usable_cores"]
 
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
+_RANKS_ON_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Set by torchrun, Open MPI and MPICH."""
 _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of version 2, of 1
 
 
@@ -26,10 +29,29 @@ def usable_cores() -> int:
 
 
 def cores_per_rank() -> int:
-    """This rank's share of the cores, at least 1; `LOCAL_WORLD_SIZE` says how many ranks share."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    sharing = max(1, int(ranks)) if ranks.isdecimal() else 1
-    return max(1, int(min(num_cores(), _cpu_quota()) / sharing))
+    """This rank's share of the cores, at least 1.
+
+    The launcher says how many ranks share a node. Under srun, a rank that is bound to a part of the
+    job's cores has them alone.
+    """
+    sharing, cores = ranks_on_node(), num_cores()
+    _, of_job = first_number("SLURM_CPUS_ON_NODE")
+    if first_number(*_RANKS_ON_NODE)[1] is None and of_job is not None and cores < of_job:
+        sharing = None
+    return max(1, int(min(cores, _cpu_quota()) / (sharing or 1)))
+
+
+def ranks_on_node() -> int | None:
+    """Ranks on this node, as the launcher says. None: it says nothing."""
+    return first_number(*_RANKS_ON_NODE, "SLURM_STEP_TASKS_PER_NODE")[1]
+
+
+def first_number(*names: str) -> tuple[str, int | None]:
+    """The first of some environment variables that begins with a positive number, such as 4(x2)."""
+    for name in names:
+        if (found := re.match("[1-9][0-9]*", os.environ.get(name, ""))) is not None:
+            return name, int(found[0])
+    return "", None
 
 
 def _cpu_quota() -> float:

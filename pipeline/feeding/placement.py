@@ -1,6 +1,5 @@
 """Where a loader stands: as which rank of how many, with how many workers."""
 
-import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,11 +7,13 @@ import torch.distributed
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.feeding.cores import first_number, num_cores, ranks_on_node
 from tokenfeed.pipeline.feeding.process import check_workers_can_run
 
 __all__ = ["Ranks", "resolve_ranks", "resolve_workers"]
 
+_PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How torchrun, srun, Open MPI and MPICH say how many processes they have started."""
 _WORKERS_PER_CORE = 16
 """More could only be a slip of the finger, and would bring the machine down."""
 
@@ -44,17 +45,18 @@ class Ranks:
 def resolve_ranks(
     rank: int | None, world_size: int | None, num_streams: int | Literal["nodes"] = 1
 ) -> Ranks:
-    """Which rank of how many; what is not said, torch.distributed knows, and is 0 of 1 without it.
+    """Return which rank this is, of how many. The defaults are torch.distributed's, or 0 of 1.
 
     Raises:
         ConfigError: There is no such rank, or torch.distributed will know only later.
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if None in (rank, world_size) and not running and (launched := _launched_processes()) > 1:
+    name, launched = first_number(*_PROCESSES)
+    if None in (rank, world_size) and not running and (launched or 1) > 1:
         raise ConfigError(
-            f"WORLD_SIZE={launched} says that {launched} processes train together, but which one "
-            "this is will be known after `init_process_group`, and each would get all rows. Make "
-            "the loader after it, or pass `rank` and `world_size`."
+            f"{name}={launched} says that {launched} processes train together, but which one this "
+            "is will be known after `init_process_group`, and each would get all rows. Make the "
+            "loader after it, or pass `rank` and `world_size` (0 and 1 if they train apart)."
         )
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
@@ -71,9 +73,8 @@ def resolve_ranks(
 
 
 def _nodes_of(world_size: int) -> int:
-    """Nodes that ranks are on, if a launcher says how many each has; 1 where it says nothing."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    of_node = int(said) if said.isdecimal() else 0
+    """Nodes that ranks are on, if the launcher says how many each has, else 1."""
+    of_node = ranks_on_node()
     return world_size // of_node if of_node and world_size % of_node == 0 else 1
 
 
@@ -89,9 +90,3 @@ def resolve_workers(num_workers: int, *, least: int = 0) -> int:
     if checked:
         check_workers_can_run()
     return checked
-
-
-def _launched_processes() -> int:
-    """How many processes torchrun, or a launcher like it, says it has started."""
-    said = os.environ.get("WORLD_SIZE", "")
-    return int(said) if said.isdecimal() else 1

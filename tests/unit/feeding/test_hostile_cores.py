@@ -38,6 +38,24 @@ def test_ranks_of_one_machine_share_its_cores(
 
 
 @pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
+        ({"MPI_LOCALNRANKS": "8"}, 2),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_ON_NODE": "16"}, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_CPUS_ON_NODE": "64"}, 16),  # bound to them
+        ({"SLURM_STEP_TASKS_PER_NODE": "1", "LOCAL_WORLD_SIZE": "8"}, 2),
+    ],
+)
+def test_share_of_cores_under_other_launchers(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, said: dict[str, str], share: int
+) -> None:
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    assert cores.cores_per_rank() == share
+
+
+@pytest.mark.parametrize(
     ("membership", "files", "share"),
     [
         ("0::/", {"cpu.max": "max 100000"}, 16),

@@ -212,6 +212,18 @@ def test_one_folder_under_two_spellings_is_refused(
         assert "the same folder" in message
 
 
+@pytest.mark.parametrize(
+    "name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "WORLD_SIZE"]
+)
+def test_loader_before_the_group_of_any_launcher_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "4")
+    message = refusal(lambda: ShardLoader(folder, batching=Padded(700)))
+    assert message.startswith(f"{name}=4 says that 4 processes train together")
+    ShardLoader(folder, batching=Padded(700), rank=0, world_size=1)
+
+
 @pytest.mark.parametrize("make", [ShardLoader, ShardDataset], ids=lambda make: make.__name__)
 def test_a_loader_of_one_of_many_processes_waits_for_its_rank(
     folder: Path, monkeypatch: pytest.MonkeyPatch, make: Any
