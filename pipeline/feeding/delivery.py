@@ -6,6 +6,7 @@ or another thread reads what belongs together, and whatever breaks in finds eith
 before a batch, or the batch given out.
 """
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,8 @@ __all__ = ["Delivery", "Pass"]
 
 class Delivery:
     """Gives out the batches of a feed, in one thread at a time, and knows which they were."""
+
+    _interpreter_ends = staticmethod(sys.is_finalizing)
 
     def __init__(self, delivered: Delivered) -> None:
         """Go on after `delivered`."""
@@ -89,7 +92,9 @@ class Delivery:
             self.delivered = delivered
 
     def close(self) -> None:
-        """End the feed; the position stays."""
+        """End the feed. The position stays."""
+        if self._interpreter_ends():  # its exit has ended the feed, and modules are gone
+            return
         with self._turn:
             self._end_feed()
 

@@ -271,7 +271,8 @@ class ShardLoader:
         """
         state = own_stream(state, self._plan.stream)
         plan = self._planner.of_state(state, self._plan)
-        delivered = Delivered.from_state(plan, state)
+        names = [source.name for source in self._sources]
+        delivered = Delivered.from_state(plan, state, names)
         self._delivery.go_on_from(delivered)
         self._is_resumed = True
         self._length = None

@@ -84,6 +84,9 @@ def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
     ):
         if left != right:
             remedy = "Run `pretokenize` with the same settings."
+            if name == "tokenizer":
+                known = f"{first.name}/{ours.tokenizer.file}"
+                remedy = f"Run `pretokenize --tokenizer {known}` on the texts of the other."
             if name == "task":
                 remedy = "Train on one of them, or write both as prompts and completions."
             raise ConfigError(

@@ -6,7 +6,7 @@ their ranks, workers, prefetching and devices are. Torch-free.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
@@ -59,6 +59,11 @@ class Plan:
     stream: int
     """Which of the windows: those whose number is `stream` modulo `num_streams`."""
     num_streams: int
+    described_policy: str = field(init=False)
+    """Made once: a signal handler that came while a dataclass makes its repr would get `...`."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "described_policy", repr(self.batching))
 
     @classmethod
     def from_splits(
@@ -135,7 +140,7 @@ class Plan:
             "weights": list(self.weights),
             "phases": [list(phase.batches) for phase in self.order.phases],
             "windows": self.order.num_windows,
-            "batching": repr(self.batching),
+            "batching": self.described_policy,
             "micro_batches_per_step": self.micro_batches_per_step,
             "stream": self.stream,
             "num_streams": self.num_streams,

@@ -91,8 +91,10 @@ class Delivered:
         }
 
     @classmethod
-    def from_state(cls, plan: Plan, state: dict[str, Any]) -> "Delivered":
-        """What a saved state of this same plan says.
+    def from_state(
+        cls, plan: Plan, state: dict[str, Any], names: Sequence[str] = ()
+    ) -> "Delivered":
+        """What a saved state of this same plan says. `names` are those of the plan's data sets.
 
         Raises:
             ResumeError: The state is damaged or belongs to another plan; says what differs.
@@ -100,9 +102,10 @@ class Delivered:
         saved = _read(state)
         if difference := first_difference(plan.settings(), saved.plan):
             name, ours, theirs = difference
+            where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
             raise ResumeError(
                 f"cannot resume: the state was saved with {name}={theirs!r}, this loader has "
-                f"{name}={ours!r}. Use the same, or start a new run."
+                f"{name}={ours!r}{where}. Use the same, or start a new run."
             )
         position, counted = (
             Position(saved.epoch, saved.window, saved.micro_batch),

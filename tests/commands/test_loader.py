@@ -16,6 +16,7 @@ from delivery import (
     open_loader,
     realistic_lengths,
     row_tokens,
+    run_script,
     small_batches,
     spans,
     times_delivered,
@@ -201,3 +202,25 @@ def test_a_window_that_takes_too_long_is_named(folder: Path) -> None:
         pytest.raises(LoaderError, match=r"worker 0 .* window 0 of epoch 0, did not answer"),
     ):
         list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loader_that_outlives_its_modules_ends_quietly(folder: Path, num_workers: int) -> None:
+    """A program that freezes the collector, as nanochat does, closes it after all else is gone."""
+    run_script(
+        """
+import gc, json, sys
+from tokenfeed import Padded, ShardLoader
+def batches():
+    with ShardLoader(sys.argv[1], batching=Padded(2048), num_workers=int(sys.argv[2])) as loader:
+        yield from loader
+kept = batches()
+next(kept)
+json.kept = [kept]
+gc.collect()
+gc.freeze()
+gc.disable()
+""",
+        folder,
+        num_workers,
+    )

@@ -1,6 +1,7 @@
 """A state continues with exactly the rest, on any number of ranks, and is refused elsewhere."""
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,8 +179,13 @@ def test_a_state_of_other_data_or_another_split_is_refused(
     folder: Path, make_dataset: MakeDataset, write_dataset: MakeDataset, tmp_path: Path
 ) -> None:
     state = open_loader(folder).state_dict()
-    with pytest.raises(ResumeError, match=r"saved with data=\['[0-9a-f]{16}'\]"):
-        open_loader(make_dataset(LENGTHS + 1)).load_state_dict(state)
+    other = make_dataset(LENGTHS + 1)
+    theirs, ours = (
+        r"data=\['[0-9a-f]{16}'\]",
+        rf"data=\['[0-9a-f]{{16}}'\] \(fingerprint of {other}\)",
+    )
+    with pytest.raises(ResumeError, match=f"saved with {theirs}, this loader has {ours}"):
+        open_loader(other).load_state_dict(state)
     part = np.arange(1, 101), np.full(10, 10)
     both = write_dataset(tmp_path / "both", {"train": part, "validation": part}, 1000)
     state = open_loader(both, split="validation").state_dict()
@@ -233,3 +239,23 @@ def test_ranks_without_settings_of_their_own_resume_real_data(make_dataset: Make
     resumed.load_state_dict(saved.state_dict())
     assert resumed.position == saved.position
     next(iter(resumed))
+
+
+def test_state_taken_within_state_dict_is_whole(folder: Path) -> None:
+    """A signal handler may come at any call, also while the loop takes a state itself."""
+    loader = open_loader(folder)
+    next(iter(loader))
+    expected = open_loader(folder)
+    next(iter(expected))
+    taken: list[dict[str, Any]] = []
+
+    def handle(*_: object) -> None:
+        taken.append(loader.state_dict())
+
+    sys.setprofile(handle)
+    try:
+        loader.state_dict()
+    finally:
+        sys.setprofile(None)
+    assert len(taken) > 5
+    assert all(state == expected.state_dict() for state in taken)

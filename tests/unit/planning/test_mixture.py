@@ -169,7 +169,11 @@ def write(folder: Path, **settings: Any) -> Path:
 @pytest.mark.parametrize(
     ("first", "other", "message"),
     [
-        ({}, {"tokenizer": b"another"}, "one tokenizer"),
+        (
+            {},
+            {"tokenizer": b"another"},
+            "one tokenizer.*--tokenizer .*/left/tokenizer` on",
+        ),
         ({}, {"vocabulary_size": 1001}, "one vocabulary size.*1000.*1001"),
         ({}, {"task": "classify"}, "one task.*lm.*classify"),
         ({}, {"pairs": True}, r"one columns.*\[\].*token_type_ids"),
