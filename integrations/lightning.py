@@ -18,7 +18,6 @@ that state would skip a step. Here the state travels with its step, and the modu
     Trainer(..., callbacks=[StallCallback()])    # any module, any data: where does its time go?
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,8 +36,6 @@ from tokenfeed.trainer.stall import StallReport
 __all__ = ["ShardDataModule", "StallCallback"]
 
 _OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
-
-_log = logging.getLogger(__name__)
 
 
 class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
@@ -76,7 +73,7 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         loader = self._loader(**self._settings)
         if self._state:
             loader.load_state_dict(self._state)
-        return _Steps(loader)
+        return _Steps(loader, self.trainer)
 
     def val_dataloader(self) -> Any:
         """The validation split, in the order of its files. Every validation begins anew."""
@@ -115,37 +112,43 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
 
 
 class _Steps:
-    """A loader's steps, as often as they are asked for."""
+    """The steps of a loader, for each iteration. Their sum over ranks is charged in the meter of a
+    StallCallback, if the trainer has one."""
 
-    def __init__(self, loader: ShardLoader) -> None:
-        self._loader = loader
+    def __init__(self, loader: ShardLoader, trainer: Any) -> None:
+        self._loader, self._trainer = loader, trainer
 
     def __iter__(self) -> Iterator[Step]:
-        return steps(self._loader)
+        callbacks = self._trainer.callbacks
+        meters = (each.meter for each in callbacks if isinstance(each, StallCallback))
+        return steps(self._loader, meter=next(meters, None))
 
 
 class StallCallback(Callback):  # type: ignore[misc]  # untyped
-    """The stall of a Lightning trainer, in its log and as report.json in its root folder.
+    """The stall of a Lightning trainer, logged, and as report.json in its root folder.
 
-    What Lightning does between two batches beside evaluating and saving is taken for data.
+    With several ranks, the report has the readings of all. The time between two batches counts as
+    data, except evaluations and checkpoints.
     """
 
     def __init__(self, tokens: Callable[[Any], int] | None = None, **settings: Any) -> None:
         """Watch a training.
 
         Args:
-            tokens: Real tokens of a batch.
-            settings: Of `StallMeter`.
+            tokens: Returns the real tokens of a batch.
+            settings: Settings of `StallMeter`.
         """
         super().__init__()
-        self._events, self._count = MeterOfEvents(**settings), tokens
+        self.meter = MeterOfEvents(**settings)
+        self._count = tokens
         self._tokens = self._steps = 0
+        self._save: Callable[..., Any] | None = None
         self.report: StallReport | None = None
-        """Once training has ended."""
+        """Set when training ends."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for the first batch; checkpoints are bracketed from here on."""
-        self._events.begin(trainer.strategy.root_device)
+        """Wait for the first batch. Checkpoints are bracketed from here on."""
+        self.meter.begin(trainer.strategy.root_device)
         self._steps, self._save = trainer.global_step, trainer.save_checkpoint
         trainer.save_checkpoint = self._bracketed_save
 
@@ -154,31 +157,40 @@ class StallCallback(Callback):  # type: ignore[misc]  # untyped
     ) -> None:
         """The batch is there."""
         self._tokens += self._count(batch) if self._count else 0
-        self._events.train()
+        self.meter.train()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The batch is queued, and with it perhaps the step of the optimizer."""
         if trainer.global_step == self._steps:
-            self._events.wait()
+            self.meter.wait()
             return
         self._steps = trainer.global_step
         tokens, self._tokens = self._tokens, 0
-        self._events.step(tokens)
+        self.meter.step(tokens)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """An evaluation has ended."""
-        self._events.claim("evaluation")
+        self.meter.claim("evaluation")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Say where the time went."""
-        trainer.save_checkpoint = self._save
-        folder = Path(trainer.default_root_dir) if trainer.is_global_zero else None
-        self.report = self._events.end(folder)
-        if folder is not None:
-            _log.info("%s", self.report)
+        """Report where the time went."""
+        self._end(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Report what this rank has measured: the others may be gone."""
+        self._end(trainer, has_failed=True)
+
+    def _end(self, trainer: Any, *, has_failed: bool = False) -> None:
+        if self._save is None:  # training had not begun, or has ended
+            return
+        trainer.save_checkpoint, self._save = self._save, None
+        is_first = trainer.is_global_zero
+        folder = Path(trainer.default_root_dir) if is_first else None
+        self.report = self.meter.end(folder, is_first=is_first, has_failed=has_failed)
 
     def _bracketed_save(self, *args: Any, **settings: Any) -> Any:
-        with self._events.bracket("checkpoint"):
+        assert self._save is not None
+        with self.meter.cause("checkpoint"):
             return self._save(*args, **settings)

@@ -1,24 +1,29 @@
-"""What the stall callbacks of trainers share: somebody else's loop, seen from its events.
+"""What the stall callbacks of trainers share: a loop of another library, seen through its events.
 
-A trainer that owns its loop leaves no place for brackets. Its events come in order, though: what
-lies between the end of a step and the beginning of the next is the wait for data, but for what
-other events claim of it.
+Such a loop has no place for brackets, but its events come in order. The time between the end of a
+step and the beginning of the next is the wait for data, except what other events claim.
 """
 
 import contextlib
+import logging
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from tokenfeed.trainer.stall import Cause, StallMeter, StallReport
 
 __all__ = ["MeterOfEvents"]
 
+_log = logging.getLogger(__name__)
+
 
 class MeterOfEvents:
-    """A stall meter that is told of events.
+    """A stall meter that is driven by events.
 
     Args:
-        settings: Of the `StallMeter`, which is made when training begins: its device is known then.
+        settings: Settings of the `StallMeter`, which is made when training begins, because its
+            device is known then.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -28,12 +33,13 @@ class MeterOfEvents:
         self._is_between = False
 
     def begin(self, device: Any) -> None:
-        """Training begins, and waits for its first batch."""
+        """Start measuring: training waits for its first batch."""
+        self._close()  # a training that an exception ended
         self._meter = StallMeter(**{"device": device} | self._settings)
         self.wait()
 
     def wait(self) -> None:
-        """A batch has been trained on, the next is waited for."""
+        """A batch has been trained on. The loop waits for the next one."""
         if self._meter is not None and not self._is_between:
             self._between.enter_context(self._meter.cause("data"))
             self._is_between = True
@@ -50,21 +56,49 @@ class MeterOfEvents:
             self.wait()
 
     def claim(self, cause: Cause) -> None:
-        """What happened since the event before was this, and no wait for data."""
+        """Charge the time since the event before to `cause` instead of data."""
         if self._meter is not None and self._is_between:
             self._meter.charge(cause)
 
-    def bracket(self, cause: Cause) -> contextlib.AbstractContextManager[None]:
-        """What happens inside is this."""
-        return contextlib.nullcontext() if self._meter is None else self._meter.cause(cause)
+    def cause(self, name: Cause) -> contextlib.AbstractContextManager[None]:
+        """Charge what happens inside the block to a cause."""
+        return contextlib.nullcontext() if self._meter is None else self._meter.cause(name)
 
-    def end(self, folder: Path | None = None) -> StallReport | None:
-        """Training is over: the report, also in a folder; None where it never began."""
+    def end(
+        self, folder: Path | None = None, *, is_first: bool = True, has_failed: bool = False
+    ) -> StallReport | None:
+        """Stop measuring.
+
+        Args:
+            folder: Where to write the report. None: nowhere.
+            is_first: Whether this rank logs the report.
+            has_failed: Whether an exception ended the training. Otherwise the readings of all ranks
+                are gathered, so every rank has to call this.
+
+        Returns:
+            The report, or None if training never began.
+        """
         if self._meter is None:
             return None
         self.train()
+        if not has_failed:
+            self._meter.gather()
         report = self._meter.report()
-        self._meter.close()
+        self._close()
         if folder is not None:
             report.write(folder)
+        if is_first:
+            _log.info("%s%s", "" if report.ranks else _own_rank(), report)
         return report
+
+    def _close(self) -> None:
+        self.train()
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+
+
+def _own_rank() -> str:
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ""
+    return f"of rank {dist.get_rank()} alone, of {dist.get_world_size()}:\n"

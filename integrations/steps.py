@@ -1,4 +1,4 @@
-"""Optimizer steps: the micro-batches of each, and the number that makes a loss weigh by targets.
+"""Optimizer steps: the micro-batches of each, and the divisor that weighs a loss by targets.
 
     for step in steps(loader):
         for batch in step.accumulate(model):
@@ -8,7 +8,8 @@
         optimizer.zero_grad()
 
 Micro-batches hold unequal numbers of targets, so a mean of their means is not the loss of the step.
-Here each loss is a sum over its targets, divided by the targets of the whole step.
+Here each loss is a sum over its targets, divided by the targets of the whole step. In a loop with a
+StallMeter, pass it on: `meter.watch(steps(loader, meter=meter))`.
 """
 
 import contextlib
@@ -17,12 +18,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
+import torch.distributed as dist
 
+from tokenfeed.integrations.stall import MeterOfEvents
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer.stall import StallMeter
 
 __all__ = ["Step", "steps"]
+
+Meter = StallMeter[Any] | MeterOfEvents
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +58,67 @@ class Step:
         yield last
 
 
-def steps(loader: ShardLoader) -> Iterator[Step]:
+def steps(
+    loader: ShardLoader,
+    *,
+    group: "dist.ProcessGroup | None" = None,
+    meter: Meter | None = None,
+) -> Iterator[Step]:
     """Group the batches of `loader` into optimizer steps, until its pass ends.
 
-    With several ranks the targets are added up over them by torch.distributed, on the device:
-    nothing waits for the sum.
+    With several ranks, torch.distributed adds up the targets over them, on the device. The host
+    does not wait for the sum.
+
+    Args:
+        loader: Where the batches come from.
+        group: The ranks that `loader` deals to, as its `rank` and `world_size` count them. Default:
+            all ranks. With tensor or pipeline parallelism, the data-parallel group.
+        meter: The StallMeter of the loop, which then charges the sum, and the wait for ranks that
+            are late, to `communication` instead of `data`.
+
+    Raises:
+        ConfigError: The group does not have the loader's `world_size` ranks.
     """
+    if loader.world_size > 1:
+        _check_group(loader.world_size, group)
+    return _steps(loader, group, meter)
+
+
+def _steps(
+    loader: ShardLoader,
+    group: "dist.ProcessGroup | None",
+    meter: Meter | None,
+) -> Iterator[Step]:
     batches: list[Batch] = []
     for batch in loader:
         batches.append(batch)
         if batch.ends_step:
-            yield Step(tuple(batches), _divisor(batches, loader), loader.state_dict())
+            with meter.cause("communication") if meter else contextlib.nullcontext():
+                divisor = _divisor(batches, loader, group)
+            yield Step(tuple(batches), divisor, loader.state_dict())
             batches = []
 
 
-def _divisor(batches: list[Batch], loader: ShardLoader) -> torch.Tensor:
+def _check_group(ranks: int, group: "dist.ProcessGroup | None") -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            f"`steps` adds up targets over the loader's `world_size`={ranks} ranks, and "
+            "torch.distributed is not running. Call `init_process_group` before."
+        )
+    if (size := dist.get_world_size(group)) != ranks:
+        raise ConfigError(
+            f"`group` of `steps` has {size} ranks, the loader deals to `world_size`={ranks}. Pass "
+            "the process group of those ranks."
+        )
+
+
+def _divisor(
+    batches: list[Batch], loader: ShardLoader, group: "dist.ProcessGroup | None"
+) -> torch.Tensor:
     own = sum(batch.num_targets for batch in batches)
     targets = torch.full((), own, dtype=torch.float64, device=loader.device)
     if loader.world_size > 1:
-        torch.distributed.all_reduce(targets)
+        dist.all_reduce(targets, group=group)
     return targets.clamp_(min=1).div_(loader.world_size).float()
 
 

@@ -5,15 +5,16 @@
                          micro_batches_per_step=4 * settings.world_size)
     ShardTrainer(model=model, args=settings, train_dataset=loader).train()
 
-TrainingArguments comes first, for it starts torch.distributed. `epochs=None`, since the Trainer
-takes the beginning of a pass without a batch for the end of the data. It must not prepare, move or
-skip batches: they come dealt to the ranks, on the device, and from the saved position.
+Make the TrainingArguments first, because they start torch.distributed. Use `epochs=None`, because
+the Trainer takes a pass that begins without a batch for the end of the data. The Trainer must not
+prepare, move or skip batches: they come dealt to the ranks, on the device, and from the saved
+position.
 
     Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
 
+import contextlib
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,13 @@ import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
 from tokenfeed.integrations.stall import MeterOfEvents
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.trainer.stall import StallReport
 
 __all__ = ["ShardTrainer", "ShardTrainerMixin", "StallCallback"]
 
 _STATE_FILE = "loader.json"
-
-_log = logging.getLogger(__name__)
 
 
 class ShardTrainerMixin:
@@ -43,6 +42,14 @@ class ShardTrainerMixin:
     def __init__(self, *args: Any, **settings: Any) -> None:
         """See `transformers.Trainer`."""
         super().__init__(*args, **settings)
+        evaluated = self.eval_dataset
+        named = evaluated if isinstance(evaluated, dict) else {"eval_dataset": evaluated}
+        for name, loader in {"train_dataset": self.train_dataset, **named}.items():
+            if isinstance(loader, ShardLoader) and loader.device != self.args.device:
+                raise ConfigError(
+                    f"`{name}`: the loader delivers to {loader.device}, and the Trainer trains on "
+                    f"{self.args.device}. Make the loader with `device=args.device`."
+                )
         self.args.ignore_data_skip = True  # the loader begins where it stopped
         if isinstance(self.train_dataset, ShardLoader):
             self.add_callback(_LoaderState(self.train_dataset))  # type: ignore[attr-defined]
@@ -51,10 +58,16 @@ class ShardTrainerMixin:
         """See `transformers.Trainer.train`.
 
         Raises:
-            ResumeError: The checkpoint has no state of a loader, or one of another data set.
+            ResumeError: There is no checkpoint, or it has no state of a loader, or one of another
+                data set.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ResumeError(
+                    f"`resume_from_checkpoint`=True: {self.args.output_dir} has no checkpoint. "
+                    "Correct `output_dir`, or leave `resume_from_checkpoint` out to start anew."
+                )
         if resume_from_checkpoint:
             self.train_dataset.load_state_dict(_saved_state(Path(resume_from_checkpoint)))
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
@@ -74,6 +87,15 @@ class ShardTrainerMixin:
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        """Count targets; the sum over ranks waits for the late ones, which is not data."""
+        callbacks = self.callback_handler.callbacks  # type: ignore[attr-defined]
+        with contextlib.ExitStack() as brackets:
+            for each in callbacks:
+                if isinstance(each, StallCallback):
+                    brackets.enter_context(each.meter.cause("communication"))
+            return super()._get_num_items_in_batch(*args)  # type: ignore[misc]
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         return dict(inputs)  # they are on the device
 
@@ -83,52 +105,54 @@ class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[mis
 
 
 class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
-    """The stall of a `transformers.Trainer`, in its log and as report.json in its output folder.
+    """The stall of a `transformers.Trainer`, logged, and as report.json in its output folder.
 
-    Tokens are told where `include_num_input_tokens_seen` counts them.
+    With several ranks, the report has the readings of all. A ShardTrainer charges its sum of
+    targets over ranks to `communication`; in other Trainers it counts as data, unless
+    `average_tokens_across_devices` is False. The report has tokens if
+    `include_num_input_tokens_seen` counts them.
     """
 
     def __init__(self, **settings: Any) -> None:
         """Args: `settings` of `StallMeter`."""
-        self._events, self._tokens = MeterOfEvents(**settings), 0
+        self.meter, self._tokens = MeterOfEvents(**settings), 0
         self.report: StallReport | None = None
-        """Once training has ended."""
+        """Set when training ends."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Wait for the first batches."""
-        self._events.begin(args.device)
+        self.meter.begin(args.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """All batches of the step are there."""
-        self._events.train()
+        self.meter.train()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The step is queued."""
         before, self._tokens = self._tokens, int(state.num_input_tokens_seen)
-        self._events.step(self._tokens - before)
+        self.meter.step(self._tokens - before)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """A progress line was written, or the metrics of an evaluation."""
         is_evaluation = any(name.startswith("eval_") for name in logs or ())
-        self._events.claim("evaluation" if is_evaluation else "log")
+        self.meter.claim("evaluation" if is_evaluation else "log")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A batch was evaluated."""
-        self._events.claim("evaluation")
+        self.meter.claim("evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """An evaluation has ended."""
-        self._events.claim("evaluation")
+        self.meter.claim("evaluation")
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """A checkpoint was written."""
-        self._events.claim("checkpoint")
+        self.meter.claim("checkpoint")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Say where the time went."""
-        self.report = self._events.end(Path(args.output_dir) if args.should_save else None)
-        if args.should_log:
-            _log.info("%s", self.report)
+        """Report where the time went."""
+        folder = Path(args.output_dir) if args.should_save else None
+        self.report = self.meter.end(folder, is_first=args.should_log)
 
 
 class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyped

@@ -57,3 +57,15 @@ def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: 
     seen = json.loads(found)
     assert_late(seen["stall"], seen["slept"], late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
+
+
+@pytest.mark.slow
+def test_steps_waiting_for_a_late_rank_is_communication(tmp_path: Path) -> None:
+    """What keeps the first rank waiting is the sum of targets inside `next`, not its loader."""
+    shards = write_labelled(tmp_path / "lm", "lm", count=150)
+    found = python(SUPPORT / "event_ranks.py", shards, tmp_path, 0.03).splitlines()[-1]
+    stall = json.loads(found)
+    assert [each["rank"] for each in stall["ranks"]] == [0, 1]
+    quick = stall["ranks"][0]
+    assert quick["causes"]["communication"] / quick["steps"] > 0.02
+    assert quick["causes"]["data"] < quick["causes"]["communication"] / 4

@@ -5,17 +5,19 @@ The frameworks themselves are run by `test_examples.py`.
 
 import contextlib
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from delivery import MakeDataset, open_loader
 from torch.utils.data import DataLoader
 
-from tokenfeed import Fixed, Padded
+from tokenfeed import Fixed, Padded, ShardLoader
 from tokenfeed.integrations.dataloader import StatefulShardLoader
 from tokenfeed.integrations.steps import Step, steps
-from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 
 SETTINGS = {"micro_batches_per_step": 3, "num_workers": 0, "epochs": 2}
 
@@ -128,6 +130,62 @@ def test_the_dataloader_face_gives_what_the_loader_gives_and_resumes(folder: Pat
     rest = StatefulShardLoader(open_loader(folder, Padded(24), **SETTINGS))
     rest.load_state_dict(first.state_dict())
     assert ids_of([*begun, *rest]) == ids_of(given)
+
+
+def test_dataloader_face_of_validation_begins_anew(both_splits: Path) -> None:
+    settings = {"split": "validation", "num_workers": 0, "window_tokens": 1000}
+    face = StatefulShardLoader(open_loader(both_splits, Fixed(8), **settings))
+    whole = ids_of(face)
+    assert ids_of(islice(face, 3)) == whole[:3]
+    assert ids_of(face) == whole
+    train = StatefulShardLoader(open_loader(both_splits, Fixed(8), **settings | {"split": "train"}))
+    first = ids_of(islice(train, 3))
+    train.rewind()
+    assert ids_of(islice(train, 3)) == first
+
+
+@pytest.mark.slow  # seconds, for the import
+def test_accelerate_keeps_positions_of_train_only(both_splits: Path, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    module = pytest.importorskip("tokenfeed.integrations.accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def open_split(split: str) -> ShardLoader:
+        loader = module.accelerated_loader(
+            accelerator, both_splits, batching=Fixed(8), split=split, num_workers=0
+        )
+        assert isinstance(loader, ShardLoader)
+        return loader
+
+    train, validation = open_split("train"), open_split("validation")
+    whole = ids_of(validation)
+    for loader in (train, validation):
+        assert len(list(islice(loader, 3))) == 3
+    accelerator.save_state(str(tmp_path / "state"))
+    rest = ids_of(train)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert ids_of(train) == rest
+    assert ids_of(validation) == whole
+
+
+def test_steps_of_ranks_without_a_group_raises(folder: Path) -> None:
+    loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
+    with pytest.raises(ConfigError, match=r"`world_size`=2 ranks, .* is not running"):
+        steps(loader)
+
+
+def test_steps_divides_by_ranks_of_its_group(folder: Path, tmp_path: Path) -> None:
+    """One process stands for a data-parallel group of one beside others of a larger world."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        loader = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=2)
+        with pytest.raises(ConfigError, match=r"`group` of `steps` has 1 ranks, .*`world_size`=2"):
+            steps(loader)
+        alone = open_loader(folder, Padded(24), num_workers=0, rank=0, world_size=1)
+        step = next(steps(alone, group=dist.group.WORLD))
+        assert step.divisor.item() == sum(batch.num_targets for batch in step)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.slow  # seconds, for the import

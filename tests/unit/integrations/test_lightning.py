@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 
 from tokenfeed import Fixed
-from tokenfeed.integrations.lightning import ShardDataModule
+from tokenfeed.integrations.lightning import ShardDataModule, StallCallback
 
 pytestmark = [
     pytest.mark.slow,  # seconds, for the import
@@ -74,3 +74,18 @@ def test_lightning_validation_sees_same_rows_each_time(
     expected = list(range(400)) if limit is None else sanity
     assert [sorted(rows) for rows in validations] == [expected] * 3
     assert all(rows[:16] == sanity for rows in validations)
+
+
+def test_stall_callback_after_exception_fits_again(both_splits: Path, tmp_path: Path) -> None:
+    stall = StallCallback(skipped_steps=2)
+    data = ShardDataModule(both_splits, **BATCHES)
+    ours = trainer(tmp_path, max_steps=20, callbacks=[stall], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="a loss of the user's"):
+        ours.fit(Model(fails_at=10), data)
+    assert stall.report is not None
+    failed = stall.report
+    ours.fit(Model(), data)
+    assert stall.report is not failed
+    assert stall.report.steps == 8  # of the 10 that were left
+    ours.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()

@@ -1,0 +1,42 @@
+"""A trainer's loop on two ranks, of which the second computes for longer; the first prints the
+report of its stall callback's meter as JSON.
+
+python event_ranks.py DATA FOLDER SECONDS
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from tokenfeed import Padded, ShardLoader
+from tokenfeed.integrations.stall import MeterOfEvents
+from tokenfeed.integrations.steps import steps
+
+
+def main(data: str, folder: str, seconds: float) -> None:
+    torch.set_num_threads(1)  # no threads, which forks would lack
+    rank = int(os.fork() == 0)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    loader = ShardLoader(data, batching=Padded(64), num_workers=0, micro_batches_per_step=2)
+    meter = MeterOfEvents(skipped_steps=2)
+    meter.begin("cpu")
+    for step in steps(loader, meter=meter):
+        meter.train()
+        time.sleep(seconds * rank)
+        meter.step(sum(batch.num_tokens for batch in step))
+    report = meter.end(is_first=rank == 0)
+    dist.destroy_process_group()
+    if rank:
+        os._exit(0)
+    os.wait()
+    assert report is not None
+    print(json.dumps(dataclasses.asdict(report)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))

@@ -1,0 +1,103 @@
+"""`transformers.Trainer` over ShardLoaders: what it evaluates, resumes from and refuses."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hub_models import config_of, write_shards
+
+from tokenfeed import Packed, Padded, ShardLoader
+from tokenfeed.integrations.transformers import ShardTrainer, ShardTrainerMixin, StallCallback
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+
+pytestmark = pytest.mark.slow  # seconds, for the import
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+def open_split(shards: Path, split: str = "train", **settings: Any) -> ShardLoader:
+    defaults = {"batching": Padded(128), "num_workers": 0, "epochs": None}
+    return ShardLoader(shards, split=split, **defaults | settings)
+
+
+def trainer(
+    folder: Path, loader: ShardLoader, kind: Any = ShardTrainer, **settings: Any
+) -> ShardTrainer:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_of("Llama"))
+    args = transformers.TrainingArguments(
+        str(folder), max_steps=12, use_cpu=True, disable_tqdm=True, report_to="none", save_steps=6
+    )
+    return kind(model=model, args=args, train_dataset=loader, **settings)
+
+
+def test_trainer_evaluates_the_same_rows_each_time(shards: Path, tmp_path: Path) -> None:
+    validation = open_split(shards, "validation", epochs=1, shuffle=False)
+    next(iter(validation))  # someone looks at a batch, and leaves
+    ours = trainer(tmp_path, open_split(shards), eval_dataset=validation)
+    losses = [ours.evaluate()["eval_loss"] for _ in range(2)]
+    fresh = trainer(
+        tmp_path,
+        open_split(shards),
+        eval_dataset=open_split(shards, "validation", epochs=1, shuffle=False),
+    )
+    assert losses == [fresh.evaluate()["eval_loss"]] * 2
+
+
+def test_trainer_takes_packed_batches(shards: Path, tmp_path: Path) -> None:
+    ours = trainer(tmp_path, open_split(shards, batching=Packed(32, 2)))
+    assert ours.train().global_step == 12
+
+
+def test_resume_without_a_checkpoint_raises(shards: Path, tmp_path: Path) -> None:
+    ours = trainer(tmp_path / "wrong", open_split(shards))
+    with pytest.raises(ResumeError, match=r"`resume_from_checkpoint`=True: .*wrong has no"):
+        ours.train(resume_from_checkpoint=True)
+
+
+def test_resume_from_latest_checkpoint_goes_on(shards: Path, tmp_path: Path) -> None:
+    loader = open_split(shards)
+    whole = trainer(tmp_path, loader)
+    whole.train()
+    again = trainer(tmp_path, open_split(shards))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert again.train_dataset.state_dict() == loader.state_dict()
+
+
+@pytest.mark.parametrize("name", ["train_dataset", "eval_dataset"])
+def test_loader_on_another_device_than_trainer_is_refused(
+    shards: Path, tmp_path: Path, name: str
+) -> None:
+    elsewhere, here = open_split(shards), open_split(shards)
+    elsewhere.device = torch.device("cuda:1")
+    loaders = {"train_dataset": here, "eval_dataset": here} | {name: elsewhere}
+    train = loaders.pop("train_dataset")
+    with pytest.raises(ConfigError, match=rf"`{name}`: the loader delivers to cuda:1, .* on cpu"):
+        trainer(tmp_path, train, **loaders)
+
+
+class SlowToAgree(transformers.Trainer):  # type: ignore[misc]  # untyped
+    """Takes as long to add up targets as with a late rank."""
+
+    def _get_num_items_in_batch(self, *args: Any) -> Any:
+        time.sleep(0.02)
+        return super()._get_num_items_in_batch(*args)
+
+
+class Ours(ShardTrainerMixin, SlowToAgree):
+    """A trainer of the user's."""
+
+
+def test_sum_of_targets_over_ranks_is_communication(shards: Path, tmp_path: Path) -> None:
+    stall = StallCallback(skipped_steps=2)
+    trainer(tmp_path, open_split(shards), Ours, callbacks=[stall]).train()
+    assert stall.report is not None
+    causes = stall.report.causes
+    assert causes["communication"].seconds >= 0.02 * 10
+    assert causes["data"].seconds < causes["communication"].seconds
