@@ -19,6 +19,7 @@ from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.sizes import bytes_of
+from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
@@ -94,6 +95,8 @@ class Options:
     """Leave out names, or paths below the given folders."""
     shard_size: str = "auto"
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
+    max_record: str = f"{MAX_RECORD_BYTES // 10**6}MB"
+    """Longest record, as its file has it; a longer one is rejected."""
     workers: int | Literal["auto"] = "auto"
     """Processes; auto: one for each core that the machine or container grants. No influence on
     the output."""
@@ -141,6 +144,11 @@ class Options:
         if self.shard_size == "auto":
             return None
         return bytes_of(self.shard_size, flag="--shard-size", otherwise="auto")
+
+    @property
+    def max_record_bytes(self) -> int:
+        """Bytes that `max_record` means."""
+        return bytes_of(self.max_record, flag="--max-record")
 
     @property
     def num_workers(self) -> int:
@@ -217,7 +225,7 @@ class Options:
                 "`--verify-ids` compares with what `--engine tokenizers` makes: leave one of them "
                 "out."
             )
-        _ = self.shard_bytes  # raises where it is no size
+        _ = self.shard_bytes, self.max_record_bytes  # raise if not a size
         self._check_tokenizer()
 
     def _check_fields(self) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -13,11 +14,18 @@ __all__ = ["Found", "read", "read_bytes"]
 Found = tuple[dict[int, Any], dict[int, str]]
 
 
-def read(path: Path, kind: Kind = Kind.TEXT, shard_bytes: int = 10**9) -> Found:
+def read(
+    path: Path,
+    kind: Kind = Kind.TEXT,
+    shard_bytes: int = 10**9,
+    max_record_bytes: int = MAX_RECORD_BYTES,
+) -> Found:
     """The values of the field `text`, and the reasons for rejection, by record."""
     good: dict[int, Any] = {}
     bad: dict[int, str] = {}
-    corpus = find_corpus((str(path),), out=path.parent / "out", field="text")
+    corpus = find_corpus(
+        (str(path),), out=path.parent / "out", field="text", max_record_bytes=max_record_bytes
+    )
     for part in (part for unit in cut_units(corpus.sources, shard_bytes) for part in unit.parts):
         for records in read_records(part, {"text": kind}):
             numbers = records.numbers.tolist()

@@ -10,14 +10,14 @@ import bz2
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import zstandard
 
 from tokenfeed.tools.corpus.places import Place, open_place
 
-__all__ = ["READ_ERRORS", "Blocks", "Compression", "Damage", "whole_lines"]
+__all__ = ["READ_ERRORS", "Blocks", "Compression", "Damage", "LongLine", "whole_lines"]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
@@ -27,9 +27,9 @@ READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdErro
 _FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
 """Blocks begin small and double in size, for callers who only look at the beginning of a file."""
 _UNPACKED_BYTES = 1 << 18
-_PACKED_BYTES, _ZSTD_BYTES = 1 << 16, 1 << 12
-"""Bytes given to a decompressor at once. zstd always unpacks all of them, into up to 32,000 times
-as many."""
+_FEWEST_PACKED_BYTES, _MOST_PACKED_BYTES = 1 << 6, 1 << 13
+"""Bytes given to a decompressor at once: few where they unpack to many. zstd unpacks all of them,
+into up to 32,000 times as many."""
 _LARGEST_WINDOW_BYTES = 1 << 31
 """What `zstd --long=31` makes; it takes memory only as far as text fills it."""
 
@@ -111,25 +111,28 @@ class Blocks:
             yield b"".join(pieces)
 
     def _unpacked(self, compression: Compression) -> Iterator[bytes]:
-        make, num_bytes = _DECOMPRESSORS[compression], 0
+        make, num_bytes, step = _DECOMPRESSORS[compression], 0, _FEWEST_PACKED_BYTES
         stream: Any = None
-        for packed in self._slices(_ZSTD_BYTES if compression == "zst" else _PACKED_BYTES):
-            while packed := (packed if stream else packed.lstrip(b"\0")):  # zeros may pad
-                stream = stream or make()
-                while not stream.eof and (piece := stream.decompress(packed, _UNPACKED_BYTES)):
-                    num_bytes += len(piece)
-                    yield piece
-                    packed = b""
-                packed = stream.unused_data if stream.eof else b""
-                if stream.eof:
-                    self.sound_bytes, stream = num_bytes, None
+        for block in self._plain():
+            start = 0
+            while start < len(block):
+                packed, before = block[start : start + step], num_bytes
+                start += step
+                while packed := (packed if stream else packed.lstrip(b"\0")):  # zeros may pad
+                    stream = stream or make()
+                    while not stream.eof and (piece := stream.decompress(packed, _UNPACKED_BYTES)):
+                        num_bytes += len(piece)
+                        yield piece
+                        packed = b""
+                    packed = stream.unused_data if stream.eof else b""
+                    if stream.eof:
+                        self.sound_bytes, stream = num_bytes, None
+                if num_bytes - before > 4 * _UNPACKED_BYTES:
+                    step = max(step // 2, _FEWEST_PACKED_BYTES)
+                elif num_bytes - before < _UNPACKED_BYTES:
+                    step = min(2 * step, _MOST_PACKED_BYTES)
         if stream:
             raise EOFError("the compressed stream ended before its end marker")
-
-    def _slices(self, num_bytes: int) -> Iterator[bytes]:
-        for block in self._plain():
-            for start in range(0, len(block), num_bytes):
-                yield block[start : start + num_bytes]
 
 
 class _GzipStream:
@@ -177,15 +180,53 @@ _DECOMPRESSORS: dict[Compression, Callable[[], Any]] = {
 }
 
 
-def whole_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
-    """The same bytes, cut behind newlines; the last line needs none. Linear for any long line."""
+class LongLine(NamedTuple):
+    """A line that is too long, and was dropped."""
+
+    num_bytes: int
+
+
+def whole_lines(blocks: Iterable[bytes], most_bytes: int) -> Iterator[bytes | LongLine]:
+    """The same bytes, cut behind newlines; the last line needs none.
+
+    A line of more than `most_bytes` is dropped while it is read, and a `LongLine` takes its place.
+    """
     pieces: list[bytes] = []
+    num_bytes = 0  # of a line whose end has not come
     for block in blocks:
         cut = block.rfind(b"\n") + 1
-        if not cut:
+        if cut and num_bytes > most_bytes:
+            end = block.index(b"\n")
+            yield LongLine(num_bytes + end)
+            yield from _short_lines(block[end + 1 : cut], most_bytes)
+        elif cut:
+            yield from _short_lines(b"".join([*pieces, block[:cut]]), most_bytes)
+        if cut:
+            pieces, num_bytes, block = [], 0, block[cut:]
+        num_bytes += len(block)
+        if num_bytes > most_bytes:
+            pieces.clear()
+        elif block:
             pieces.append(block)
-            continue
-        yield b"".join([*pieces, block[:cut]])
-        pieces = [block[cut:]] if cut < len(block) else []
-    if rest := b"".join(pieces):
-        yield rest
+    if num_bytes > most_bytes:
+        yield LongLine(num_bytes)
+    elif pieces:
+        yield b"".join(pieces)
+
+
+def _short_lines(data: bytes, most_bytes: int) -> Iterator[bytes | LongLine]:
+    """The same for whole lines."""
+    if len(data) <= most_bytes:
+        if data:
+            yield data
+        return
+    start = end = 0
+    for line in data.removesuffix(b"\n").split(b"\n"):
+        if len(line) > most_bytes:
+            if start < end:
+                yield data[start:end]
+            yield LongLine(len(line))
+            start = end + len(line) + 1
+        end += len(line) + 1
+    if start < len(data):
+        yield data[start:]

@@ -100,6 +100,8 @@ def _text(value: Any) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
+        if "\udc80" <= value[error.start] <= "\udcff":  # stands for a byte that was decoded
+            raise Unusable(f"has invalid UTF-8 at character {error.start}") from None
         reason = f"has a lone surrogate at character {error.start}: no UTF-8 can express it"
         raise Unusable(reason) from None
 

@@ -9,7 +9,10 @@ from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
 from tokenfeed.tools.corpus.places import PUT_BACK, Place, RemoteFile
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 
-__all__ = ["InputFile", "Part", "whole"]
+__all__ = ["MAX_RECORD_BYTES", "InputFile", "Part", "whole"]
+
+MAX_RECORD_BYTES = 64_000_000
+"""The default of `--max-record`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +34,8 @@ class InputFile:
     format: str
     """The name of its format as the registry has it."""
     compression: Compression | None
+    max_record_bytes: int = MAX_RECORD_BYTES
+    """A longer record is rejected."""
     split: str | None = None
     """The split that all its records belong to; None draws it for each."""
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from tokenfeed.tools.corpus.kinds import Fields, Unusable, checker
 
-__all__ = ["Records", "Reject", "records_of", "rejected", "shown_names"]
+__all__ = ["Records", "Reject", "records_of", "rejected", "shown_names", "too_long"]
 
 _LONGEST_NAMES = 200
 """Characters."""
@@ -79,6 +79,11 @@ def shown_names(names: Iterable[str]) -> str:
     """The names of fields for an error: all, or as many as fit into a line."""
     shown = ", ".join(names) or "no fields"
     return shown if len(shown) <= _LONGEST_NAMES else f"{shown[:_LONGEST_NAMES]}..."
+
+
+def too_long(num_bytes: int, most_bytes: int) -> str:
+    """The reason for rejecting a record, or a field."""
+    return f"has {num_bytes:,} bytes, more than the {most_bytes:,} of `--max-record`"
 
 
 def rejected(record: int, fields: Fields, reason: str) -> Records:

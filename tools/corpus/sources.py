@@ -31,7 +31,7 @@ from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, REPOSITORY_PREFIX, hub_files, repository_files
 from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
-from tokenfeed.tools.corpus.parts import InputFile
+from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES, InputFile
 from tokenfeed.tools.corpus.patterns import is_split_name, matching
 from tokenfeed.tools.corpus.places import Place, RemoteFile
 from tokenfeed.tools.corpus.remote import object_at, objects_below
@@ -67,6 +67,7 @@ def find_corpus(
     field: str,
     exclude: tuple[str, ...] = (),
     splits: tuple[tuple[str, str], ...] = (),
+    max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Corpus:
     """Find every input file below `paths`, in the order of `paths` and then of names.
 
@@ -76,6 +77,7 @@ def find_corpus(
         field: A field of records: a .json file without it is read as a text.
         exclude: Patterns of names or paths to leave out.
         splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
+        max_record_bytes: A longer record is rejected.
 
     Raises:
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
@@ -93,7 +95,8 @@ def find_corpus(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             "files of text."
         )
-    return Corpus(sources=tuple(search.sources), skipped_binary=search.skipped_binary)
+    sources = (replace(source, max_record_bytes=max_record_bytes) for source in search.sources)
+    return Corpus(sources=tuple(sources), skipped_binary=search.skipped_binary)
 
 
 class _Entry(NamedTuple):

@@ -63,6 +63,7 @@ class Inputs:
             field=next(iter(task.fields)),
             exclude=options.exclude,
             splits=options.splits,
+            max_record_bytes=options.max_record_bytes,
         )
         validation = options.validation
         if validation is None:

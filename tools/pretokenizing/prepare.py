@@ -233,6 +233,7 @@ def _recipe(options: Options, inputs: Inputs, tokenizer: TextTokenizer | None) -
         "the fields": list(inputs.task.fields),
         "--validation": inputs.validation,
         "--shard-size": inputs.shard_bytes,
+        "--max-record": options.max_record_bytes,
         "--tokenizer": options.tokenizer and public(options.tokenizer),
         "--vocab-size and --seed": training,
         "--end-token": options.end_token,

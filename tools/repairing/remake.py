@@ -52,6 +52,7 @@ _Recipe = TypedDict(
         "--validation": float,
         "--exclude": list[str],
         "--shard-size": int,
+        "--max-record": int,
         "--tokenizer": str | None,
         "the bytes of the input": int,
     },
@@ -148,6 +149,7 @@ def _options(
             validation=recipe["--validation"],
             exclude=tuple(recipe["--exclude"]),
             shard_size=str(recipe["--shard-size"]),
+            max_record=str(recipe["--max-record"]),
             engine=engine,
         )
         options.check()

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.blocks import whole_lines
+from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
 from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.reader import read_records
 from tokenfeed.tools.corpus.records import Reject
@@ -362,14 +362,22 @@ def test_a_cut_json_lines_file_loses_and_doubles_no_record(
 @given(
     data=st.binary(max_size=60).map(lambda data: data.replace(b"a", b"\n")),
     cuts=st.lists(st.integers(0, 60), max_size=5).map(sorted),
+    most_bytes=st.integers(1, 61),
 )
-def test_lines_do_not_depend_on_how_blocks_fall(data: bytes, cuts: list[int]) -> None:
+def test_lines_do_not_depend_on_how_blocks_fall(
+    data: bytes, cuts: list[int], most_bytes: int
+) -> None:
     edges = [0, *cuts, len(data)]
     blocks = [data[start:stop] for start, stop in itertools.pairwise(edges)]
-    pieces = list(whole_lines(iter(blocks)))
-    assert b"".join(pieces) == data
-    assert all(piece.endswith(b"\n") for piece in pieces[:-1])
-    assert not any(piece == b"" for piece in pieces)
+    lines: list[bytes | int] = []
+    for piece in whole_lines(blocks, most_bytes):
+        if isinstance(piece, LongLine):
+            lines.append(piece.num_bytes)
+        else:
+            assert piece
+            lines += piece.removesuffix(b"\n").split(b"\n")
+    expected = data.removesuffix(b"\n").split(b"\n") if data else []
+    assert lines == [len(line) if len(line) > most_bytes else line for line in expected]
 
 
 def test_small_files_share_units_and_order_is_kept(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import random
+import re
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,6 +154,73 @@ def test_every_format_gives_the_same_texts(tmp_path: Path, name: str) -> None:
     assert (list(good.values()), bad) == ([row.encode() for row in rows], {})
 
 
+def write_text(path: Path, rows: list[str]) -> Path:
+    path.mkdir()
+    for number, row in enumerate(rows):
+        (path / f"{number}.txt").write_text(row)
+    return path
+
+
+@pytest.mark.parametrize("name", [*(name for name in WRITERS if name != "loadable"), "texts"])
+@pytest.mark.parametrize("block_bytes", [64, 1 << 20])
+def test_records_beyond_max_record_are_rejected_with_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
+) -> None:
+    for constant in ("_FIRST_BLOCK_BYTES", "_BLOCK_BYTES", "_UNPACKED_BYTES"):
+        monkeypatch.setattr(blocks, constant, block_bytes)
+    rows = ["first", "x" * 900, "third", "y" * 2000, "last"]
+    path = (WRITERS | {"texts": write_text})[name](tmp_path / name, rows)
+    found = find_corpus((str(path),), out=tmp_path / "out", field="text", max_record_bytes=500)
+    good, bad = [], []
+    for part in (part for unit in cut_units(found.sources, 10**9) for part in unit.parts):
+        for records in read_records(part, {"text": Kind.TEXT}):
+            good += records.fields["text"]
+            bad += records.rejects
+    if name == "list.json":  # costs what follows
+        assert (good, len(bad)) == ([b"first"], 1)
+        assert "an element has more than the 500 bytes of `--max-record`" in bad[0].reason
+        return
+    assert good == [b"first", b"third", b"last"]
+    assert [reject.record for reject in bad] == ([0, 0] if name == "texts" else [1, 3])
+    for reject, length in zip(bad, (900, 2000), strict=True):
+        found_size = re.search(r"has ([\d,]+) bytes, more than the 500 of `--max-re", reject.reason)
+        assert found_size
+        assert length <= int(found_size[1].replace(",", "")) <= length + 20
+
+
+@pytest.mark.parametrize("name", ["a.txt.gz", "a.txt.zst", "a.jsonl.zst", "a.csv.zst", "a.tsv.zst"])
+def test_decompression_bombs_take_little_memory(tmp_path: Path, name: str) -> None:
+    begins = {"a.jsonl.zst": b'{"text": "', "a.csv.zst": b'text\n"'}
+    data = begins.get(name, b"text\n") + bytes(30_000_000).replace(b"\0", b"0")
+    (tmp_path / "in").mkdir()
+    pack = zstandard.compress if name.endswith("zst") else gzip.compress
+    (tmp_path / "in" / name).write_bytes(pack(data))
+    del data
+    tracemalloc.start()
+    try:
+        good, bad = read(tmp_path / "in", max_record_bytes=10**6)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (good, list(bad)) == ({}, [0])
+    assert "`--max-record`" in bad[0]
+    assert peak_bytes < 25e6
+
+
+def test_max_record_is_an_option_that_a_continued_run_keeps(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    write_lines(tmp_path / "a.jsonl", ["first", "x" * 900, "third"])
+    command = (tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tokenizer)
+    run(*command, "--max-record", 500, "--validation", 0)
+    (reject,) = lines_of(tmp_path / "out/rejects.jsonl")
+    assert (reject["line"], reject["reason"]) == (
+        *(2, "the line has 912 bytes, more than the 500 of `--max-record`"),
+    )
+    assert "--max-record was 500, is 64000000" in error_of(*command, "--validation", 0, expect=2)
+    assert "`--max-record` 'long'" in error_of(*command, "--max-record", "long", expect=2)
+
+
 VALUE = st.lists(st.sampled_from([*'a é🎉,"\t\n\r', "\r\n", "\r\n"]), max_size=15).map("".join)
 
 
@@ -276,10 +345,38 @@ def test_a_json_file_is_records_only_if_its_start_says_so(tmp_path: Path) -> Non
     good, bad = read_bytes(path, b'[{"text": "a"}, 5, {"text": null}, {}, {"text": "b"}]')
     assert (good, list(bad)) == ({0: b"a", 4: b"b"}, [1, 2, 3])
     deep = b"[" * 100_000 + b"]" * 100_000  # deeper than any Python follows
-    for tail in (b"", b', {"text": "\xff"}]', b', {"x": ' + deep + b"}]"):
+    for tail in (b"", b",", b", {]", b", {} 5]", b"]]", b', {"x": ' + deep + b"}]"):
         good, bad = read_bytes(path, b'[{"text": "a"}' + tail)
-        assert (good, list(bad)) == ({}, [0])
-        assert "cannot be read from here on" in bad[0]
+        assert good == {0: b"a"}
+        assert "cannot be read from here on" in bad[max(bad)]
+    good, bad = read_bytes(
+        path, b'[{"text": "\xff"}, {"text": "b", "x": "\xff"}, {"text": "\\ud800"}]'
+    )
+    assert (good, list(bad)) == ({1: b"b"}, [0, 2])
+    assert bad[0] == "field `text` has invalid UTF-8 at character 0"
+
+
+@given(
+    values=st.lists(st.text(max_size=9) | st.integers() | st.lists(st.floats()), max_size=9),
+    block_bytes=st.integers(1, 30),
+    indent=st.sampled_from([None, 1]),
+)
+def test_a_json_list_does_not_depend_on_how_blocks_fall(
+    tmp_path_factory: pytest.TempPathFactory, values: list[Any], block_bytes: int, indent: None
+) -> None:
+    rows = [{"text": value} if isinstance(value, str) else value for value in values]
+    data = json.dumps([{"text": "a"}, *rows], indent=indent, ensure_ascii=False).encode()
+    path = tmp_path_factory.mktemp("list") / "a.json"
+    whole = read_bytes(path, data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        assert read(path) == whole
+    assert whole[0] == {
+        number: row["text"].encode()
+        for number, row in enumerate([{"text": "a"}, *rows])
+        if isinstance(row, dict)
+    }
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.json.zst", "a.json.bz2", "-"])

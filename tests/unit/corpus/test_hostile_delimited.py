@@ -71,14 +71,17 @@ def test_a_byte_order_mark_in_a_value_survives(tmp_path: Path, name: str) -> Non
     assert sorted(bad) == [4, 6, 11, 17]
 
 
-def test_a_row_without_end_is_given_up_before_it_fills_the_memory(
+def test_a_quote_that_never_closes_beyond_max_record_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quoting, "_LONGEST_ROW_BYTES", 1 << 10)
-    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 1 << 8)
-    good, bad = read_bytes(tmp_path / "a.csv", b'text\na\n"b\n' + b"line\n" * 1000)
+    monkeypatch.setattr(blocks, "_FIRST_BLOCK_BYTES", 1 << 8)
+    (tmp_path / "a.csv").write_bytes(b'text\na\n"b\n' + b"line\n" * 1000)
+    good, bad = read(tmp_path / "a.csv", max_record_bytes=1 << 10)
     assert (good, list(bad)) == ({0: b"a"}, [1])
-    assert "the row that begins in line 3 has more than 1,024 bytes" in bad[1]
+    assert bad[1] == (
+        "the row has 5,003 bytes, more than the 1,024 of `--max-record`: lines 3 to 1003 are lost; "
+        "is a quote not closed?"
+    )
 
 
 def test_a_tsv_knows_no_quoting(tmp_path: Path) -> None:
@@ -126,6 +129,32 @@ def test_no_line_is_lost_in_silence_wherever_blocks_end(
     if not whole[1]:
         rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
         assert [row[1].encode() for row in rows] == list(whole[0].values())
+
+
+@given(
+    values=st.lists(st.text('ab,"\n\r', max_size=40), max_size=12),
+    block_bytes=st.integers(1, 30),
+    ending=st.sampled_from([".csv", ".tsv"]),
+)
+def test_rows_beyond_max_record_are_rejected_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory, values: list[str], block_bytes: int, ending: str
+) -> None:
+    plain = [value.replace("\n", "").replace("\r", "") for value in values]
+    if ending == ".csv":
+        rows = [f'1,"{value.replace(chr(34), chr(34) * 2)}"' for value in values]
+    else:
+        values, rows = plain, [f"1\t{value}" for value in plain]
+    path = tmp_path_factory.mktemp("rows") / f"a{ending}"
+    path.write_bytes("\n".join(["i\ttext" if ending == ".tsv" else "i,text", *rows]).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        good, bad = read(path, max_record_bytes=25)
+    long = [number for number, row in enumerate(rows) if len(row) > 25]
+    assert good == {n: value.encode() for n, value in enumerate(values) if n not in long}
+    assert list(bad) == long
+    for number in long:
+        assert bad[number].startswith(f"the row has {len(rows[number])} bytes, more than the 25 of")
 
 
 def test_what_the_quotes_of_a_block_say_is_what_the_pattern_says() -> None:

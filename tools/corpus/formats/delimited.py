@@ -27,13 +27,19 @@ __all__ = ["CSV", "TSV"]
 
 def _read(part: Part, fields: Fields, delimiter: str) -> Iterator[Records]:
     blocks, consumed = part.blocks(), 0
-    for records in _records(blocks, fields, name=part.source.name, delimiter=delimiter):
+    for records in _records(
+        blocks,
+        fields,
+        name=part.source.name,
+        delimiter=delimiter,
+        most_bytes=part.source.max_record_bytes,
+    ):
         yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
         consumed = blocks.consumed_bytes
 
 
 def _records(
-    blocks: Iterable[bytes], fields: Fields, *, name: str, delimiter: str
+    blocks: Iterable[bytes], fields: Fields, *, name: str, delimiter: str, most_bytes: int
 ) -> Iterator[Records]:
     """Read a file whose first line names its columns.
 
@@ -42,10 +48,11 @@ def _records(
         fields: The columns wanted.
         name: The file's, for an error.
         delimiter: Stands between values; only between commas are values quoted.
+        most_bytes: A longer row is rejected.
 
     Raises:
         CorpusError: A field is to hold a list.
-        ValueError: There is no header, or a row is too long to be one.
+        ValueError: There is no header.
     """
     if any(kind.item for kind in fields.values()):
         raise CorpusError(
@@ -58,7 +65,7 @@ def _records(
         quote_char='"' if is_quoted else False,
         newlines_in_values=is_quoted,
     )
-    rows = whole_rows(blocks, QuotedRows(delimiter) if is_quoted else Lines())
+    rows = whole_rows(blocks, QuotedRows(delimiter) if is_quoted else Lines(), most_bytes)
     header = next(rows, None)
     if header is None:
         raise ValueError("Empty CSV or TSV: its first line must name the columns")

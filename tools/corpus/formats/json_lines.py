@@ -21,12 +21,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokenfeed.tools.corpus.blocks import whole_lines
+from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker, json_type
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of
+from tokenfeed.tools.corpus.records import Records, records_of, rejected, too_long
 from tokenfeed.tools.corpus.utf8 import is_utf8
 
 __all__ = ["JSON_LINES", "JsonLines", "is_json_lines", "json_object"]
@@ -159,8 +159,13 @@ def _read(part: Part, fields: Fields) -> Iterator[Records]:
     decoder = _json_lines(tuple(fields.items()))
     blocks = part.blocks()
     record, consumed = part.first_record, 0
-    for lines in whole_lines(iter(blocks)):
-        records, num_lines = decoder.decode(lines, record)
+    most_bytes = part.source.max_record_bytes
+    for lines in whole_lines(blocks, most_bytes):
+        if isinstance(lines, LongLine):
+            reason = f"the line {too_long(lines.num_bytes, most_bytes)}"
+            records, num_lines = rejected(record, fields, reason), 1
+        else:
+            records, num_lines = decoder.decode(lines, record)
         yield replace(records, weight_bytes=part.weight_of(blocks.consumed_bytes - consumed))
         record += num_lines
         consumed = blocks.consumed_bytes

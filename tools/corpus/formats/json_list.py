@@ -1,9 +1,11 @@
-"""Read a JSON file that holds one list of records; it is decoded as a whole."""
+"""Read a JSON file that holds one list of records, element by element."""
 
 import codecs
 import json
-from collections.abc import Iterator
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.json_lines import json_object
@@ -11,33 +13,86 @@ from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of
 
-__all__ = ["JSON_LIST", "is_json_list", "json_list"]
+__all__ = ["JSON_LIST", "is_json_list"]
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+_AFTER = {"[": ("]", True), ",": ("", True), "]": ("", False)}
+"""What may follow a mark: other marks, and an element."""
 
 
 def is_json_list(start: bytes, field: str) -> bool:
     """Whether a list begins whose first element is an object, with `field` or without."""
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
     try:
-        value, _ = json.JSONDecoder().raw_decode(text.removeprefix("[").lstrip())
+        value, _ = _DECODER.raw_decode(text.removeprefix("[").lstrip())
     except (ValueError, RecursionError):
         return False
     return text.startswith("[") and isinstance(value, dict)
 
 
-def json_list(content: bytes, fields: Fields) -> Records:
-    """The records of a whole file that holds one list of objects.
+def _read(part: Part, fields: Fields) -> Iterator[Records]:
+    blocks = part.blocks()
+    record, consumed = part.first_record, 0
+    for elements in _elements(blocks, part.source.max_record_bytes):
+        weight_bytes = part.weight_of(blocks.consumed_bytes - consumed)
+        yield records_of(enumerate(map(json_object, elements), record), fields, weight_bytes)
+        record += len(elements)
+        consumed = blocks.consumed_bytes
+
+
+def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
+    """The elements of a list, as they come. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
-        ValueError: It is no JSON list.
+        ValueError: The file is not a JSON list, or an element is too long. Raised when the elements
+            before it have been given.
     """
-    values = json.loads(content.removeprefix(codecs.BOM_UTF8).decode())
-    if not isinstance(values, list):
-        raise ValueError(f"expected a list, got {type(values).__name__}")
-    return records_of(enumerate(map(json_object, values)), fields)
+    utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    text, enough = "", 0
+    marks, wants_element = "[", False  # what may come next
+    for block in chain(blocks, (b"",)):
+        text += utf8.decode(block, final=not block)
+        if block and len(text) < enough:
+            continue
+        at, problem = 0, ""
+        elements: list[Any] = []
+        while (space := _SPACE.match(text, at)) and (at := space.end()) < len(text):
+            if text[at] in marks:
+                marks, wants_element = _AFTER[text[at]]
+                at += 1
+                continue
+            try:
+                element, end = _decoded(text, at, wants_element)
+            except (ValueError, RecursionError) as error:
+                problem, end = str(error), len(text)
+            if block and end == len(text) and end - at <= most_bytes:
+                problem = ""  # its end may be still to come
+                break
+            if end - at > most_bytes:
+                problem = f"an element has more than the {most_bytes:,} bytes of `--max-record`"
+            if problem:
+                break
+            elements.append(element)
+            at, marks, wants_element = end, ",]", False
+        if elements:
+            yield elements
+        if problem:
+            raise ValueError(problem)
+        text = text[at:]
+        enough = 2 * len(text)
+    if marks or wants_element:
+        raise ValueError("expected a list in [ and ]")
 
 
-def _read(part: Part, fields: Fields) -> Iterator[Records]:
-    yield replace(json_list(b"".join(part.blocks()), fields), weight_bytes=part.weight_bytes)
+def _decoded(text: str, at: int, wants_element: bool) -> tuple[Any, int]:
+    """The element that begins at a place, and its end."""
+    if not wants_element:
+        raise ValueError(f"not a JSON list: {text[at]!r} is not expected")
+    try:
+        return _DECODER.raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}") from error
 
 
 JSON_LIST = Format(

@@ -7,19 +7,20 @@ lines and goes on behind its closing quote, or never closes.
 """
 
 import codecs
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
+from tokenfeed.tools.corpus.records import too_long
+
 __all__ = ["Lines", "QuotedRows", "Rows", "whole_rows"]
 
-_LONGEST_ROW_BYTES = 1 << 24
 _MANY_LINES = 100
 """A value of more lines gets a warning: it may have swallowed rows."""
-_QUOTE, _NEWLINE = ord('"'), ord("\n")
+_QUOTE, _NEWLINE, _RETURN = ord('"'), ord("\n"), ord("\r")
+_NEWLINES = re.compile(rb"[\r\n]")
 
 
 class Rows(NamedTuple):
@@ -48,6 +49,35 @@ class Lines:
     def unclosed(self, data: bytes, line: int) -> str:
         """Why `data`, the end of a file, is no whole row."""
         return "the last line is not whole"
+
+    def is_open(self, row: bytes) -> bool:
+        """Whether the beginning of a row ends within a quoted value."""
+        return False
+
+    def row_end(self, data: bytes, is_open: bool) -> tuple[int, bool]:
+        """The end of the row that goes on in `data`, or 0; and whether `data` ends within a quoted
+        value."""
+        newline = _NEWLINES.search(data)
+        return newline.end() if newline else 0, False
+
+    def without_long(self, rows: Rows, line: int, most_bytes: int) -> Iterator[Rows]:
+        """The same rows, except that each that is too long is rejected alone."""
+        if len(rows.data) <= most_bytes:
+            yield rows
+            return
+        start = end = 0
+        while row := self._row.match(rows.data, end):
+            num_bytes = len(row[0].strip(b"\r\n"))
+            if num_bytes > most_bytes:
+                if start < end:
+                    yield Rows(rows.data[start:end], rows.reason, rows.warning)
+                first = line + rows.data.count(b"\n", 0, end)
+                reason = _long_reason(num_bytes, most_bytes, first, first + row[0].count(b"\n"))
+                yield Rows(row[0], reason)
+                start = row.end()
+            end = row.end()
+        if start < len(rows.data):
+            yield Rows(rows.data[start:], rows.reason, rows.warning)
 
 
 class QuotedRows(Lines):
@@ -84,6 +114,20 @@ class QuotedRows(Lines):
         first = line + data.count(b"\n", 0, values.end() if values else 0)
         last = line + data.rstrip(b"\r\n").count(b"\n")
         return f"a quoted value begins in line {first} and never ends: {_lost(first, last)}"
+
+    def is_open(self, row: bytes) -> bool:
+        """Whether the beginning of a row ends within a quoted value."""
+        row = row.lstrip(b"\r\n")
+        values = self._values.match(row)
+        return not values or values.end() < len(row)
+
+    def row_end(self, data: bytes, is_open: bool) -> tuple[int, bool]:
+        """The end of the row that goes on in `data`, or 0; and whether `data` ends within a quoted
+        value."""
+        characters = np.frombuffer(data, np.uint8)
+        are_open = (np.cumsum(characters == _QUOTE, dtype=np.uint8) + is_open) % 2 == 1
+        ends = np.flatnonzero(((characters == _NEWLINE) | (characters == _RETURN)) & ~are_open)
+        return (int(ends[0]) + 1, False) if len(ends) else (0, bool(are_open[-1]))
 
     def _sound_end(self, data: bytes) -> int | None:
         """The end of the whole rows; None where quotes or a very long value call for care."""
@@ -133,18 +177,31 @@ class QuotedRows(Lines):
         )
 
 
-def whole_rows(blocks: Iterable[bytes], syntax: Lines) -> Iterator[Rows]:
+def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Iterator[Rows]:
     """Cut a file behind rows. The first row, which names the columns, comes alone.
 
+    A row of more than `most_bytes` is dropped while it is read, and rejected.
+
     Raises:
-        ValueError: A row is too long to be one.
+        ValueError: The header is too long.
     """
     rest, line, has_header = b"", 1, False
-    for block in itertools.chain(blocks, (b"\n",)):  # the last line needs none
-        rest += block
+    long: _LongRow | None = None
+    for block in _with_last_newline(blocks):
+        if long:
+            end = long.add(block)
+            if not end:
+                continue
+            yield Rows(b"", long.reason(most_bytes, line))
+            line += long.newlines
+            rest, long = block[end:], None
+        else:
+            rest += block
         if not has_header:
             rest = rest.removeprefix(codecs.BOM_UTF8)
             end = syntax.header_end(rest)
+            if not end and len(rest) > most_bytes:
+                raise ValueError(f"the header {too_long(len(rest), most_bytes)}")
             if not end:
                 continue
             has_header = True
@@ -153,17 +210,50 @@ def whole_rows(blocks: Iterable[bytes], syntax: Lines) -> Iterator[Rows]:
             rest = rest[end:]
         end = 0
         for rows in syntax.cut(rest, line):
-            yield rows
+            yield from syntax.without_long(rows, line + rest.count(b"\n", 0, end), most_bytes)
             end += len(rows.data)
         line += rest.count(b"\n", 0, end)
         rest = rest[end:]
-        if len(rest) > _LONGEST_ROW_BYTES:
-            raise ValueError(
-                f"the row that begins in line {line} has more than {_LONGEST_ROW_BYTES:,} bytes; "
-                "is a quote not closed?"
-            )
-    if rest.strip(b"\r\n"):
+        if len(rest) > most_bytes:
+            long, rest = _LongRow(rest, syntax), b""
+    if long:
+        yield Rows(b"", long.reason(most_bytes, line))
+    elif rest.strip(b"\r\n"):
         yield Rows(rest, syntax.unclosed(rest, line))
+
+
+def _with_last_newline(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    block = b""
+    for block in blocks:
+        yield block
+    if not block.endswith(b"\n"):
+        yield b"\n"
+
+
+class _LongRow:
+    """A row that is too long. Its bytes are dropped; only their number is kept."""
+
+    def __init__(self, beginning: bytes, syntax: Lines) -> None:
+        self.newlines = beginning.count(b"\n")
+        self._num_bytes = len(beginning.lstrip(b"\r\n"))
+        self._syntax, self._is_open = syntax, syntax.is_open(beginning)
+
+    def add(self, block: bytes) -> int:
+        """Go on with a block; the end of the row in it, or 0."""
+        end, self._is_open = self._syntax.row_end(block, self._is_open)
+        self._num_bytes += end - 1 if end else len(block)
+        self.newlines += block.count(b"\n", 0, end or None)
+        return end
+
+    def reason(self, most_bytes: int, first_line: int) -> str:
+        """Why it is rejected, given the line it began in."""
+        return _long_reason(self._num_bytes, most_bytes, first_line, first_line + self.newlines)
+
+
+def _long_reason(num_bytes: int, most_bytes: int, first_line: int, next_line: int) -> str:
+    last_line = max(first_line, next_line - 1)
+    hint = "; is a quote not closed?" if first_line < last_line else ""
+    return f"the row {too_long(num_bytes, most_bytes)}: {_lost(first_line, last_line)}{hint}"
 
 
 def _have_many_lines(characters: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> bool:

@@ -17,7 +17,14 @@ import pyarrow.compute as pc
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
 from tokenfeed.tools.corpus.places import Place
-from tokenfeed.tools.corpus.records import Records, records_of, rejected, shown_names
+from tokenfeed.tools.corpus.records import (
+    Records,
+    Reject,
+    records_of,
+    rejected,
+    shown_names,
+    too_long,
+)
 
 __all__ = [
     "BATCH_ROWS",
@@ -75,7 +82,31 @@ def read_table(part: Part, fields: Fields, *, open_table: OpenTable) -> Iterator
                 yield rejected(part.first_record, fields, problem)
             return
         for records in table.read(fields, part.start, part.stop, part.first_record):
+            records = _without_long(records, fields, part.source.max_record_bytes)
             yield replace(records, weight_bytes=records.weight_bytes * part.weight_bytes)
+
+
+def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
+    """The records without those that have a text of more than `most_bytes`."""
+    long: dict[int, Reject] = {}
+    for name, kind in fields.items():
+        values = records.fields[name]
+        if (kind.item or kind) is not Kind.TEXT:
+            continue
+        for place, value in enumerate(values):
+            num_bytes = len(value) if kind is Kind.TEXT else sum(map(len, value))
+            if num_bytes > most_bytes:
+                reason = f"field `{name}` {too_long(num_bytes, most_bytes)}"
+                long.setdefault(place, Reject(int(records.numbers[place]), reason))
+    if not long:
+        return records
+    kept = [place for place in range(len(records)) if place not in long]
+    return replace(
+        records,
+        numbers=records.numbers[kept],
+        fields={name: [values[n] for n in kept] for name, values in records.fields.items()},
+        rejects=[*records.rejects, *long.values()],
+    )
 
 
 def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[Part]:

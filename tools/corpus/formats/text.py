@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of
+from tokenfeed.tools.corpus.records import Records, records_of, too_long
 
 __all__ = ["TEXT", "UTF16_MARKS"]
 
@@ -16,12 +16,22 @@ UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 def _read(part: Part, fields: Fields) -> Iterator[Records]:
     """The whole file is the first field that takes a text."""
-    text = b"".join(part.blocks()).removeprefix(codecs.BOM_UTF8)
     name = next((name for name, kind in fields.items() if kind is Kind.TEXT), "")
-    yield records_of([(0, _row(text, name))], fields, part.weight_bytes)
+    yield records_of([(0, _row(part, name))], fields, part.weight_bytes)
 
 
-def _row(text: bytes, name: str) -> dict[str, bytes] | Unusable:
+def _row(part: Part, name: str) -> dict[str, bytes] | Unusable:
+    pieces: list[bytes] = []
+    num_bytes, most_bytes = 0, part.source.max_record_bytes
+    for block in part.blocks():
+        num_bytes += len(block)
+        if num_bytes > most_bytes:
+            pieces.clear()
+        else:
+            pieces.append(block)
+    if num_bytes > most_bytes:
+        return Unusable(f"the text {too_long(num_bytes, most_bytes)}")
+    text = b"".join(pieces).removeprefix(codecs.BOM_UTF8)
     if text.startswith(UTF16_MARKS):
         return Unusable("the text is UTF-16; convert it to UTF-8")
     try:
