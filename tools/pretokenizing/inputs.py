@@ -4,19 +4,19 @@ To list the files needs no look at their records; the plan does. The plan is mad
 other parts, and the same command after a kill, read it instead of the corpus.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.parts import Part, whole
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Reject
+from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.reader import UnverifiedError, read_records
+from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
@@ -169,6 +169,14 @@ class Inputs:
         given = {source.split for source in self.corpus.sources if source.split is not None}
         return tuple(sorted({TRAIN, VALIDATION} | given))
 
+    def _records(self, source: InputFile) -> Iterator[Records]:
+        """Read a file from its beginning. A damaged archive ends where its damage shows."""
+        format_ = FORMATS[source.format]
+        cut = format_.cut if format_.schema else whole  # to cut lines would count them
+        with contextlib.suppress(UnverifiedError):
+            for part in cut(source, self.shard_bytes):
+                yield from read_records(part, self.task.fields, in_one_pass=True)
+
     def _check_usable(self) -> None:
         """Stop before a run whose records all lack a field, or are wrong in another common way.
 
@@ -184,11 +192,8 @@ class Inputs:
         rejects: list[tuple[str, int, str]] = []
         reasons: set[str] = set()
         for source in spread:
-            format_, num_records = FORMATS[source.format], 0
-            cut = format_.cut if format_.schema else whole  # to cut lines would count them
-            parts = cut(source, self.shard_bytes)
-            fields = self.task.fields
-            for records in chain.from_iterable(read_records(part, fields) for part in parts):
+            num_records = 0
+            for records in self._records(source):
                 unusable = self.task.unusable(records.fields)
                 if len(unusable) < len(records):
                     return

@@ -553,3 +553,16 @@ def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
     records = [r for part in parts for r in read_records(part, {"text": Kind.TEXT})]
     numbers = [number for records_ in records for number in records_.numbers.tolist()]
     assert numbers == list(range(4000))
+
+
+def test_a_wrong_field_is_found_without_unpacking_whole_archives(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    """The end of each archive is damaged, so that reading up to there would show."""
+    (tmp_path / "in").mkdir()
+    lines = b"".join(b'{"body": "%d"}\n' % number for number in range(60_000))
+    for name in ("a", "b"):
+        (tmp_path / f"in/{name}.jsonl.gz").write_bytes(gzip.compress(lines)[:-9])
+    message = error_of(tmp_path / "in", tmp_path / "out", "--tokenizer", tokenizer)
+    assert "no usable document: the first" in message
+    assert "no field `text`; it has: body" in message
