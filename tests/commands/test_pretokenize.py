@@ -23,6 +23,9 @@ from command import (
 from pyarrow import csv, parquet
 
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.corpus.units import Unit
+from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts
+from tokenfeed.tools.pretokenizing import inputs
 
 
 def test_output_is_the_same_bytes_with_one_and_two_workers(
@@ -37,7 +40,7 @@ def test_output_is_the_same_bytes_with_one_and_two_workers(
     assert made["tokenizer.json"] == tokenizer.read_bytes()
     assert sum(name.startswith("train/") for name in made) >= 10
     assert any(name.startswith("validation/") for name in made)
-    assert not any(name.endswith(".tmp") or "journal" in name for name in made)
+    assert not any(name.endswith(".tmp") or ".parts" in name for name in made)
 
 
 def test_training_a_tokenizer_is_part_of_what_repeats(corpus: Path, tmp_path: Path) -> None:
@@ -178,3 +181,25 @@ def test_of_two_that_start_at_once_one_is_refused(
     assert "another run is writing here" in refusal or "already holds a finished" in refusal
     verify = [sys.executable, "-m", "tokenfeed.tools.shards", "verify", str(tmp_path / "out")]
     assert subprocess.run(verify, stdout=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_labels_of_much_text_are_counted_by_workers(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = ({"text": text, "label": f"k{len(text) % 5}"} for text in texts(300))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("--task", "classify", "--tokenizer", tokenizer, "--shard-size", "50KB")
+    run(tmp_path / "rows.jsonl", tmp_path / "plain", *options, "--workers", 1)
+    counted: list[int] = []
+    of_unit = CountLabels.of_unit
+
+    def counting(work: CountLabels, unit: Unit) -> LabelCounts:
+        counted.append(unit.number)
+        return of_unit(work, unit)
+
+    monkeypatch.setattr(CountLabels, "of_unit", counting)
+    monkeypatch.setattr(inputs, "_COUNTED_ALONE_BYTES", 0)
+    run(tmp_path / "rows.jsonl", tmp_path / "out", *options, "--workers", 2)
+    assert not counted  # by this process
+    assert Manifest.read(tmp_path / "out").label_names == ("k0", "k1", "k2", "k3", "k4")
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import files_of
+from command import files_of, run
 from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.engine import ReferenceEngine
 from tokenfeed.tools.options import Options, parse_options
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing import make as make_module
@@ -109,6 +111,18 @@ def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path)
     assert make_dataset(options).already_finished
     with pytest.raises(ConfigError, match="--vocab-size and --seed was 300 0, is 300 1"):
         make_dataset(dataclasses.replace(options, seed=1))
+
+
+def test_memory_error_names_the_unit(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: ReferenceEngine, texts: list[bytes]) -> Ragged:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(ReferenceEngine, "encode", fail)
+    message = rf"at unit 0, {corpus}/\S+ and \d+ other files: Unable to allocate 9 GiB"
+    with pytest.raises(MemoryError, match=message):
+        make(corpus, tmp_path / "out", tokenizer)
 
 
 def test_an_engine_that_cannot_be_had_leaves_nothing(
@@ -237,6 +251,25 @@ def test_a_field_that_the_task_does_not_read_is_refused(
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match="'': expected NAME=FIELD"):
         check(task=task, field=((),))
+
+
+def test_folders_of_a_thousand_levels_are_read(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    here, levels = os.getcwd(), 1200
+    try:
+        os.chdir(tmp_path / "corpus")
+        for _ in range(levels):  # a path of so many levels is too long to be made at once
+            os.mkdir("d")
+            os.chdir("d")
+        Path("text.txt").write_text("deep down")
+        os.chdir(here)
+        run(tmp_path / "corpus", tmp_path / "out", "--tokenizer", tokenizer)
+        assert Manifest.read(tmp_path / "out").ledger.written == 1
+    finally:
+        deepest = tmp_path / "corpus" / "/".join("d" * levels)
+        (deepest / "text.txt").unlink()
+        os.removedirs(deepest)  # pytest could not remove them
+        os.chdir(here)
 
 
 def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
