@@ -5,9 +5,14 @@ by part in seeded random order) bounds time and memory; what a larger one would 
 is little. The same corpus, size and seed give the same tokenizer, byte for byte.
 """
 
+import logging
 import random
+import sys
+import threading
+import time
 from collections.abc import Iterator
 from itertools import chain
+from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -23,10 +28,14 @@ END_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257
 """Every byte, and the end of a document."""
 
+logger = logging.getLogger(__name__)
+
 _SAMPLE_CHARACTERS = 32_000_000
 _PART_CHARACTERS = 1_000_000
 """No part gives more, unless parts are few: one huge file must not be the whole sample."""
 _MIN_FREQUENCY = 2
+_LOG_S = 5.0
+"""Seconds between lines of progress."""
 
 
 def train_tokenizer_json(
@@ -49,10 +58,48 @@ def train_tokenizer_json(
         min_frequency=_MIN_FREQUENCY,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # a set: its order varies
         special_tokens=[END_TOKEN],
-        show_progress=False,
+        show_progress=_is_terminal(),
     )
-    tokenizer.train_from_iterator(chain([first], texts), trainer)
+    with _Progress() as progress:
+        tokenizer.train_from_iterator(progress.counted(chain([first], texts)), trainer)
     return tokenizer.to_str().encode()
+
+
+class _Progress:
+    """Logs how far training is, every few seconds; a terminal shows the bars of `tokenizers`."""
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+        self._started = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._log, daemon=True)
+
+    def counted(self, texts: Iterator[str]) -> Iterator[str]:
+        for text in texts:
+            self._num_characters += len(text)
+            yield text
+
+    def __enter__(self) -> Self:
+        if not _is_terminal():
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._ended.set()
+        if self._thread.ident:
+            self._thread.join()
+
+    def _log(self) -> None:
+        while not self._ended.wait(_LOG_S):
+            logger.info(
+                "training a tokenizer: %.0f M characters of text read, %.0f s",
+                self._num_characters / 1e6,
+                time.monotonic() - self._started,
+            )
+
+
+def _is_terminal() -> bool:
+    return bool(sys.stderr and sys.stderr.isatty())
 
 
 def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
