@@ -10,7 +10,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-`prepare` must not get the loader: it would deal its batches a second time.
+Do not pass the loader to `prepare`: it would deal its batches a second time. Leave the
+Accelerator's `gradient_accumulation_steps` at 1: `backward` divides the loss by it, and
+`step.divisor` has done that.
 """
 
 from typing import Any
@@ -34,10 +36,10 @@ def accelerated_loader(
     splits begin anew with every loop, so they have none to keep.
 
     Args:
-        accelerator: Made before, for it starts torch.distributed.
+        accelerator: Make it before, because it starts torch.distributed.
         path: See `ShardLoader`.
         batching: See `ShardLoader`.
-        settings: Others of `ShardLoader`.
+        settings: Other settings of `ShardLoader`.
     """
     loader = ShardLoader(path, batching=batching, device=accelerator.device, **settings)
     if settings.get("split", "train") == "train":

@@ -1,5 +1,6 @@
 """Both builders give the same batch, and it is the one a slow loop would build."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -358,3 +359,26 @@ def test_pin_memory_pins_every_tensor(batching: Batching, monkeypatch: pytest.Mo
     assert listed(copy) == listed(batch)
     tensors = [value for value in copy.values() if isinstance(value, torch.Tensor)]
     assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in pinned}
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_pickled_batch_is_the_same_batch(case: Case) -> None:
+    for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+        batch, expected = build(ragged, "host"), build(again, "host")
+        copy = pickle.loads(pickle.dumps(batch))
+        assert listed(copy) == listed(expected)
+        assert repr(copy) == repr(expected)
+        for name in ("rows", "starts", "piece_lengths", "sequence_offsets", "lengths"):
+            assert getattr(copy, name).tolist() == getattr(expected, name).tolist()
+        for name in ("ends_step", "is_filler", "num_tokens", "num_targets", "num_cut_pieces"):
+            assert getattr(copy, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("batching", [Padded(64), Packed(32, 2), Fixed(4)])
+def test_pickled_batch_does_not_grow_with_its_window(batching: Batching) -> None:
+    few, many = (
+        len(pickle.dumps(build_on_host(Case(random_rows(rows), batching).ragged()[0], PAD)))
+        for rows in (np.full(100, 10), np.full(5000, 10))
+    )
+    assert many < 1.1 * few
