@@ -81,6 +81,8 @@ class Trainer:
         saver = Saver if self.world.is_main else NoSaver
         self.saver = saver(self.checkpoints, config.keep, self.device)
         self.step = self.saved_step = self.skipped = 0
+        self.earlier: Report | None = None
+        """The report of the parts of the run before this one."""
         self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
             maxlen=MOST_SKIPPED + config.log_every
         )
@@ -328,6 +330,7 @@ class Trainer:
         """Take over the latest checkpoint, if it is one of this model on this data."""
         config = self.config
         progress, state = self._load()
+        self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
         self.course.enter(progress.step, goes_on=True)
         self.course.load_state_dict(progress.loader)

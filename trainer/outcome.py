@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.trainer.batching import padding_remedy
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics
@@ -33,18 +34,21 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
     imports this file."""
     losses = run.metrics.values("loss")
     validation = run.metrics.values("validation_loss")
-    stall, manifest = run.stall.report(), run.task.manifest
+    earlier: Report | None = run.earlier
+    stall = run.stall.report(earlier.stall if earlier else None)
+    manifest = run.task.manifest
     return Report(
         run_dir=str(run.config.run_dir),
         finished=run.step == run.config.steps,
+        parts=1 + (earlier.parts if earlier else 0),
         steps=run.step,
         skipped_steps=sum(run.metrics.values("skipped_steps")),
         tokens=run.agreement.tokens,
-        seconds=time.perf_counter() - run.started_s,
+        seconds=time.perf_counter() - run.started_s + (earlier.seconds if earlier else 0.0),
         real_tokens_per_s=stall.real_tokens_per_s,
         padding=1 - run.agreement.tokens / run.agreement.slots,
         stall=stall,
-        remote=run.course.remote,
+        remote=_remote(run.course.remote, earlier.remote if earlier else None),
         loss_first=losses[0] if losses else None,
         loss_last=losses[-1] if losses else None,
         validation_loss_first=validation[0] if validation else None,
@@ -60,3 +64,7 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         versions=versions(),
         rows_by_length=list(manifest.split("train").length_histogram),
     )
+
+
+def _remote(own: RemoteStats | None, earlier: RemoteStats | None) -> RemoteStats | None:
+    return own.with_another(earlier) if own and earlier else own or earlier

@@ -204,8 +204,13 @@ class StallMeter(Generic[Mark]):
         self._resolve()
         return self._ledger.step_times.take()
 
-    def report(self) -> StallReport:
-        """The same as a report, without waiting for the device."""
+    def report(self, earlier: StallReport | None = None) -> StallReport:
+        """The same as a report, without waiting for the device.
+
+        Args:
+            earlier: The report of an earlier part of the same run, which was resumed since. The
+                report is then about both.
+        """
         return make_report(
             self.read(),
             self._ledger,
@@ -217,6 +222,7 @@ class StallMeter(Generic[Mark]):
             core_wait=self._core_wait.share() if self._core_wait else None,
             loader=self._loader,
             remedies=self._remedies,
+            earlier=earlier,
         )
 
     def gather(self, exchange: Exchange | None = None) -> None:

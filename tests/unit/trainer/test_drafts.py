@@ -1,5 +1,6 @@
 """report.json while a run goes on: what is measured stays, whatever ends it or fills its disk."""
 
+import dataclasses
 import errno
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from training import make_config, run, write_counting
 
 from tokenfeed.trainer import drafts
 from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.run import train
 
 
 class Killed(BaseException):
@@ -34,8 +36,6 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
             raise Killed
         return False
 
-    from tokenfeed.trainer.run import train
-
     with pytest.raises(Killed):
         train(config, kill)
     report = Report.of_run(config.run_dir)
@@ -44,6 +44,24 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
     assert report.steps == 6
     assert report.stall.steps == 2
     assert "stopped before the end" in report.summary()
+
+
+def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", steps=16, save_every=2)
+    asked = iter(range(1, 100))
+    first = train(config, lambda: next(asked) == 10)
+    second = run(dataclasses.replace(config, resume=True))
+    assert (first.parts, second.parts, second.finished) == (1, 2, True)
+    assert second.seconds > first.seconds
+    assert second.stall.queued_steps == 16
+    for cause, part in first.stall.causes.items():
+        assert second.stall.causes[cause].seconds >= part.seconds
+        assert second.stall.causes[cause].max_s >= part.max_s
+    assert second.stall.steps > first.stall.steps > 0
+    assert second.stall.tokens > first.stall.tokens
+    idle = sum(part.seconds for part in second.stall.causes.values())
+    assert second.stall.stall == pytest.approx(idle / second.stall.seconds)
+    assert " in 2 parts" in second.summary()
 
 
 def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
