@@ -86,7 +86,10 @@ class Options:
     """Put files into the split NAME, by their names or paths below the given folders."""
     validation: Annotated[
         float | None,
-        tyro.conf.arg(metavar="PART", help_behavior_hint="(default: 0.01; 0 with given splits)"),
+        tyro.conf.arg(
+            metavar="PART",
+            help_behavior_hint="(default: 0.01, about 10 M tokens at most; 0 with splits)",
+        ),
     ] = None
     """Part of the other records put aside for validation, by a hash of their text."""
     exclude: Annotated[

@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from tokenfeed.tools.corpus.detect import (
     is_binary,
 )
 from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.formats.registry import FALLBACK
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, REPOSITORY_PREFIX, hub_files, repository_files
 from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
 from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES, InputFile
@@ -52,12 +52,28 @@ _COMPRESSION_RATIO = 4
 """Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
 
 
+class Known(NamedTuple):
+    """A file that was looked into."""
+
+    name: str
+    bytes: int
+    state: int | str
+    format: str | None
+    """None for a binary file."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """The input files, and how many were left out for being binary."""
+    """The input files, and those left out for being binary."""
 
     sources: tuple[InputFile, ...]
-    skipped_binary: int
+    binary: tuple[Known, ...]
+    """Binary files found in folders and left out."""
+
+    @property
+    def known(self) -> list[Known]:
+        """What looking into the files has shown, for `find_corpus`."""
+        return [*map(_known, self.sources), *self.binary]
 
 
 def find_corpus(
@@ -68,6 +84,7 @@ def find_corpus(
     exclude: tuple[str, ...] = (),
     splits: tuple[tuple[str, str], ...] = (),
     max_record_bytes: int = MAX_RECORD_BYTES,
+    known: Iterable[Known] = (),
 ) -> Corpus:
     """Find every input file below `paths`, in the order of `paths` and then of names.
 
@@ -78,25 +95,24 @@ def find_corpus(
         exclude: Patterns of names or paths to leave out.
         splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
         max_record_bytes: A longer record is rejected.
+        known: Files that the same command has looked into before: not opened if unchanged.
 
     Raises:
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
         ConfigError: A path lies in the output folder.
     """
-    search = _Search(None if out is None else os.path.realpath(out), field, exclude, splits)
+    search = _Search(None if out is None else os.path.realpath(out), field, exclude, splits, known)
     for path in paths:
         search.add(path)
     search.check_patterns()
     if not search.sources:
-        binary = (
-            f" ({search.skipped_binary:,} binary files skipped)" if search.skipped_binary else ""
-        )
+        binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
         raise CorpusError(
             f"{', '.join(map(public, paths))}: no input file found{binary}. Point at folders or "
             "files of text."
         )
     sources = (replace(source, max_record_bytes=max_record_bytes) for source in search.sources)
-    return Corpus(sources=tuple(sources), skipped_binary=search.skipped_binary)
+    return Corpus(sources=tuple(sources), binary=tuple(search.binary))
 
 
 class _Entry(NamedTuple):
@@ -119,9 +135,11 @@ class _Search:
         field: str,
         exclude: tuple[str, ...],
         splits: tuple[tuple[str, str], ...],
+        known: Iterable[Known],
     ) -> None:
         self.sources: list[InputFile] = []
-        self.skipped_binary = 0
+        self.binary: list[Known] = []
+        self._known = {file.name: file for file in known}
         self._out = out
         self._field = field
         self._exclude = exclude
@@ -263,7 +281,9 @@ class _Search:
         if is_archive(name, path):
             raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
         if self._is_new(real):
-            format_ = format_of_given(name, path, self._field)
+            known = self._unchanged(name, path)
+            given = known.format if known else None
+            format_ = FORMATS[given] if given else format_of_given(name, path, self._field)
             self._append(self._source(name, path, format_), name, None)
 
     def _is_new(self, real: str) -> bool:
@@ -272,8 +292,16 @@ class _Search:
         self._seen.add(real)
         return is_new
 
+    def _unchanged(self, name: str, path: Place) -> Known | None:
+        """What is known of a file, if it has not changed since."""
+        known = self._known.get(name)
+        is_same = known and (known.bytes, known.state) == _size_and_state(path)
+        return known if is_same else None
+
     def _format_of_found(self, name: str, path: Place) -> Format | None:
         """The format of a file in a folder; None for a binary file."""
+        if known := self._unchanged(name, path):
+            return FORMATS[known.format] if known.format else None
         format_ = format_in_folder(name, path, self._field)
         if format_ is FALLBACK and is_binary(path, compression_of(name)):
             return None
@@ -283,7 +311,7 @@ class _Search:
         self, name: str, path: Place, format_: Format | None, root: str, split: str | None
     ) -> None:
         if format_ is None:
-            self.skipped_binary += 1
+            self.binary.append(Known(name, *_size_and_state(path), None))
         else:
             self._append(self._source(name, path, format_), root, split)
 
@@ -336,6 +364,10 @@ class _Search:
             format=format_.name,
             compression=compression,
         )
+
+
+def _known(source: InputFile) -> Known:
+    return Known(source.name, source.bytes, source.state, source.format)
 
 
 def _from_root(path: str) -> str:

@@ -17,7 +17,7 @@ from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.parts import InputFile, Part, whole
 from tokenfeed.tools.corpus.reader import UnverifiedError, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
-from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
 from tokenfeed.tools.encoding.task import Labelled, TaskEncoder
@@ -49,8 +49,12 @@ class Inputs:
     """Empty until the inputs are planned."""
 
     @classmethod
-    def listed(cls, options: Options) -> Self:
+    def listed(cls, options: Options, plan: dict[str, Any] | None = None) -> Self:
         """List the input files. Reads none of their records.
+
+        Args:
+            options: What is wanted.
+            plan: A plan of the same run; files that it names are not opened if unchanged.
 
         Raises:
             CorpusError: There are no files.
@@ -64,6 +68,7 @@ class Inputs:
             exclude=options.exclude,
             splits=options.splits,
             max_record_bytes=options.max_record_bytes,
+            known=[Known(*file) for file in plan["files"]] if plan else (),
         )
         validation = options.validation
         if validation is None:
@@ -119,7 +124,7 @@ class Inputs:
             ],
             "labels": labels.names,
             "labels are numbers": labels.are_numbers,
-            "files": [(source.name, source.bytes, source.state) for source in self.corpus.sources],
+            "files": self.corpus.known,
         }
 
     def as_planned(self, plan: dict[str, Any]) -> Self:
@@ -149,17 +154,18 @@ class Inputs:
 
     def changed_file(self, plan: dict[str, Any]) -> str:
         """Say which file is the first that differs from those of a plan; empty if none does."""
-        was = {name: (num_bytes, state) for name, num_bytes, state in plan["files"]}
+        files = [Known(*file) for file in plan["files"]]
+        was = {file.name: file for file in files if file.format}
         for source in self.corpus.sources:
             before = was.pop(source.name, None)
             if before is None:
                 return f"; the first is {source.name}, which is new"
-            if before[0] != source.bytes:
+            if before.bytes != source.bytes:
                 return (
-                    f"; the first is {source.name}, which had {before[0]:,} bytes and has "
+                    f"; the first is {source.name}, which had {before.bytes:,} bytes and has "
                     f"{source.bytes:,}"
                 )
-            if before[1] != source.state:
+            if before.state != source.state:
                 return f"; the first is {source.name}, which was written at another time"
         return f"; the first is {next(iter(was))}, which is missing" if was else ""
 

@@ -48,7 +48,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, output, server)
+    listed = Listed.from_options(options, output, state, server)
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)
@@ -66,7 +66,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
     return Summary.from_manifest(
         manifest,
         out=str(output),
-        skipped_binary=listed.inputs.corpus.skipped_binary,
+        skipped_binary=len(listed.inputs.corpus.binary),
         tokenizer=tokenizer,
         vocabulary_wanted=None if options.tokenizer else options.vocab_size,
         units=num_units,

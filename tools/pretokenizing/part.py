@@ -60,7 +60,7 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
     options.check()
     output, part = options.output, Part.from_text(str(options.part))
     state = state_of(output)
-    listed = Listed.from_options(options, output, server)
+    listed = Listed.from_options(options, output, state, server)
     if state == "finished":
         _, num_units = recognise(output, listed.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))

@@ -45,14 +45,19 @@ class Listed:
     """The tokenizer that `--tokenizer` names; None to train one."""
     recipe: dict[str, Any]
     """All that the output depends on, in words a user can compare."""
+    plan: dict[str, Any] | None
+    """The plan of the unfinished run in the output, made by this or by another command."""
 
     @classmethod
-    def from_options(cls, options: Options, output: Output, server: Server | None) -> Self:
+    def from_options(
+        cls, options: Options, output: Output, state: State, server: Server | None
+    ) -> Self:
         """List the input files and load the tokenizer that is given.
 
         Args:
             options: What is wanted.
             output: Where the data set is made.
+            state: What is there.
             server: A program to fork workers from, if one was started already.
         """
         tokenizer = None
@@ -61,13 +66,15 @@ class Listed:
             tokenizer = _load(options, json_bytes, public(options.tokenizer))
             if server:
                 server.prepare(_preloading(options.tokenizer, tokenizer))
-        inputs = Inputs.listed(options)
+        plan = kept_plan(output) if state == "unfinished" else None
+        inputs = Inputs.listed(options, plan)
         return cls(
             options=options,
             output=output,
             inputs=inputs,
             tokenizer=tokenizer,
             recipe=_recipe(options, inputs, tokenizer),
+            plan=plan,
         )
 
     def finished_tokenizer(self) -> TextTokenizer:
@@ -97,9 +104,8 @@ class Prepared:
         Raises:
             ConfigError: The unfinished run is of another command or input.
         """
-        options, output, inputs, kept = listed.options, listed.output, listed.inputs, None
+        options, output, inputs, kept = listed.options, listed.output, listed.inputs, listed.plan
         if state == "unfinished":
-            kept = kept_plan(output)
             check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
         inputs = inputs.as_planned(kept) if kept else inputs.planned(options)
         started = time.perf_counter()

@@ -92,7 +92,7 @@ def test_folders_are_read_in_name_order_without_hidden_and_binary_files(tree: Pa
     corpus = find(tree)
     assert names(corpus, tree) == ["a.txt", "b.py", "sub/c.md", "sub/deep/d"]
     assert [source.index for source in corpus.sources] == [0, 1, 2, 3]
-    assert corpus.skipped_binary == 2
+    assert len(corpus.binary) == 2
 
 
 def test_a_file_given_by_name_is_read_whatever_it_is(tree: Path) -> None:
@@ -313,7 +313,7 @@ def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
 def test_utf16_text_in_a_folder_is_rejected_by_name(tmp_path: Path, encoding: str) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_bytes("\ufeffplain words".encode(encoding))
-    assert find(tmp_path / "in").skipped_binary == 0
+    assert not find(tmp_path / "in").binary
     assert read(tmp_path / "in") == [Reject(0, "the text is UTF-16; convert it to UTF-8")]
 
 

@@ -29,11 +29,13 @@ LABELLED = {"task": "classify", "field": (("label=kind",),)}
 
 @pytest.fixture
 def lines(tmp_path: Path) -> Path:
-    """A corpus of one file in seven units, with labels."""
+    """A corpus of a few files in some units, with labels; what some are shows only inside."""
     folder = tmp_path / "lines"
     folder.mkdir()
     rows = [{"text": text, "kind": f"k{len(text) % 3}"} for text in texts(170, seed=3)]
     (folder / "lines.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rows.json").write_text(json.dumps(rows[:3]))
+    (folder / "image.bin").write_bytes(b"\0\1\2")
     return folder
 
 
