@@ -69,18 +69,18 @@ class SimulatedDevice:
         self.random = random.Random(seed)
         self.launch_seconds, self.latency, self.depth = launch, latency, depth
         self.noise, self.drift = noise, drift
-        self._host = on or Host()
+        self.clock = on or Host()
         self.idle = 0.0
         self._compute = Stream(deque(maxlen=depth), free=self.host)
         self._streams = {COMPUTE: self._compute}
 
     @property
     def host(self) -> float:
-        return self._host.now
+        return self.clock.now
 
     @host.setter
     def host(self, now: float) -> None:
-        self._host.now = now
+        self.clock.now = now
 
     def launch(self, seconds: float, stream: str = COMPUTE) -> float:
         """Queue a kernel, and say when it ends."""
@@ -89,7 +89,7 @@ class SimulatedDevice:
 
     def work(self, kernels: int, seconds: float) -> None:
         """Queue so many kernels on the stream that computes."""
-        draw, noise, host = self.random.random, self.noise, self._host
+        draw, noise, host = self.random.random, self.noise, self.clock
         for _ in range(kernels):  # as `launch`, in half the time: tests queue millions
             host.now += self.launch_seconds * (1 + noise * (2 * draw() - 1))
             self._queue(self._compute, seconds * (1 + noise * (2 * draw() - 1)))
@@ -135,7 +135,7 @@ class SimulatedDevice:
         return True
 
     def _queue(self, stream: Stream, seconds: float) -> float:
-        ends, free, host = stream.ends, stream.free, self._host
+        ends, free, host = stream.ends, stream.free, self.clock
         if len(ends) == self.depth and ends[0] > host.now:
             host.now = ends[0]
         start = max(free, host.now + self.latency, stream.waits_until)

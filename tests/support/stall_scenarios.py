@@ -56,6 +56,10 @@ class Loop:
     """Of an evaluation before the first step."""
     drift: float | None = None
     """Of the device's clock; None for one of the seed."""
+    other_kernels: int = 0
+    """Of a micro-batch, on a second device that the same host keeps busy."""
+    exchange_seconds: float = 0.0
+    """What several ranks take to add up their gradients in each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +93,7 @@ class Run:
         self.loop, self.fault, self.seed = loop, fault or Fault("other"), seed
         drift = random.Random(seed).gauss(0, 2e-5) if loop.drift is None else loop.drift
         self.device = SimulatedDevice(launch=loop.launch_seconds, depth=loop.depth, drift=drift)
+        self.other = SimulatedDevice(launch=loop.launch_seconds, on=self.device.clock)
         self.allocations = 0
         self.meter: StallMeter[float] | None = None
         if metered:
@@ -98,19 +103,27 @@ class Run:
         self.begun: tuple[float, float] = (0.0, 0.0)
 
     def all_steps(self) -> None:
+        all_steps([self])
+
+    def begin(self) -> None:
+        """Evaluate, as before a first step."""
         if self.loop.pause_seconds:
             with self.cause("evaluation"):
                 self.device.wait()
                 self.device.host += self.loop.pause_seconds
-        for step in range(1, self.loop.steps + WARMUP + 1):
-            self.device.random.seed(self.seed * 1_000_003 + step)
-            self.step(step)
-            if step == WARMUP:
-                self.begun = (self.device.done, self.device.idle)
-        self.ended = (self.device.done, self.device.idle)
-        self.device.wait()
+
+    def truth(self) -> Truth:
+        """Of the steps after the warm-up."""
+        seconds = self.ended[0] - self.begun[0]
+        return Truth((self.ended[1] - self.begun[1]) / seconds, seconds)
 
     def step(self, step: int) -> None:
+        self.work(step)
+        self.finish(step)
+
+    def work(self, step: int) -> None:
+        """Queue what a rank does for itself."""
+        self.device.random.seed(self.seed * 1_000_003 + step)
         loop, draw = self.loop, random.Random(self.seed * 1_000_003 + step)
         for part in range(loop.accumulation):
             with self.cause("data"):
@@ -119,13 +132,19 @@ class Run:
                 self.device.compute_waits(moment)
             self.micro_batch(step, part)
             self.fault.after_micro_batch(self, step)
+
+    def finish(self, step: int) -> None:
+        """End a step."""
         if self.meter:
             self.meter.step(TOKENS)
         self.fault.after_step(self, step)
-        if step % loop.log_every == 0:
+        if step % self.loop.log_every == 0:
             with self.cause("log"):
                 self.device.wait()
-                self.device.host += loop.log_seconds
+                self.device.host += self.loop.log_seconds
+        if step == WARMUP:
+            self.begun = (self.device.done, self.device.idle)
+        self.ended = (self.device.done, self.device.idle)
 
     def data(self, draw: random.Random) -> float:
         loop = self.loop
@@ -134,6 +153,8 @@ class Run:
 
     def micro_batch(self, step: int, part: int) -> None:
         pieces = self.loop.sub_marks + 1
+        if self.loop.other_kernels:
+            self.other.work(self.loop.other_kernels, self.loop.kernel_seconds)
         for piece in range(pieces):
             self.device.work(self.loop.kernels // pieces // 2, self.loop.kernel_seconds)
             if part == 0 and piece == 0:
@@ -153,6 +174,32 @@ class Run:
             self.meter.resume()
 
 
+def all_steps(ranks: list[Run]) -> None:
+    """Run the loops of ranks, which add up their gradients in each step."""
+    loop = ranks[0].loop
+    for run in ranks:
+        run.begin()
+    for step in range(1, loop.steps + WARMUP + 1):
+        for run in ranks:
+            run.work(step)
+        if len(ranks) > 1:
+            _exchange(ranks, loop.exchange_seconds)
+        for run in ranks:
+            run.finish(step)
+    for run in ranks:
+        run.device.wait()
+
+
+def _exchange(ranks: list[Run], seconds: float) -> None:
+    outers = [run.meter.enter("communication") if run.meter else None for run in ranks]
+    done = max(run.device.done for run in ranks) + seconds
+    for run, outer in zip(ranks, outers, strict=True):
+        run.device.compute_waits(done)
+        if run.meter and outer:
+            run.meter.leave(outer)
+        run.device.work(4, run.loop.kernel_seconds)  # the optimizer
+
+
 class _Nothing:
     def __enter__(self) -> None: ...
     def __exit__(self, *raised: object) -> None: ...
@@ -170,8 +217,7 @@ def truth(loop: Loop, fault: Fault | None = None, seed: int = 0) -> Truth:
     """What is so."""
     run = Run(loop, fault, seed, metered=False)
     run.all_steps()
-    seconds = run.ended[0] - run.begun[0]
-    return Truth((run.ended[1] - run.begun[1]) / seconds, seconds)
+    return run.truth()
 
 
 CLEAN = Loop()
@@ -242,3 +288,71 @@ FAULTS: dict[str, Fault] = {
     "evaluation": Fault("evaluation", after_step=_every(20, _evaluate)),
     "a late rank": Fault("communication", after_step=_bracket("communication", 3e-3)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A loop drawn at random: some regime, clock, pause, noise, and number of devices and ranks."""
+
+    regime: str
+    loop: Loop
+    seed: int
+    ranks: int
+
+
+def case(seed: int) -> Case:
+    """Draw a case."""
+    draw = random.Random(seed)
+    regime = ("gpu-bound", "data-bound", "launch-bound", "balanced", "mixed")[seed % 5]
+    kernels, parts = draw.randrange(40, 80, 2), draw.choice([1, 2, 3])
+    launch = draw.uniform(20e-6, 80e-6)
+    kernel = launch * {
+        "gpu-bound": draw.uniform(10, 30),
+        "data-bound": draw.uniform(10, 30),
+        "launch-bound": draw.uniform(0.2, 0.7),
+        "balanced": draw.uniform(0.9, 1.1),
+        "mixed": draw.uniform(0.7, 4),
+    }[regime]
+    batch = kernels * kernel
+    data = {
+        "gpu-bound": draw.uniform(0.1, 0.5) * batch,
+        "data-bound": draw.uniform(1.2, 3) * batch,
+        "launch-bound": draw.uniform(0.05, 0.2) * batch,
+        "balanced": draw.uniform(0, 0.1) * batch,
+        "mixed": draw.uniform(0.1, 0.6) * batch,
+    }[regime]
+    loop = Loop(
+        kernels=kernels,
+        kernel_seconds=kernel,
+        launch_seconds=launch,
+        accumulation=parts,
+        data_seconds=data,
+        data_noise=draw.uniform(0, 0.5),
+        data_spikes=draw.choice([0.0, 0.05, 0.1]) if regime == "mixed" else 0.0,
+        log_every=draw.choice([5, 10, 25, 10**6]),
+        log_seconds=draw.uniform(0.1e-3, 0.5e-3),
+        steps=draw.randrange(60, 160),
+        pause_seconds=draw.choice([0.0, 10.0, 30.0]),
+        drift=draw.uniform(-1e-4, 1e-4),
+        other_kernels=draw.choice([0, 0, kernels // 2]),
+        exchange_seconds=draw.uniform(20e-6, 100e-6),
+    )
+    return Case(regime, loop, seed, draw.choice([1, 1, 2, 4]))
+
+
+def without(loop: Loop, cause: Cause) -> Loop:
+    """The loop without a cause of its stall."""
+    return {
+        "data": replace(loop, data_seconds=0.0, data_spikes=0.0),
+        "launch": replace(loop, launch_seconds=1e-7),
+        "log": replace(loop, log_every=10**9),
+        "communication": replace(loop, exchange_seconds=0.0),
+    }[cause]
+
+
+def runs(case: Case, loop: Loop | None = None, *, metered: bool) -> list[Run]:
+    """Run the ranks of a case, or those of another loop in its place."""
+    seeds = range(case.seed, case.seed + 1000 * case.ranks, 1000)
+    ranks = [Run(loop or case.loop, None, seed, metered=metered) for seed in seeds]
+    all_steps(ranks)
+    return ranks

@@ -1,5 +1,7 @@
 """Error bars of shares of time: batch means over steps, in bounded memory.
 
+Causes on a schedule are left out, with their time: the steps between them are the sample.
+
 Steps that follow each other are alike, so single steps would promise too narrow a bar. Batches of
 many steps are nearly independent; when there are too many, neighbours are merged.
 """
@@ -7,7 +9,7 @@ many steps are nearly independent; when there are too many, neighbours are merge
 import math
 from dataclasses import dataclass, field
 
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import COUNTED, Cause
 
 __all__ = ["Batches", "student"]
 
@@ -40,6 +42,8 @@ class Batches:
 
     def add(self, seconds: float, idle: dict[Cause, float]) -> None:
         """Add a step."""
+        seconds -= sum(part for cause, part in idle.items() if cause in COUNTED)
+        idle = {cause: part for cause, part in idle.items() if cause not in COUNTED}
         if not self._batches or self._batches[-1].steps >= self._size:
             self._batches.append(_Batch())
         self._batches[-1].add(1, seconds, idle)
@@ -47,12 +51,12 @@ class Batches:
             self._merge()
 
     def half_width(self, cause: Cause | None) -> float | None:
-        """Of the interval that holds the share of a cause, or of all, in 95 of 100 runs; None of
-        too few steps."""
+        """Return half of the interval that holds the share of a cause, or of all of them, in 95 of
+        100 runs, as a share of the time less that of causes on a schedule. None for few steps."""
         count = len(self._batches)
         if count < _LEAST:
             return None
-        total = sum(batch.seconds for batch in self._batches)
+        total = sum(batch.seconds for batch in self._batches) or 1.0
         share = sum(batch.of(cause) for batch in self._batches) / total
         squares = sum((batch.of(cause) - share * batch.seconds) ** 2 for batch in self._batches)
         return student(count - 1) * math.sqrt(count / (count - 1) * squares) / total

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-__all__ = ["ABOUT", "CAUSES", "About", "Cause", "Phase"]
+__all__ = ["ABOUT", "CAUSES", "COUNTED", "About", "Cause", "Phase"]
 
 Cause = Literal[
     "data",
@@ -147,3 +147,7 @@ ABOUT: dict[Cause, About] = {
 """Each cause, in the order of reports."""
 
 CAUSES: tuple[Cause, ...] = tuple(ABOUT)
+
+COUNTED: frozenset[Cause] = frozenset({"log", "checkpoint", "evaluation"})
+"""Causes that come every so many steps. All of them are seen, so that none makes an interval wider:
+steps between them are a sample of a run, and the schedule is not."""

@@ -34,6 +34,8 @@ _WAITED = 1.5
 """A host that takes so many times as long as usual for a stretch has waited in it."""
 _QUEUED = 0.002
 """The share of a reference that may pass before all of it is queued."""
+_AHEAD = 0.25
+"""A host that is ahead by this share of a stretch at both its ends was so in between."""
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
 
@@ -158,7 +160,7 @@ class Ledger:
         stretch = self._open.stretch
         if stretch is None:
             stretch = Stretch(self._open.opener, start.after, end, self._spin)
-            stretch.is_ahead = lead > _LEAST_LEAD_SECONDS
+            stretch.lead_before = lead
             self._open.stretch, self._spin = stretch, 0.0
         stretch.seconds += seconds
         stretch.bound += min(max(0.0, end.after - began), seconds)
@@ -170,7 +172,8 @@ class Ledger:
             return
         stretch.kind = kind = Kind(stretch.opener, closer)
         lead = stretch.lead
-        stretch.is_ahead &= lead > max(_LEAST_LEAD_SECONDS, 0.01 * stretch.seconds)
+        least = max(_LEAST_LEAD_SECONDS, _AHEAD * stretch.seconds)
+        stretch.is_ahead = min(stretch.lead_before, lead) > least
         stretch.is_queued = stretch.bound <= _QUEUED * stretch.seconds
         stretch.is_queued |= stretch.is_ahead and stretch.spin > 0  # as far as the queue holds
         waited = self._watch_host(stretch, stretch.end.after - stretch.opened, lead)

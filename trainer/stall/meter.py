@@ -271,9 +271,7 @@ class StallMeter(Generic[Mark]):
 
     def _step_of_device(self, tokens: int, slots: int) -> None:
         calibration, waits = self._calibration, self._waits
-        is_held_up = calibration is not None and calibration.is_due
-        is_measured = not (is_held_up or waits.is_looking)
-        self._cut(self._phase, StepEnd(tokens, slots, is_measured, self._blamed()))
+        self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
         self._count(tokens)
         waits.end_step()
         if self._ledger.waits_inside and not waits.has_looked:

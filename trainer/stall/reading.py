@@ -1,15 +1,16 @@
 """Sums of steps, and a reading of them, whose differences are readings again."""
 
 import copy
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from tokenfeed.trainer.stall.causes import CAUSES, Cause
+from tokenfeed.trainer.stall.causes import CAUSES, COUNTED, Cause
 from tokenfeed.trainer.stall.work import Kind, Line, Payment, WorkSums, idle_seconds
 
 __all__ = ["StallReading", "Sums"]
 
-_FEW = 8
+_FEW = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +65,25 @@ class StallReading:
         )
 
     @property
-    def reference_error(self) -> float:
-        """How far the idle seconds inside work, which are differences, may be off."""
-        squares = 0.0
-        for (kind, _), sums in self.work.items():
-            if kind in self.references:
-                squares += (self.references[kind].half_width() * sums.count) ** 2
-        return float(squares**0.5)
+    def counted_fraction(self) -> float:
+        """Share of the wall time of causes on a schedule."""
+        fractions = self.cause_fractions
+        return sum(fractions[cause] for cause in COUNTED)
+
+    def reference_error(self, cause: Cause | None = None) -> float:
+        """Return how far the idle seconds inside work, which are differences, may be off: of a
+        cause, or of all of them."""
+        counts: dict[Kind, float] = defaultdict(float)
+        bounds: dict[Kind, float] = defaultdict(float)
+        for (kind, payer), sums in self.work.items():
+            if kind in self.references and cause in (None, payer):
+                counts[kind] += sums.count
+                bounds[kind] += sums.bound
+        squares = (
+            min(self.references[kind].half_width(count), bounds[kind]) ** 2
+            for kind, count in counts.items()
+        )
+        return math.sqrt(sum(squares))
 
     def since(self, earlier: "StallReading") -> "StallReading":
         """The part of this reading that came after an earlier one of the same meter."""
@@ -108,12 +121,12 @@ class Sums:
     """What stretches take where the host was ahead at both ends."""
 
     def reference(self, kind: Kind) -> Line | None:
-        """What stretches of a kind take when the device is not kept waiting: by those that were
-        queued as a whole, unless these are few and of the others there are more."""
+        """Return what stretches of a kind take when the device is not kept waiting: by those that
+        were queued as a whole, unless these are few."""
         queued, ahead = self.queued.get(kind), self.ahead.get(kind)
-        if queued is None or ahead is None:
-            return queued or ahead
-        return ahead if queued.count < min(_FEW, ahead.count) else queued
+        if queued is None or (queued.count < _FEW and ahead is not None):
+            return ahead
+        return queued
 
     def read(self) -> StallReading:
         """The sums as they are now; what is added later does not change the reading."""

@@ -61,12 +61,11 @@ def make_report(
     """
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
-    error = reading.reference_error / seconds if seconds else 0.0
     unseen = reading.unseen_seconds / seconds if seconds else 0.0
     mfu, formula = _mfu(machine, tokens_per_s)
     report = StallReport(
         stall=total,
-        interval=_interval(total, ledger.batches.half_width(None), error, unseen),
+        interval=_interval(None, reading, ledger, unseen),
         at_most=None if total is None else min(1.0, total + unseen),
         causes=_causes(reading, ledger),
         steps=reading.steps,
@@ -175,7 +174,7 @@ def _cause(
     return CauseReport(
         fraction=fraction,
         seconds=seconds,
-        interval=_interval(fraction, ledger.batches.half_width(cause)) if reading.steps else None,
+        interval=_interval(cause, reading, ledger),
         p50_s=quantiles[0],
         p95_s=quantiles[1],
         p99_s=quantiles[2],
@@ -185,12 +184,16 @@ def _cause(
 
 
 def _interval(
-    fraction: float | None, half_width: float | None, error: float = 0.0, unseen: float = 0.0
+    cause: Cause | None, reading: StallReading, ledger: Ledger, unseen: float = 0.0
 ) -> Interval | None:
-    """Both sides of a fraction: what steps vary, what references vary, what is not seen."""
-    if fraction is None or half_width is None:
+    """Return both sides of the share of a cause, or of all of them: what steps vary, what references
+    vary, and what is not seen."""
+    half_width = ledger.batches.half_width(cause)
+    if not reading.seconds or half_width is None:
         return None
-    either_side = math.hypot(half_width, error)
+    fraction = reading.fraction if cause is None else reading.cause_fractions[cause]
+    of_steps = half_width * (1 - reading.counted_fraction)
+    either_side = math.hypot(of_steps, reading.reference_error(cause) / reading.seconds)
     return max(0.0, fraction - either_side), min(1.0, fraction + either_side + unseen)
 
 

@@ -58,8 +58,10 @@ class Stretch:
     """No more of it was idle: after that long, all of it was queued."""
     regained: float = 0.0
     """How much longer it had been idle without the spins before."""
+    lead_before: float = 0.0
+    """Of the host, when the device began."""
     lead: float = 0.0
-    """Of the host, at the end so far."""
+    """At the end so far."""
     is_queued: bool = False
     """Whether the host had queued all of it when the device began: then nothing of it was idle."""
     is_ahead: bool = False
@@ -143,13 +145,15 @@ class Line:
         intercept, slope = self._coefficients()
         return intercept * count + slope * slots
 
-    def half_width(self) -> float:
-        """Of the interval that holds the mean of one in 95 of 100 cases."""
+    def half_width(self, count: float) -> float:
+        """Return half of the interval that holds, in 95 of 100 cases, how much longer than by this
+        line `count` other stretches take: the line is as uncertain as they vary."""
         if self.count < 3:
-            return _OPEN * self.y / self.count
+            return count * _OPEN * self.y / self.count
         intercept, slope = self._coefficients()
         squares = max(0.0, self.yy - intercept * self.y - slope * self.xy)
-        return student(self.count - 1) * math.sqrt(squares / (self.count - 1) / self.count)
+        variance = squares / (self.count - 1) * (count * count / self.count + count)
+        return student(self.count - 1) * math.sqrt(variance)
 
     def _coefficients(self) -> tuple[float, float]:
         spread = self.xx - self.x * self.x / self.count

@@ -183,8 +183,8 @@ class Meeting(Run):
             self.device.launch(EXCHANGE)
         super().micro_batch(step, part)
 
-    def step(self, step: int) -> None:
-        super().step(step)
+    def finish(self, step: int) -> None:
+        super().finish(step)
         if self.meter and step % 2 == 0:
             self.meter.gather()
 
