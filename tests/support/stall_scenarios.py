@@ -20,12 +20,17 @@ __all__ = [
     "FAULTS",
     "REGIMES",
     "WARMUP",
+    "Case",
     "Fault",
     "Loop",
     "Run",
     "Truth",
+    "draw_case",
     "measure",
+    "reports",
+    "runs",
     "truth",
+    "without",
 ]
 
 WARMUP = 5
@@ -300,19 +305,22 @@ class Case:
     ranks: int
 
 
-def case(seed: int) -> Case:
+def draw_case(seed: int) -> Case:
     """Draw a case."""
     draw = random.Random(seed)
     regime = ("gpu-bound", "data-bound", "launch-bound", "balanced", "mixed")[seed % 5]
     kernels, parts = draw.randrange(40, 80, 2), draw.choice([1, 2, 3])
     launch = draw.uniform(20e-6, 80e-6)
-    kernel = launch * {
-        "gpu-bound": draw.uniform(10, 30),
-        "data-bound": draw.uniform(10, 30),
-        "launch-bound": draw.uniform(0.2, 0.7),
-        "balanced": draw.uniform(0.9, 1.1),
-        "mixed": draw.uniform(0.7, 4),
-    }[regime]
+    kernel = (
+        launch
+        * {
+            "gpu-bound": draw.uniform(10, 30),
+            "data-bound": draw.uniform(10, 30),
+            "launch-bound": draw.uniform(0.2, 0.7),
+            "balanced": draw.uniform(0.9, 1.1),
+            "mixed": draw.uniform(0.7, 4),
+        }[regime]
+    )
     batch = kernels * kernel
     data = {
         "gpu-bound": draw.uniform(0.1, 0.5) * batch,
@@ -344,15 +352,34 @@ def without(loop: Loop, cause: Cause) -> Loop:
     """The loop without a cause of its stall."""
     return {
         "data": replace(loop, data_seconds=0.0, data_spikes=0.0),
-        "launch": replace(loop, launch_seconds=1e-7),
+        "launch": replace(
+            loop, launch_seconds=1e-7, data_seconds=loop.data_seconds + loop.launch_seconds
+        ),  # to launch the copy is a part of the loader's time
         "log": replace(loop, log_every=10**9),
-        "communication": replace(loop, exchange_seconds=0.0),
     }[cause]
 
 
 def runs(case: Case, loop: Loop | None = None, *, metered: bool) -> list[Run]:
-    """Run the ranks of a case, or those of another loop in its place."""
-    seeds = range(case.seed, case.seed + 1000 * case.ranks, 1000)
-    ranks = [Run(loop or case.loop, None, seed, metered=metered) for seed in seeds]
+    """Run the ranks of a case, or those of another loop in its place. Of several ranks the last one
+    has a slower loader."""
+    loop = loop or case.loop
+    ranks = [
+        Run(loop, None, case.seed + 1000 * rank, metered=metered) for rank in range(case.ranks)
+    ]
+    if case.ranks > 1:
+        batch = loop.kernels * max(loop.kernel_seconds, loop.launch_seconds)
+        ranks[-1].loop = replace(loop, data_seconds=loop.data_seconds + 2 * batch)
     all_steps(ranks)
     return ranks
+
+
+def reports(ranks: list[Run]) -> list[StallReport]:
+    """What the meters of ranks report when they have told each other."""
+    meters = [run.meter for run in ranks if run.meter]
+    told: list[list[float]] = []
+    for meter in meters:
+        meter.gather(lambda numbers: told.append(numbers) or told)  # type: ignore[func-returns-value]
+    for meter in meters:
+        meter.gather(lambda _: told)
+        meter.close()
+    return [meter.report() for meter in meters]

@@ -1,6 +1,7 @@
 """Error bars of shares of time: batch means over steps, in bounded memory.
 
-Causes on a schedule are left out, with their time: the steps between them are the sample.
+Causes of which every occurrence is seen are left out, with their time: the steps between them are
+the sample.
 
 Steps that follow each other are alike, so single steps would promise too narrow a bar. Batches of
 many steps are nearly independent; when there are too many, neighbours are merged.
@@ -52,7 +53,7 @@ class Batches:
 
     def half_width(self, cause: Cause | None) -> float | None:
         """Return half of the interval that holds the share of a cause, or of all of them, in 95 of
-        100 runs, as a share of the time less that of causes on a schedule. None for few steps."""
+        100 runs, as a share of the time less that of counted causes. None for few steps."""
         count = len(self._batches)
         if count < _LEAST:
             return None

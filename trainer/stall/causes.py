@@ -148,6 +148,8 @@ ABOUT: dict[Cause, About] = {
 
 CAUSES: tuple[Cause, ...] = tuple(ABOUT)
 
-COUNTED: frozenset[Cause] = frozenset({"log", "checkpoint", "evaluation"})
-"""Causes that come every so many steps. All of them are seen, so that none makes an interval wider:
-steps between them are a sample of a run, and the schedule is not."""
+COUNTED: frozenset[Cause] = frozenset(
+    {"log", "checkpoint", "evaluation", "garbage collection", "recompilation"}
+)
+"""Causes that come in few steps, each time between two marks. All of it is seen, so that none makes
+an interval wider: the steps between are a sample of a run, and these events are not."""

@@ -33,7 +33,7 @@ class Chain:
         """A mark that was just queued."""
         self._last_mark: Any
         self._last_mark, before, after = clock.mark()
-        self._last = Moment(0.0, before, after)
+        self._last = Moment(0.0, before, after, after - before)
         self._device = 0.0
         self._not_passed_at = before
         """The latest host time at which the device had not passed the first of the links."""
@@ -53,7 +53,8 @@ class Chain:
             clock.recycle(last_mark)
             # Marks on two streams may pass in another order: time stands still until it is past.
             device = max(last.device, self._device)
-            moment = Moment(device, max(before, self._not_passed_at), after)
+            earliest = max(before, self._not_passed_at)
+            moment = Moment(device, earliest, after, after - before)
             add(phase, last, moment)
             draw(phase, last.device, moment.device)
             last_mark, last = mark, moment

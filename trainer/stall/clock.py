@@ -18,6 +18,8 @@ class Moment(NamedTuple):
     device was asked and had not passed it."""
     after: float
     """Host time just after it was queued: all work before it is queued by then."""
+    taken: float
+    """Host seconds to queue it."""
 
 
 class Clock(Protocol[Mark]):

@@ -95,6 +95,8 @@ class Ledger:
         began, lead = self._passed, self._lead
         self._passed = self._map.add(end.device, end.earliest)
         self._lead = self._passed - end.after
+        if self._lead <= _LEAST_LEAD_SECONDS:  # else no mark keeps the device waiting
+            self._open.marking += end.taken
         if phase == "work":
             self._work(start, end, began, lead)
         elif phase == "calibration":
@@ -102,7 +104,7 @@ class Ledger:
             self._lent += seconds
         else:
             self._gap(phase, start, end, lead)
-        self._debt.see(self._lead)
+        self._debt.see(self._lead - self._lent)
 
     def mark(self) -> None:
         """The segment before ended with a mark inside the work."""
@@ -138,6 +140,7 @@ class Ledger:
             self._open.has_batch |= cause == "data"
             is_talk = cause == "communication" and not self._open.has_batch
             self._open.opener = "step" if is_talk else cause
+        lead -= self._lent
         regained = self._regain(self._lead)
         if not about.drains or about.interrupts:  # else the host may have waited for the device
             seconds += regained
@@ -152,7 +155,7 @@ class Ledger:
             self._open.gaps["copy"] += copied
         self._open.gaps[cause] += seconds - copied - paid
         if about.drains:
-            self._debt.lose(cause, lead, self._lead)
+            self._debt.lose(cause, lead, self._lead - self._lent)
 
     def _work(self, start: Moment, end: Moment, began: float, lead: float) -> None:
         """Add work that the device began at a host time, with this lead of the host."""
@@ -181,7 +184,7 @@ class Ledger:
         self._open.seconds += stretch.seconds + stretch.regained
         self._find_payer(stretch)
         if kind in self._waiting and not stretch.is_known:
-            self._debt.lose("wait", self._hidden_by_wait(stretch), lead)
+            self._debt.lose("wait", self._hidden_by_wait(stretch), lead - self._lent)
         self._open.stretches.append(stretch)
 
     def _regain(self, lead: float) -> float:
@@ -263,6 +266,7 @@ class Ledger:
         sums.tokens += step.tokens
         sums.slots += step.slots
         sums.seconds += seconds
+        sums.marking_seconds += self._open.marking
         for cause, idle in gaps.items():
             sums.gaps[cause] += idle
         behind = sum(map(self._record_stretch, self._open.stretches))

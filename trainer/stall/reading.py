@@ -30,6 +30,8 @@ class StallReading:
     """Stretches of work that may have been idle in part."""
     references: dict[Kind, Line] = field(default_factory=dict)
     """What such stretches take when the device is not kept waiting."""
+    marking_seconds: float = 0.0
+    """Host seconds of the meter's own marks, without which the device may have idled less."""
 
     @property
     def cause_seconds(self) -> dict[Cause, float]:
@@ -66,7 +68,7 @@ class StallReading:
 
     @property
     def counted_fraction(self) -> float:
-        """Share of the wall time of causes on a schedule."""
+        """Share of the wall time of causes of which every occurrence is seen."""
         fractions = self.cause_fractions
         return sum(fractions[cause] for cause in COUNTED)
 
@@ -101,6 +103,7 @@ class StallReading:
                 for payment, sums in self.work.items()
             },
             references=self.references,
+            marking_seconds=self.marking_seconds - earlier.marking_seconds,
         )
 
 
@@ -112,6 +115,7 @@ class Sums:
     tokens: int = 0
     slots: int = 0
     seconds: float = 0.0
+    marking_seconds: float = 0.0
     gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     work: defaultdict[Payment, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
     queued: dict[Kind, Line] = field(default_factory=dict)
@@ -135,6 +139,7 @@ class Sums:
             tokens=self.tokens,
             slots=self.slots,
             seconds=self.seconds,
+            marking_seconds=self.marking_seconds,
             gaps=dict(self.gaps),
             work={payment: copy.copy(sums) for payment, sums in self.work.items()},
             references={

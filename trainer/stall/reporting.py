@@ -15,6 +15,9 @@ from tokenfeed.trainer.stall.watched import LoaderUse
 
 __all__ = ["make_report"]
 
+_LEAST_ERROR = 0.001
+"""Share of the time: what latencies and rounding add up to, seen on the simulated device."""
+
 
 class _Machine(Protocol):
     """The machine as a report needs it."""
@@ -186,15 +189,20 @@ def _cause(
 def _interval(
     cause: Cause | None, reading: StallReading, ledger: Ledger, unseen: float = 0.0
 ) -> Interval | None:
-    """Return both sides of the share of a cause, or of all of them: what steps vary, what references
-    vary, and what is not seen."""
+    """Return the interval of the share of a cause, or of all of them.
+
+    It is as wide as steps and references vary. It reaches lower by the time of the meter's marks,
+    which may keep the device waiting too, and higher by what is not seen.
+    """
     half_width = ledger.batches.half_width(cause)
     if not reading.seconds or half_width is None:
         return None
     fraction = reading.fraction if cause is None else reading.cause_fractions[cause]
     of_steps = half_width * (1 - reading.counted_fraction)
-    either_side = math.hypot(of_steps, reading.reference_error(cause) / reading.seconds)
-    return max(0.0, fraction - either_side), min(1.0, fraction + either_side + unseen)
+    of_references = reading.reference_error(cause) / reading.seconds
+    either_side = math.hypot(of_steps, of_references, _LEAST_ERROR if fraction else 0.0)
+    low = fraction - either_side - min(fraction, reading.marking_seconds / reading.seconds)
+    return max(0.0, low), min(1.0, fraction + either_side + unseen)
 
 
 def _mfu(machine: _Machine, tokens_per_s: float) -> tuple[float | None, str | None]:

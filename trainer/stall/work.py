@@ -80,6 +80,8 @@ class OpenStep:
     """What has come of a step that is not over."""
 
     seconds: float = 0.0
+    marking: float = 0.0
+    """Host seconds of marks that the host was not ahead of."""
     gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
     """Idle seconds."""
     stretches: list[Stretch] = field(default_factory=list)
