@@ -32,9 +32,8 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.run.clusters import CLUSTERS, Runner
-from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server
+from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server, WorkerDied
 from tokenfeed.tools.run.hired import Hired
-from tokenfeed.tools.run.interruption import saying_what_is_kept
 from tokenfeed.tools.run.progress import Bar
 from tokenfeed.tools.run.records import Part, Records
 from tokenfeed.tools.run.worker import Worker
@@ -105,7 +104,7 @@ def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
         UnitsMissing: Some units are not done, and this run is to do none.
         KeyboardInterrupt: With a line that says what is kept.
     """
-    with saying_what_is_kept(len(run.units), records):
+    with _saying_what_is_kept(len(run.units), records):
         if run.settings.engine != ReferenceEngine.name and not records.engine_rejected:
             try:
                 return _encode_all(run, run.settings, records)
@@ -117,6 +116,31 @@ def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
         while run.runner != "local" and audits and records.drop_damaged():
             settings = _encode_all(run, reference, records)  # some worker was late with the other
         return settings
+
+
+@contextlib.contextmanager
+def _saying_what_is_kept(num_units: int, records: Records[UnitResult]) -> Iterator[None]:
+    """Add the number of recorded units to an interruption and to the death of a worker.
+
+    Raises:
+        ConfigError: A file is gone because another run has finished the data set.
+    """
+
+    def kept() -> str:
+        return (
+            f"{len(records.results):,} of {num_units:,} units are finished and kept; the same "
+            "command continues with the others."
+        )
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(kept()) from None
+    except WorkerDied as died:
+        raise TokenfeedError(f"{died}; {kept()}") from None
+    except FileNotFoundError:
+        records.check()
+        raise
 
 
 def _reject_engine(run: Run, why: EngineRejected, records: Records[UnitResult]) -> None:

@@ -48,8 +48,10 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",
 }
-"""A worker is one of many: it has no threads of its own, and a fork of threads is none."""
+"""A worker is one of many: it has no threads of its own, and a fork of threads is none. A library
+in Rust that runs out of memory prints one line."""
 
 
 class Weighed(Protocol):

@@ -168,6 +168,14 @@ class Records(Generic[ResultT]):
         """Whether any process has found the fast engine wrong."""
         return self._output.size(_DISTRUSTED_FILE) is not None
 
+    def check(self) -> None:
+        """Check that the run still exists.
+
+        Raises:
+            ConfigError: Another process has finished or withdrawn it.
+        """
+        _job_of(self._output)
+
     def append(self, result: ResultT) -> None:
         """Record a finished unit."""
         written_at = {info.file: self._output.written_at(info.file) for info in result.files}
@@ -227,7 +235,7 @@ class Records(Generic[ResultT]):
         self.close()
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
-        _job_of(self._output)  # or the folder would be made anew
+        self.check()  # or the folder would be made anew
         self._output.write(name, json.dumps(content).encode() + b"\n")
 
     def _load(self, part: Part) -> None:

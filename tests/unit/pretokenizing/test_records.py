@@ -11,6 +11,8 @@ from command import files_of, texts
 from machines import make, part
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format import locking
+from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.run import records
@@ -204,3 +206,25 @@ def test_rejects_are_kept_in_files_not_in_records(
     assert [reject["line"] for reject in rejects] == list(range(171, 671))
     make(lines, tmp_path / "plain", tokenizer)
     assert files_of(out) == files_of(tmp_path / "plain")
+
+
+def test_two_equal_runs_without_locks_leave_one_data_set(
+    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run begins and ends while the first one writes a shard."""
+    make(lines, tmp_path / "plain", tokenizer)
+    monkeypatch.setattr(locking, "fcntl", None)
+    out, append = tmp_path / "out", ShardWriter.append
+
+    def late(writer: ShardWriter, rows: Any) -> None:
+        append(writer, rows)
+        if patched:
+            patched.pop().undo()
+            make(lines, out, tokenizer)
+
+    patched = [pytest.MonkeyPatch()]
+    patched[0].setattr(ShardWriter, "append", late)
+    with pytest.raises(ConfigError, match="another run has finished it, or was withdrawn"):
+        make(lines, out, tokenizer)
+    assert files_of(out) == files_of(tmp_path / "plain")
+    assert make(lines, out, tokenizer).already_finished
