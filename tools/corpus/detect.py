@@ -13,9 +13,9 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.formats.text import UTF16_MARKS
 from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
+from tokenfeed.tools.corpus.utf8 import UTF16_MARKS
 
 __all__ = ["compression_of", "format_in_folder", "format_of_given", "is_archive", "is_binary"]
 

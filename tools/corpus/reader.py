@@ -54,7 +54,8 @@ def read_records(part: Part, fields: Fields, *, in_one_pass: bool = False) -> It
         part.source.check_unchanged()  # then that is the reason
         if part.source.compression and in_one_pass and has_given:
             raise UnverifiedError from error
-        yield rejected(behind, fields, f"cannot be read from here on: {reason}")
+        behind_what = ", where a checksum was last right" if part.damage else ""
+        yield rejected(behind, fields, f"cannot be read from here on{behind_what}: {reason}")
     part.source.check_unchanged()
 
 

@@ -1,9 +1,16 @@
 """Whether bytes are UTF-8, at the speed of Arrow: a block of any size costs next to nothing."""
 
+import codecs
+
 import numpy as np
 import pyarrow as pa
 
-__all__ = ["is_utf8"]
+__all__ = ["IS_UTF16", "UTF16_MARKS", "is_utf8"]
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What a file in UTF-16 begins with."""
+IS_UTF16 = "the file is UTF-16; convert it to UTF-8"
+"""The reason for rejecting such a file."""
 
 
 def is_utf8(block: bytes) -> bool:

@@ -63,7 +63,8 @@ def state_of(output: Output) -> State:
         )
     if others := sorted(names - {PARTS_FOLDER}):
         raise ConfigError(
-            f"{output}: already holds other data ({others[0]}). Give a new or empty folder."
+            f"{output}: already holds other data ({others[0]}). Expected CORPUS... OUT, "
+            "where OUT, the last path, is a new or empty folder."
         )
     return "new"
 

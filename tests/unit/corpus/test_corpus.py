@@ -310,11 +310,14 @@ def test_unusable_files_are_one_reject_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_utf16_text_in_a_folder_is_rejected_by_name(tmp_path: Path, encoding: str) -> None:
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.csv", "a.tsv"])
+def test_utf16_files_in_a_folder_are_rejected_as_such(
+    tmp_path: Path, encoding: str, name: str
+) -> None:
     (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.txt").write_bytes("\ufeffplain words".encode(encoding))
+    (tmp_path / "in" / name).write_bytes('\ufeff{"text": "plain words"}'.encode(encoding))
     assert not find(tmp_path / "in").binary
-    assert read(tmp_path / "in") == [Reject(0, "the text is UTF-16; convert it to UTF-8")]
+    assert read(tmp_path / "in") == [Reject(0, "the file is UTF-16; convert it to UTF-8")]
 
 
 def test_invalid_utf8_in_parquet_costs_one_row(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
 from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, Reject, rejected
-from tokenfeed.tools.corpus.utf8 import is_utf8
+from tokenfeed.tools.corpus.utf8 import IS_UTF16, UTF16_MARKS, is_utf8
 
 __all__ = ["CSV", "TSV"]
 
@@ -69,6 +69,9 @@ def _records(
     header = next(rows, None)
     if header is None:
         raise ValueError("Empty CSV or TSV: its first line must name the columns")
+    if header.data.startswith(UTF16_MARKS):
+        yield rejected(0, fields, IS_UTF16)
+        return
     columns = csv.read_csv(pa.BufferReader(header.data), parse_options=parse).column_names
     schema = pa.schema([(column, pa.large_binary()) for column in columns])
     problem = header.reason or column_problem(schema, fields)

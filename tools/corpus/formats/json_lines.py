@@ -27,7 +27,7 @@ from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker, json_type
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of, rejected, too_long
-from tokenfeed.tools.corpus.utf8 import is_utf8
+from tokenfeed.tools.corpus.utf8 import IS_UTF16, UTF16_MARKS, is_utf8
 
 __all__ = ["JSON_LINES", "JsonLines", "is_json_lines", "json_object"]
 
@@ -120,6 +120,8 @@ def _parsed(line: bytes) -> dict[str, Any] | Unusable:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError as error:
+        if line.startswith(UTF16_MARKS):
+            return Unusable(IS_UTF16)
         return Unusable(f"invalid UTF-8 at byte {error.start}")
     except (ValueError, RecursionError) as error:
         return Unusable(f"not JSON: {error}")

@@ -7,11 +7,9 @@ from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker
 from tokenfeed.tools.corpus.parts import Part
 from tokenfeed.tools.corpus.records import Records, records_of, too_long
+from tokenfeed.tools.corpus.utf8 import IS_UTF16, UTF16_MARKS
 
-__all__ = ["TEXT", "UTF16_MARKS"]
-
-UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-"""What a text in UTF-16 begins with."""
+__all__ = ["TEXT"]
 
 
 def _read(part: Part, fields: Fields) -> Iterator[Records]:
@@ -33,7 +31,7 @@ def _row(part: Part, name: str) -> dict[str, bytes] | Unusable:
         return Unusable(f"the text {too_long(num_bytes, most_bytes)}")
     text = b"".join(pieces).removeprefix(codecs.BOM_UTF8)
     if text.startswith(UTF16_MARKS):
-        return Unusable("the text is UTF-16; convert it to UTF-8")
+        return Unusable(IS_UTF16)
     try:
         return {name: checker(Kind.TEXT)(text)}
     except Unusable as reason:
