@@ -17,7 +17,14 @@ from tokenfeed.tools.corpus.places import Place
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.corpus.utf8 import UTF16_MARKS
 
-__all__ = ["compression_of", "format_in_folder", "format_of_given", "is_archive", "is_binary"]
+__all__ = [
+    "compression_of",
+    "format_in_folder",
+    "format_of_given",
+    "is_archive",
+    "is_binary",
+    "needs_look",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +38,12 @@ _NUL_BYTES = 8192
 def compression_of(name: str) -> Compression | None:
     """What a file is compressed by, as the last ending of its name says."""
     return _COMPRESSIONS.get(os.path.splitext(name.lower())[1])
+
+
+def needs_look(name: str) -> bool:
+    """Whether the format of a file in a folder is told by its content, or its name says text."""
+    format_ = _by_ending(name)
+    return format_ is None or format_ is FALLBACK or format_.is_vague
 
 
 def format_in_folder(name: str, path: Place, field: str) -> Format:

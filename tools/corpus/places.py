@@ -10,7 +10,7 @@ import errno
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
@@ -25,6 +25,7 @@ __all__ = ["PUT_BACK", "Place", "RemoteFile", "local_copy", "open_place", "open_
 
 PUT_BACK = "Put it back, or start again with an empty output folder."
 _PIECE_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class RemoteFile:
     info: ObjectInfo
     pinned: str = ""
     """Of a file of the Hub its address with the commit, under which it never changes."""
+    content: bytes | None = field(default=None, repr=False)
+    """All of it, if it was fetched already."""
 
     def __str__(self) -> str:
         return self.pinned or self.store.path(self.info.name)
@@ -57,12 +60,23 @@ class RemoteFile:
         except (RemoteError, ConfigError) as error:
             raise self._told(error) from error
 
+    @property
+    def is_small(self) -> bool:
+        """Whether to fetch it takes one request, which is over before its bytes are wanted."""
+        return self.content is None and self.info.size <= _SMALL_BYTES
+
+    def fetched(self) -> Self:
+        """The same with its content; errors are those of `read_range`."""
+        return replace(self, content=self.read_range(self.info.name, 0, self.info.size).data)
+
     def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
         """Some of its bytes; the name is its own.
 
         Raises:
             CorpusError: It is gone or has changed, or the store fails.
         """
+        if self.content is not None:
+            return VersionedBytes(self.content[start : start + length], self.info.version)
         try:
             part = self.store.read_range(name, start, length, self.info.etag)
         except (RemoteError, ConfigError) as error:

@@ -26,6 +26,7 @@ from tokenfeed.tools.corpus.detect import (
     format_of_given,
     is_archive,
     is_binary,
+    needs_look,
 )
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
@@ -48,6 +49,8 @@ _PATTERNS_MATCH = (
     "A pattern is compared with names and with paths below the given folders. Begin it with / to "
     "compare whole paths."
 )
+_KEPT_BYTES = 1 << 26
+"""Contents of small objects that are kept until they are encoded."""
 _COMPRESSION_RATIO = 4
 """Text is about this much bigger than its .gz or .zst: for weighing work, no more."""
 
@@ -145,6 +148,8 @@ class _Search:
         self._exclude = exclude
         self._splits = splits
         self._seen: set[str] = set()
+        self._room = _KEPT_BYTES
+        """What further contents of remote files may take."""
         self._used = [False] * len(splits)
         """Which patterns of splits have matched."""
         self._unused = set(exclude)
@@ -271,10 +276,20 @@ class _Search:
         self._add_objects([file for file in files if not self._excluded(str(file), root)], root)
 
     def _add_objects(self, files: list[RemoteFile], root: str) -> None:
-        formats = results_of(lambda file: self._format_of_found(str(file), file), files, _AT_ONCE)
-        for file, format_ in zip(files, formats, strict=True):
+        for file, format_ in results_of(self._looked_at, files, _AT_ONCE):
             if self._is_new(str(file)):
-                self._append_readable(str(file), file, format_, root, None)
+                self._append_readable(str(file), self._kept(file), format_, root, None)
+
+    def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
+        """The file, with its content if that is small and has to be looked at, and its format."""
+        if file.is_small and needs_look(str(file)):
+            file = file.fetched()
+        return file, self._format_of_found(str(file), file)
+
+    def _kept(self, file: RemoteFile) -> RemoteFile:
+        """The file without its content, where those of all files take too much memory."""
+        self._room -= len(file.content or b"")
+        return file if self._room > 0 else replace(file, content=None)
 
     def _add_given(self, name: str, path: Place, real: str) -> None:
         """A file that was given by name."""

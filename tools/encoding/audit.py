@@ -19,7 +19,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.reader import read_texts
+from tokenfeed.tools.corpus.reader import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engine import (
     Engine,
@@ -236,7 +236,7 @@ def sample_texts(units: tuple[Unit, ...], fields: Fields, seed: int) -> list[byt
     each = ceil_div(_TEXTS, min(len(parts), _PARTS))
     longest, left = max(1, room // 2 // _TEXTS), room // 2
     texts: list[bytes] = []
-    for part in parts:
+    for part in fetched_ahead(parts):
         for text in islice(read_texts(part, fields), each):
             is_whole = longest < len(text) <= left
             left -= len(text) if is_whole else 0

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.corpus.parts import InputFile
-from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
 from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]
@@ -84,7 +84,7 @@ class CountLabels:
         """
         kind = self.fields[self.field]
         counts: Counter[str] = Counter()
-        for part in unit.parts:
+        for part in fetched_ahead(unit.parts):
             for records in read_records(part, {self.field: kind}):
                 counts.update(self._flat(records.fields[self.field]))
                 if len(counts) > _MOST_LABELS:
@@ -94,7 +94,7 @@ class CountLabels:
     def _usable(self, unit: Unit, labels: set[str]) -> set[str]:
         """Return which of `labels`, all of the unit, occur in usable records."""
         found: set[str] = set()
-        for part in unit.parts if labels else ():
+        for part in fetched_ahead(unit.parts if labels else ()):
             for records in read_records(part, self.fields):
                 bad = self.unusable(records.fields)
                 values = enumerate(records.fields[self.field])

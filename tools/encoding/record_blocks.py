@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.counts import UnitCounts
@@ -61,7 +61,7 @@ def read_record_blocks(
     """
     pending: list[RecordBlock] = []
     weight_bytes, num_records = 0.0, 0
-    for part in unit.parts:
+    for part in fetched_ahead(unit.parts):
         for records in read_records(part, task.fields, in_one_pass=in_one_pass):
             if records.warning:
                 logger.warning("%s: %s", part.source.name, records.warning)

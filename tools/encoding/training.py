@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.reader import read_records, read_texts
+from tokenfeed.tools.corpus.reader import fetched_ahead, read_records, read_texts
 from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["SMALLEST_VOCABULARY", "train_tokenizer_json"]
@@ -104,7 +104,7 @@ def _is_terminal() -> bool:
 
 def _no_text(units: tuple[Unit, ...], fields: Fields) -> CorpusError:
     """The error of a corpus without text; it names the first reject, if there is one."""
-    for part in (part for unit in units for part in unit.parts):
+    for part in fetched_ahead(part for unit in units for part in unit.parts):
         for records in read_records(part, fields):
             for record, reason in records.rejects[:1]:
                 return CorpusError(
@@ -120,7 +120,7 @@ def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]
     random.Random(seed).shuffle(parts)
     share = max(_PART_CHARACTERS, _SAMPLE_CHARACTERS // max(len(parts), 1))
     wanted = _SAMPLE_CHARACTERS
-    for part in parts:
+    for part in fetched_ahead(parts):
         for text in _beginning(part, fields, min(share, wanted)):
             wanted -= len(text)
             yield text

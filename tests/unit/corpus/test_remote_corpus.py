@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import lzma
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,34 @@ def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(
     monkeypatch.setattr(process, "_orphaned", True)
     with pytest.raises(CorpusError, match="was forked from one that had already talked"):
         list(read_records(part, {"text": Kind.TEXT}))
+
+
+def test_small_objects_are_fetched_once(tokenizer: Path, remote: Remote, tmp_path: Path) -> None:
+    for number in range(30):
+        remote.put(f"{number}.txt", b"text %d" % number)
+    remote.put("more.jsonl.zst", zstandard.compress(b'{"text": "one"}\n'))
+    url = f"s3://{remote.prefix}"
+    find_corpus((url,), out=None, field="text")
+    assert not [line for line in remote.proxy.seen if ".zst" in line]
+    remote.proxy.seen.clear()
+    assert make(url, tmp_path / "out", tokenizer).documents == 31
+    assert len([line for line in remote.proxy.seen if ".txt" in line]) == 30
+
+
+def test_small_objects_are_fetched_several_at_once(
+    tokenizer: Path, remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        remote.put(f"{number}.jsonl", b'{"text": "number %d"}\n' % number)
+    together = threading.Barrier(4)
+
+    def held(line: str) -> Fault | None:
+        """Answer four requests at a time."""
+        if ".jsonl" in line:
+            together.wait(10)
+        return None
+
+    monkeypatch.setattr(remote.proxy, "fault_of", held)
+    made = make(f"s3://{remote.prefix}", tmp_path / "out", tokenizer)
+    assert made.documents == 8
+    assert not together.broken
