@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from tokenfeed.pipeline.arithmetic import offsets_of
 
-__all__ = ["Pieces", "Ragged", "binaries", "join", "take"]
+__all__ = ["Ragged", "binaries", "join", "take"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,23 +48,10 @@ class Ragged:
         return Ragged(take(self.values, self.offsets, rows), self.lengths[rows])
 
 
-class Pieces:
-    """Pieces of an array to take from again and again, for the price of its offsets once."""
-
-    def __init__(self, values: np.ndarray, offsets: np.ndarray) -> None:
-        """Piece k is values[offsets[k]:offsets[k + 1]]."""
-        self._dtype = values.dtype
-        self._binary = _binary(values, offsets, narrow=True)
-
-    def take(self, pieces: np.ndarray) -> np.ndarray:
-        """Concatenate the given pieces."""
-        taken = self._binary.take(_int64_array(pieces))
-        return np.frombuffer(taken.buffers()[2] or b"", self._dtype)
-
-
 def take(values: np.ndarray, offsets: np.ndarray, pieces: np.ndarray) -> np.ndarray:
     """Concatenate the given pieces of `values`; piece k is values[offsets[k]:offsets[k + 1]]."""
-    return Pieces(values, offsets).take(pieces)
+    taken = _binary(values, offsets, narrow=True).take(_int64_array(pieces))
+    return np.frombuffer(taken.buffers()[2] or b"", values.dtype)
 
 
 def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:

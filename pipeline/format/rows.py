@@ -4,20 +4,16 @@ Every array is flat. A value a token lies in one run over all rows, a value a ro
 lengths; so cutting, joining and writing never touch a single row in Python. Torch-free.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
 
 from tokenfeed.pipeline.arithmetic import offsets_of
-from tokenfeed.pipeline.format.ragged import Pieces
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 
 __all__ = [
     "Kinds",
-    "Picker",
     "Rows",
     "batch_buffers",
     "column_kinds",
@@ -58,20 +54,6 @@ class Rows:
             {name: values[start:stop] for name, values in self.per_row.items()},
         )
 
-    def parts(self, edges: np.ndarray) -> "Iterator[Rows]":
-        """Rows from each edge up to the next, without a copy."""
-        ends = offsets_of(self.lengths)[edges].tolist()
-        for rows, tokens in zip(pairwise(edges.tolist()), pairwise(ends), strict=True):
-            yield Rows(
-                self.lengths[slice(*rows)],
-                {name: values[slice(*tokens)] for name, values in self.per_token.items()},
-                {name: values[slice(*rows)] for name, values in self.per_row.items()},
-            )
-
-    def take(self, rows: np.ndarray) -> "Rows":
-        """The given rows, shape (K,) integers, in that order."""
-        return Picker(self).take(rows)
-
     @staticmethod
     def concatenate(parts: "list[Rows]") -> "Rows":
         """Rows of `parts`, one after the other; of a single part, that part."""
@@ -87,23 +69,6 @@ class Rows:
                 name: np.concatenate([part.per_row[name] for part in parts])
                 for name in parts[0].per_row
             },
-        )
-
-
-class Picker:
-    """Takes of the same rows again and again, for the price of their offsets once."""
-
-    def __init__(self, rows: Rows) -> None:
-        offsets = offsets_of(rows.lengths)
-        self._rows = rows
-        self._pieces = {name: Pieces(values, offsets) for name, values in rows.per_token.items()}
-
-    def take(self, rows: np.ndarray) -> Rows:
-        """The given rows, shape (K,) integers, in that order."""
-        return Rows(
-            self._rows.lengths[rows],
-            {name: pieces.take(rows) for name, pieces in self._pieces.items()},
-            {name: values[rows] for name, values in self._rows.per_row.items()},
         )
 
 
