@@ -34,7 +34,7 @@ from tokenfeed.trainer.data_sets import first_of, read_manifest, read_tokenizer
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.models.weights import given_weights, load_weights
+from tokenfeed.trainer.models.weights import base_of, given_weights, load_weights
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.special import SpecialIds
 
@@ -125,8 +125,11 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         return  # schedulers start commands twice
     check_export(config)
     torch.manual_seed(config.seed)
-    model = make_model(dataclasses.replace(config, resume=True), task.head)
-    load_weights(model, state["model"], given_weights(model, config))
+    config = dataclasses.replace(config, resume=True)
+    model = make_model(config, task.head)
+    given = given_weights(model, config)
+    progress.check_base(config, base_of(model, given, config))
+    load_weights(model, state["model"], given)
     with _made(folder) as temporary:
         _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
 

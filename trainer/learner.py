@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.trainer.checkpoints.meta import Base
 from tokenfeed.trainer.checkpoints.optimizer_state import (
     keep_moments,
     load_optimizer,
@@ -23,7 +24,13 @@ from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.build import compile_model, make_model
 from tokenfeed.trainer.models.recompute import recompute_layers
 from tokenfeed.trainer.models.trainable import count_parameters, train_only, trainable_names
-from tokenfeed.trainer.models.weights import State, given_weights, kept_state, load_weights
+from tokenfeed.trainer.models.weights import (
+    State,
+    base_of,
+    given_weights,
+    kept_state,
+    load_weights,
+)
 from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.phases import Phase, phase_at, phases_of
 from tokenfeed.trainer.precision import Precision, gradients_of, tune_convolutions
@@ -56,11 +63,13 @@ class Learner:
         self._world = world or World(device)
         self.precision = precision
         torch.manual_seed(config.seed)
-        self.model = make_model(config, task.head, precision.dtype).to(device)
+        model = make_model(config, task.head, precision.dtype)
+        self._given = given_weights(model, config)
+        self.base = base_of(model, self._given, config) if self._world.is_main else Base()
+        self.model = model.to(device)
         self._world.share([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
         tune_convolutions(self.model)
-        self._given = given_weights(self.model, config)
         self._phases = phases_of(config)
         self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
         train_only(self.model, self._chosen[0])

@@ -299,6 +299,7 @@ class Trainer:
             optimizer=self.config.optimizer,
             loader=self.course.state_dict(),
             best=self.judge.best,
+            base=self.learner.base,
             config=self.config.as_dict(),
         )
 
@@ -332,6 +333,7 @@ class Trainer:
         progress, state = self._load()
         self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
+        self.learner.base = progress.base
         self.course.enter(progress.step, goes_on=True)
         self.course.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)

@@ -6,7 +6,7 @@ from typing import Any
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config import TrainConfig
 
-__all__ = ["Best", "CheckpointMeta"]
+__all__ = ["Base", "Best", "CheckpointMeta"]
 
 _WORDS = {
     "model": "--model",
@@ -29,6 +29,17 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """The weights that a run took from elsewhere."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    """xxh3-64 of those that no checkpoint holds, by the number format they are read in; see
+    `models.weights.digests_of`."""
+    init_step: int | None = None
+    """The step of the checkpoint that --init-from took; None if it took none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
     """How far a run has come, and what may not change when it goes on."""
 
@@ -46,6 +57,7 @@ class CheckpointMeta:
     """`ShardLoader.state_dict()` after the last batch of `step`."""
     best: Best | None = None
     """The best step so far, this one included."""
+    base: Base = Base()
     config: dict[str, Any] = field(default_factory=dict)
     """For people."""
 
@@ -63,7 +75,6 @@ class CheckpointMeta:
             )
         names = ("model", "task", "vocabulary_size", "optimizer")
         pairs = [(name, getattr(self, name), getattr(ours, name)) for name in names]
-        # Weights that are read again must be the same ones.
         if config.reads_again:
             began = self.config.get("init_from", config.init_from)
             pairs.append(("init_from", began, config.init_from))
@@ -73,3 +84,31 @@ class CheckpointMeta:
                     f"cannot resume: the checkpoint has {_WORDS[name]} {saved}, this run has "
                     f"{wanted}. Use the same, or start a new run in another --run-dir."
                 )
+        self.check_base(config, ours.base)
+
+    def check_base(self, config: TrainConfig, ours: Base) -> None:
+        """Refuse weights that are read again and have changed since the run began.
+
+        Args:
+            config: Says where the weights are read from.
+            ours: What is there now.
+
+        Raises:
+            ResumeError: Their digests differ.
+        """
+        saved, steps = self.base, ""
+        shared = saved.digests.keys() & ours.digests.keys()
+        if all(saved.digests[name] == ours.digests[name] for name in shared):
+            return
+        source = config.model
+        if config.init_from is not None:
+            source = f"--init-from {config.init_from}"
+            if saved.init_step != ours.init_step:
+                steps = f" (then step {saved.init_step}, now step {ours.init_step} of that run)"
+            else:
+                source += f", or {config.model},"
+        raise ResumeError(
+            f"cannot go on: {source} has other weights than when this run began{steps}, and those "
+            "that the run does not train are read from there. Restore them, or start a new run in "
+            "another --run-dir."
+        )

@@ -6,25 +6,28 @@ read from there again.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.meta import Base
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.models.trainable import trainable_names
 from tokenfeed.trainer.ranks.shares import laid_like
 
-__all__ = ["State", "given_weights", "kept_state", "load_weights", "start_from"]
+__all__ = ["State", "base_of", "given_weights", "kept_state", "load_weights", "start_from"]
 
 _log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
+_FORMATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
@@ -38,6 +41,35 @@ def given_weights(model: nn.Module, config: TrainConfig) -> frozenset[str]:
     drawn = {f"model.{name}" for name in getattr(model, "fresh", ())}
     names = dict(model.named_parameters(remove_duplicate=False))
     return frozenset(names.keys() - drawn - trained)
+
+
+def base_of(model: nn.Module, given: Collection[str], config: TrainConfig) -> Base:
+    """What a model on the host has just taken from elsewhere: `given`, and from --init-from."""
+    step = None
+    if config.init_from is not None and (config.reads_again or not config.resume):
+        checkpoints = Checkpoints.of_run(Path(config.init_from))
+        if not _files_in(Path(config.init_from)):
+            best = checkpoints.best()
+            step = best.step if best else checkpoints.steps()[-1]
+    return Base(digests=digests_of(model, given), init_step=step)
+
+
+def digests_of(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+    """xxh3-64 of some weights, by number format: that of the model, and if it is fp32 also those
+    that another session or device may read the same weights in."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    dtypes = {weights[name].dtype for name in names}
+    formats = _FORMATS if torch.float32 in dtypes and len(dtypes) == 1 else dtypes - {torch.float32}
+    return {str(dtype).removeprefix("torch."): _digest(weights, names, dtype) for dtype in formats}
+
+
+def _digest(weights: Mapping[str, Tensor], names: Collection[str], dtype: torch.dtype) -> str:
+    digest = xxhash.xxh3_64()
+    for name in sorted(names):
+        digest.update(name.encode())
+        values = weights[name].detach().to(dtype).flatten()
+        digest.update(values.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def kept_state(model: nn.Module, given: Collection[str]) -> State:
@@ -96,7 +128,7 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _read(folder: Path) -> State:
-    files = sorted(folder.glob("*.safetensors"))
+    files = _files_in(folder)
     checkpoints = Checkpoints.of_run(folder)
     if not files and checkpoints.latest() is None:
         raise ConfigError(
@@ -108,6 +140,11 @@ def _read(folder: Path) -> State:
     *_, state = checkpoints.load_best(torch.device("cpu"))
     weights: State = state["model"]
     return weights
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The weights of an exported folder."""
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _load(file: Path) -> State:

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from hub_models import LABELS, VOCABULARY, save_model, write_shards
@@ -248,3 +250,68 @@ def test_adapters_come_first_and_then_everything(
     with torch.no_grad():
         got = load_exported(tmp_path / "model")(MicroBatch.of_ids(IDS, causal=True))
         torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def own_llama(llama: str, tmp_path: Path) -> Path:
+    """A copy of the model's folder, for tests that change it."""
+    return shutil.copytree(llama.removeprefix("hf:"), tmp_path / "model")
+
+
+def change_weights(folder: Path) -> None:
+    """Change one number of a weight that is saved in fp32."""
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 0.5
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("changes", [LORA, TOP], ids=["lora", "trainable"])
+def test_resume_refuses_frozen_weights_that_changed(
+    changes: dict[str, Any], documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **changes)
+    run(config, stop_after=3)
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began") as caught:
+        run(dataclasses.replace(config, resume=True))
+    assert f"hf:{own_llama} has" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("formats", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_resume_takes_the_same_frozen_weights_in_another_precision(
+    formats: tuple[Any, Any], documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **LORA)
+    run(dataclasses.replace(config, precision=formats[0]), stop_after=3)
+    later = dataclasses.replace(config, precision=formats[1], resume=True)
+    assert run(later, stop_after=1).steps == 4
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began"):
+        run(later)
+
+
+def test_export_refuses_frozen_weights_that_changed(
+    documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", steps=2, **LORA)
+    run(config)
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began"):
+        run(dataclasses.replace(config, export=tmp_path / "exported", resume=True))
+    assert not (tmp_path / "exported").exists()
+
+
+def test_resume_refuses_an_initial_run_that_trained_on(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    first = make_config(documents, tmp_path / "first", model=llama, steps=4)
+    run(first)
+    init = {"init_from": str(tmp_path / "first")}
+    config = make_config(documents, tmp_path / "adapted", model=llama, **LORA, **init)
+    run(config, stop_after=3)
+    run(dataclasses.replace(config, resume=True), stop_after=1)
+    assert run(dataclasses.replace(first, steps=8, resume=True)).best_step == 8
+    with pytest.raises(ResumeError, match=r"--init-from .*first has.*then step 4, now step 8"):
+        run(dataclasses.replace(config, resume=True))
