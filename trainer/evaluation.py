@@ -1,6 +1,7 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
 import contextlib
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -53,11 +54,14 @@ def evaluate(
         targets += loss.targets
     model.train()
     reshard(model)
-    world.add_up([total, targets, *(scores.sums() if scores else [])])
+    world.add_up([total, targets, *(scores.sums(world) if scores else [])])
     if not int(targets):
         return {}
     mean = float(total) / int(targets)
-    return {"loss": mean} | task.of_loss(mean) | (scores.result() if scores else {})
+    found = scores.result() if scores else {}
+    if math.isnan(mean):  # so are predictions, and they are worth nothing
+        found = dict.fromkeys(found, math.nan)
+    return {"loss": mean} | task.of_loss(mean) | found
 
 
 def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metrics:

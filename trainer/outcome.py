@@ -54,7 +54,7 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
         validation_loss_first=validation[0] if validation else None,
         validation_loss_last=validation[-1] if validation else None,
         task=run.task.name,
-        metrics=metrics,
+        metrics={split: dict(found) for split, found in metrics.items()},
         best_step=run.judge.best.step if run.judge.best else None,
         model=run.config.model,
         parameters=sum(parameter.numel() for parameter in run.learner.model.parameters()),

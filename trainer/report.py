@@ -6,10 +6,11 @@ padding are those of all steps.
 
 import importlib.metadata
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -19,7 +20,7 @@ from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.table import advice_lines, speed_parts, stall_lines
 
-__all__ = ["Report", "decode_json", "versions"]
+__all__ = ["Report", "decode_json", "encode_json", "versions"]
 
 RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
 _LARGEST_INT = 2**63 - 1
@@ -55,10 +56,12 @@ class Report:
     loss_last: float | None
     """Mean loss over the steps of the last progress line."""
     validation_loss_first: float | None
+    """None without a validation split, or if the loss was not finite."""
     validation_loss_last: float | None
     task: str
-    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Metrics of the best weights, by split and name: `loss`, and those of the task."""
+    metrics: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Metrics of the best weights, by split and name: `loss`, and those of the task. None if the
+    model's predictions were not numbers."""
     best_step: int | None = None
     """The step of the best weights; None if nothing was evaluated."""
     model: str
@@ -95,7 +98,7 @@ class Report:
 
     def to_json(self) -> str:
         """The report as indented JSON."""
-        return json.dumps(asdict(self), indent=1)
+        return encode_json(asdict(self), indent=1)
 
     def summary(self) -> str:
         """The report in a few lines."""
@@ -136,7 +139,8 @@ class Report:
         """A line for each split that was measured."""
         step = "" if self.best_step is None else f", best at step {self.best_step:,}"
         return [
-            f"metrics  {split}{step}: " + ", ".join(f"{k} {v:.4f}" for k, v in metrics.items())
+            f"metrics  {split}{step}: "
+            + ", ".join(f"{k} {v:.4f}" if v is not None else f"{k} nan" for k, v in metrics.items())
             for split, metrics in self.metrics.items()
         ]
 
@@ -151,6 +155,19 @@ class Report:
             f"windows at hand after {found.wait_s.p99:.3f} s (p99)",
         ]
         return [f"store    {', '.join(parts)}"]
+
+
+def encode_json(value: Any, indent: int | None = None) -> str:
+    """Encode as JSON, which has no infinity and no NaN: these become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def decode_json(data: bytes) -> object:

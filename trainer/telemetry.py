@@ -20,6 +20,7 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.locking import hold
 from tokenfeed.trainer.config import METRICS_FILE
+from tokenfeed.trainer.report import encode_json
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.sensors.host import HostReading
 from tokenfeed.trainer.stall.step_times import StepSeconds
@@ -118,7 +119,7 @@ class _Line(TypedDict):
 
     step: int
     loss: NotRequired[float]
-    validation_loss: NotRequired[float]
+    validation_loss: NotRequired[float | None]
     skipped_steps: NotRequired[int]
 
 
@@ -147,7 +148,7 @@ class MetricsFile:
 
     def write(self, values: dict[str, Any]) -> None:
         """Append a line; it holds at least `step`."""
-        line = json.dumps(values).encode() + b"\n"
+        line = encode_json(values).encode() + b"\n"
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         for listen in self._followers:
@@ -158,7 +159,7 @@ class MetricsFile:
         self._followers.append(listen)
 
     def values(self, key: str) -> list[Any]:
-        """All values of `key` so far, in order."""
+        """All values of `key` so far, in order; None for one that was not finite."""
         return [line[key] for line in self.read() if key in line]
 
     def has_evaluation(self, step: int, split: str) -> bool:

@@ -44,6 +44,7 @@ __all__ = [
     "frozen_model",
     "load_state",
     "load_weights",
+    "lost_model",
     "make_config",
     "make_head",
     "make_transformer",
@@ -171,6 +172,17 @@ def convolving_model(head: Head) -> Transformer:
     model = small_model(head)
     model.convolution = torch.nn.Conv1d(1, 1, 1)
     return model
+
+
+class _Lost(Transformer):
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        logits = super().forward(micro_batch)
+        return logits if self.training else logits * torch.nan
+
+
+def lost_model(head: Head) -> Transformer:
+    """The same, and its predictions are NaN when it is evaluated."""
+    return _Lost(ModelSize(layers=2, width=64, heads=2), head)
 
 
 def double_model(head: Head) -> Transformer:

@@ -98,7 +98,7 @@ def _metrics(report: Report) -> dict[str, str]:
     return {
         f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
         for name, value in report.metrics.get(split, {}).items()
-        if name != "loss"
+        if name != "loss" and value is not None
     }
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import BestBy, Scores, Task
 
 __all__ = ["Classify"]
@@ -42,7 +43,7 @@ class ClassScores:
         pair = targets.flatten().clamp(min=0) * self._classes + logits.argmax(-1).flatten()
         self._counts_CC.view(-1).index_add_(0, pair, counted.long())
 
-    def sums(self) -> list[Tensor]:
+    def sums(self, world: World) -> list[Tensor]:
         """The counts."""
         return [self._counts_CC]
 

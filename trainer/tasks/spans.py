@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.classify import ClassScores
 
 __all__ = ["SpanScores", "TagScheme", "spans"]
@@ -87,9 +88,9 @@ class SpanScores:
         right = int((true[in_true] == predicted[in_predicted]).all(axis=1).sum())
         self._spans += torch.tensor([right, len(true), len(predicted)])
 
-    def sums(self) -> list[Tensor]:
+    def sums(self, world: World) -> list[Tensor]:
         """Those of the words, and of the spans."""
-        return [*self._words.sums(), self._spans]
+        return [*self._words.sums(world), self._spans]
 
     def result(self) -> dict[str, float]:
         """Those of the words, and span_f1."""

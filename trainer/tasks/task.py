@@ -17,6 +17,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
 from tokenfeed.trainer.micro_batch import MicroBatch
 from tokenfeed.trainer.models.head import HasHidden, Head, HeadKind, has_hidden
+from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.vocabulary_loss import (
     is_worth_chunks,
     most_chunk_tokens,
@@ -42,8 +43,9 @@ class Scores(Protocol):
         """Add a micro-batch; `targets` has the shape of the logits but for the last."""
         ...
 
-    def sums(self) -> list[Tensor]:
-        """What `add` adds to: the sums of several ranks, added up, are those of all."""
+    def sums(self, world: World) -> list[Tensor]:
+        """What `add` adds to: the sums of all ranks, added up, are those of the whole split. All
+        ranks call this together, and `add` no more."""
         ...
 
     def result(self) -> dict[str, float]:

@@ -1,8 +1,12 @@
 """Every task: what its gradients depend on, and what they do not."""
 
+import copy
+import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +27,8 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.trainer.config import ObjectiveName
 from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.tasks import task as tasks
 from tokenfeed.trainer.tasks.masked import Masked
 from tokenfeed.trainer.tasks.registry import make_task
@@ -288,6 +294,73 @@ def test_the_scores_of_a_regression_are_those_of_numpy(data: st.DataObject) -> N
     assert found["mean_rmse"] == pytest.approx(true.astype(float).std(), abs=1e-4)
     if true.std() > 0.01 and guess.std() > 0.01:
         assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-3)
+
+
+def score_on_ranks(*ranks: tuple[list[float], list[float]]) -> dict[str, float]:
+    """Scores of true and predicted numbers of each rank, after the ranks have added them up."""
+    scores = [ScoreScores(CPU) for _ in ranks]
+    for one, (true, guess) in zip(scores, ranks, strict=True):
+        one.add(torch.tensor(guess)[:, None], torch.tensor(true))
+    told: list[Any] = []
+
+    class Ranks(World):
+        def gathered(self, value: Any) -> list[Any]:
+            told.append(value)
+            return told[: len(ranks)]
+
+    for one in scores:  # this only tells each rank's value
+        copy.deepcopy(one).sums(Ranks(CPU))
+    totals = [one.sums(Ranks(CPU))[0] for one in scores]
+    totals[0].copy_(torch.stack(totals).sum(0))
+    return scores[0].result()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("true", "guess"), [(1 / 3, 0.37), (0.1, 0.1), (1e5, -1e-5), (7.0, 7.0)], ids=str
+)
+def test_pearson_of_constant_numbers_is_zero(true: float, guess: float, parts: int) -> None:
+    found = score_on_ranks(*[([true] * (1000 // parts), [guess] * (1000 // parts))] * parts)
+    error = float(np.float32(guess)) - float(np.float32(true))
+    assert found == {"rmse": pytest.approx(abs(error)), "mean_rmse": 0.0, "pearson": 0.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@given(
+    st.floats(-1e6, 1e6, width=32),
+    st.floats(0.25, 100, width=32),
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, max_size=30),
+)
+def test_scores_of_close_numbers_far_from_zero_are_exact(
+    ranks: int, centre: float, scale: float, pairs: list[tuple[float, float]]
+) -> None:
+    true, guess = (
+        np.array([centre + scale * pair[side] for pair in pairs], np.float32) for side in (0, 1)
+    )
+    parts = np.array_split(np.arange(len(pairs)), ranks)
+    found = score_on_ranks(*[(true[part].tolist(), guess[part].tolist()) for part in parts])
+    true, guess = true.astype(float) - true[0], guess.astype(float) - true[0]
+    assert found["rmse"] == pytest.approx(np.sqrt(((guess - true) ** 2).mean()), rel=1e-9)
+    assert found["mean_rmse"] == pytest.approx(true.std(), rel=1e-6, abs=1e-12)
+    assert -1 <= found["pearson"] <= 1
+    if true.std() > 0.01 * scale and guess.std() > 0.01 * scale:
+        assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("task", ["score", "classify", "tag"])
+def test_predictions_that_are_nan_are_null_and_never_the_best(
+    task: Task, folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    report = run(make_config(folders[task], tmp_path, model="training:lost_model", steps=2))
+    assert report.best_step is None
+    assert all(math.isnan(value) for value in report.metrics["test"].values() if value is not None)
+    for name in ("report.json", "metrics.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert "NaN" not in text
+        assert '_rmse": 0.0' not in text
+    written = json.loads((tmp_path / "report.json").read_text())["metrics"]["test"]
+    assert set(written.values()) == {None}
+    assert "loss nan" in Report.of_run(tmp_path).summary()  # type: ignore[union-attr]
 
 
 def test_the_summary_tells_the_metrics_of_every_split(
