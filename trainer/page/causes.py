@@ -20,7 +20,7 @@ def cause_table(report: StallReport) -> str:
         f"warm-up{_at_most(stall, report.at_most)}. "
         f"<span class=soft>{escape(report.method)}.</span></p>"
         '<div class=scroll tabindex="0"><table class=causes><thead><tr><th>cause</th>'
-        "<th class=bar></th><th>share</th><th class=wide>95 of 100 runs</th><th>seconds</th>"
+        "<th class=bar></th><th>share</th><th class=wide>likely range</th><th>seconds</th>"
         "<th class=wide>p50 of a step</th><th class=wide>p99</th><th class=wide>longest</th>"
         f"<th>without it</th></tr></thead><tbody>{rows}{_work(1 - stall, report.seconds)}</tbody>"
         "</table></div>"
@@ -56,7 +56,7 @@ def _spread(bounds: Interval | None) -> str:
 
 
 def _bounds(bounds: Interval | None) -> str:
-    return "" if bounds is None else f" ({_spread(bounds)} in 95 of 100 such runs)"
+    return "" if bounds is None else f" ({_spread(bounds)} likely)"
 
 
 def _at_most(stall: float, most: float | None) -> str:

@@ -22,9 +22,9 @@ class EventClock:
     """
 
     method = (
-        "not yet compared with a trace of a GPU. Between GPU events around all that queues no work "
-        "of the training, all time is idle; inside the work, idle time is what steps take longer "
-        "than steps before which the host got ahead"
+        "GPU events, not yet compared with a trace of a GPU: between events around all that queues "
+        "no work of the training, all time is idle; inside the work, idle time is what steps take "
+        "longer than steps that the host had queued before they began"
     )
     is_beside_host = True
 

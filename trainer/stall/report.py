@@ -25,7 +25,7 @@ class CauseReport:
     """Share of the wall time, 0 to 1."""
     seconds: float
     interval: Interval | None
-    """Holds the fraction in 95 of 100 runs; None after too few steps."""
+    """Held the fraction in 95 of 100 simulated runs; None after too few steps."""
     p50_s: float
     """Seconds per step: half of the steps have no more. The next two are other percentiles."""
     p95_s: float
@@ -54,7 +54,7 @@ class StallReport:
     """Share of the wall time in which the device had nothing of the training to run, 0 to 1; None
     before the first measured step."""
     interval: Interval | None
-    """Holds the stall in 95 of 100 runs; None after too few steps."""
+    """Held the stall in 95 of 100 simulated runs; None after too few steps."""
     at_most: float | None
     """The stall plus all idle time that there can be inside work that could not be calibrated."""
     causes: dict[Cause, CauseReport]
