@@ -6,6 +6,7 @@ mistakes, 130 an interruption, 143 a SIGTERM); everything else is a bug of ours 
 traceback. What this file imports is little: from its first line on a Ctrl-C should find it ready.
 """
 
+import contextlib
 import io
 import json
 import logging
@@ -14,18 +15,20 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.remote.address import without_secrets
 
-__all__ = ["log_to_stderr", "print_json", "run_command"]
+__all__ = ["log_to_stderr", "parse_words", "print_json", "run_command"]
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 """Messages of the system's loader without memory for a library."""
 _NO_THREAD = "can't start new thread"
 """Python's message when the system refuses a thread."""
+
+Parsed = TypeVar("Parsed")
 
 _received: list[int] = []
 """Signals that came to end the command."""
@@ -77,6 +80,48 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout, for scripts."""
     print(json.dumps(value))
+
+
+def parse_words(parse: Callable[[], Parsed]) -> Parsed:
+    """Call a parser of tyro. Its errors, boxes of several lines, become one line.
+
+    Raises:
+        ConfigError: The words on the command line cannot be parsed.
+    """
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return parse()
+    except SystemExit as ended:
+        if not ended.code:  # after --help
+            raise
+        raise ConfigError(_one_line(shown.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """The first paragraph of a box of tyro, the nearest option, and where there is help.
+
+    Rules part the paragraphs. Lines that are indented deeper describe options, and are left out.
+    Without UTF-8 the box has no sides, and its title is the first paragraph.
+    """
+    import re  # rarely needed
+
+    has_sides = box.startswith("╭")
+    inside = [line for line in box.splitlines() if line[:1] not in "╭╰"]
+    lines = [line.strip("│")[1 if has_sides else 2 :].rstrip() for line in inside]
+    found = [
+        " ".join(line.strip() for line in part.splitlines() if not line.startswith(" " * 8))
+        for part in re.split("(?m)^[─-]+$", "\n".join(lines))
+    ][0 if has_sides else 1 :]
+    said = f"{found[0].strip().rstrip('.:')}."
+    for part in map(str.strip, found[1:]):
+        if part.startswith("Perhaps you meant:"):
+            said += f" Did you mean {part.removeprefix('Perhaps you meant:').strip()}?"
+        elif part.startswith("Available"):
+            said += f" {part}."
+        elif helped := re.search(r"helptext, \w+:? (.*--help)", part):
+            said += f" See {helped[1]}."
+    return said
 
 
 def log_to_stderr() -> None:

@@ -19,6 +19,7 @@ from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.sizes import bytes_of
+from tokenfeed.tools.console import parse_words
 from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
@@ -300,7 +301,7 @@ def parse_options() -> Options:
         config=(tyro.conf.FlagCreatePairsOff,),
     )
     options: Options
-    options, others = parse(return_unknown_args=True)
+    options, others = parse_words(lambda: parse(return_unknown_args=True))
     if any(other.startswith("-") and other != "-" for other in others):
-        parse()  # ends with a message that says what may have been meant
+        parse_words(parse)  # raises: the message has what may have been meant
     return dataclasses.replace(options, paths=(*options.paths, *others))

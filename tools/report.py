@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from tokenfeed.tools.console import print_json, run_command
+from tokenfeed.tools.console import parse_words, print_json, run_command
 from tokenfeed.trainer.config import PAGE_FILE
 from tokenfeed.trainer.page.comparison import Row, compare
 from tokenfeed.trainer.page.page import write_page
@@ -98,8 +98,8 @@ def main() -> None:
 def _run() -> int:
     words = sys.argv[1:]
     if words[:1] == ["compare"]:
-        return tyro.cli(Compare, prog="report compare", args=words[1:]).run()
-    return tyro.cli(Show, prog="report", args=words).run()
+        return parse_words(lambda: tyro.cli(Compare, prog="report compare", args=words[1:])).run()
+    return parse_words(lambda: tyro.cli(Show, prog="report", args=words)).run()
 
 
 if __name__ == "__main__":

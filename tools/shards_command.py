@@ -14,7 +14,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import shard_schema
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.cat import Cat, DataSet
-from tokenfeed.tools.console import print_json
+from tokenfeed.tools.console import parse_words, print_json
 from tokenfeed.tools.copying import Copy
 from tokenfeed.tools.explain import Explain
 from tokenfeed.tools.histogram import histogram_lines
@@ -81,18 +81,20 @@ class Verify:
 
 def run_subcommand() -> int:
     """Do what the command line says; its exit code."""
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        {
-            "inspect": Inspect,
-            "verify": Verify,
-            "cat": Cat,
-            "copy": Copy,
-            "repair": Repair,
-            "explain": Explain,
-        },
-        prog="shards",
-        description="Show, check, copy or repair a data set that `pretokenize` made.",
-        config=(tyro.conf.FlagCreatePairsOff,),
+    command: Any = parse_words(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            {
+                "inspect": Inspect,
+                "verify": Verify,
+                "cat": Cat,
+                "copy": Copy,
+                "repair": Repair,
+                "explain": Explain,
+            },
+            prog="shards",
+            description="Show, check, copy or repair a data set that `pretokenize` made.",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
     )
     return int(command.run())
 

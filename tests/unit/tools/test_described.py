@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
+from command import call
 
 from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.tools import pretokenize, report, shards
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
 from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
@@ -46,3 +48,31 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     assert fields_of_tasks().endswith("; titled: text, [title].")
     assert records_of_tasks().endswith("; titled: a document with a title.")
     assert ", .epub, each also .gz" in input_formats()
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (pretokenize.main, "a o --text-field x", "Unrecognized options: --text-field, x."),
+        (
+            pretokenize.main,
+            "a o --validaton 0",
+            "Unrecognized options: --validaton, 0. Did you mean --validation PART?",
+        ),
+        (pretokenize.main, "a o --task foo", "invalid choice 'foo' for argument '--task'."),
+        (shards.main, "inspct o", "Unrecognized options: inspct, o. Available subcommands:"),
+        (shards.main, "verify", "Missing from shards verify: OUT. See shards verify --help."),
+        (report.main, "", "Missing from report: RUN. See report --help."),
+        (report.main, "run --jsn", "Unrecognized options: --jsn. Did you mean --json"),
+    ],
+)
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_wrong_words_are_one_line(
+    main: Any, words: str, message: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    ended = call(main, *words.split(), expect=2)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"error: {message}")
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.endswith("--help.\n")
