@@ -32,8 +32,11 @@ _STATE_FILE = "loader.json"
 
 
 class ShardTrainerMixin:
-    """Stands before any `transformers.Trainer`: its `train_dataset` and `eval_dataset` are
-    ShardLoaders. Each checkpoint keeps the training loader's state, the same for all ranks."""
+    """A mixin for any `transformers.Trainer` that trains and evaluates on ShardLoaders.
+
+    Each checkpoint keeps the training loader's state, which is the same on all ranks. Every
+    evaluation begins anew.
+    """
 
     args: Any
     train_dataset: Any
@@ -83,7 +86,8 @@ class ShardTrainerMixin:
         return self.eval_dataset if eval_dataset is None else eval_dataset
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """Count 1 target where there is none, as in rows of one token: no division by 0."""
+        """Return at least 1 as the number of targets: rows of one token have none, and the loss is
+        divided by it."""
         batches, targets = super().get_batch_samples(*args)  # type: ignore[misc]
         return batches, targets if targets is None else targets.clamp(min=1)
 

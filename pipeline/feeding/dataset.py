@@ -79,7 +79,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
             for batch in window_slice:
                 ...
 
-    Every iteration begins at `epoch`: raise it for the next pass, or the order is the same again.
+    Every iteration begins at the start of `epoch`. Raise `epoch` for the next pass, or the order is
+    the same again.
     `ShardLoader` adds what a training loop needs: a device, batches ready ahead, a saved state.
     """
 

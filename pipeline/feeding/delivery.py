@@ -50,7 +50,7 @@ class Delivery:
         """The next batch, and whether a pass ends with it.
 
         Args:
-            start: Makes a feed that goes on from the present position; asked if there is none.
+            start: Makes a feed that goes on from the present position, if none is running.
             epochs: Epochs of a pass; None for no end.
 
         Raises:
@@ -99,7 +99,7 @@ class Delivery:
             self._end_feed()
 
     def _running(self, start: Callable[[], Feed]) -> Feed:
-        """The feed, or a new one where there is none that stands at the present position."""
+        """Return the running feed, or start one at the present position."""
         if self._feed and not self._feed.can_go_on():
             self._end_feed()
         if self._feed is None:
