@@ -34,6 +34,8 @@ class Samples:
     """The task's values a row, shape (R,)."""
     has_text: np.ndarray
     """Which rows have a token of their own, beside the template, shape (R,), bool."""
+    unusable: dict[int, str] = field(default_factory=dict)
+    """Rows that cannot be written, and why; `has_text` is False for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

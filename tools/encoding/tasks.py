@@ -36,6 +36,9 @@ from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = ["TASK_CLASSES", "Classify", "Complete", "Lm", "Score", "Tag"]
 
+_SHOWN = 20
+"""Characters of a word in a message."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Lm(TaskEncoder):
@@ -152,7 +155,8 @@ class Tag(Labelled):
         }
 
     def encode(self, values: FieldValues, encode: Encode, template: Template) -> Samples:
-        """Turn R records into R rows. A word without a token of its own loses its tag."""
+        """Turn R records into R rows. A word without a token would lose its tag, and spans beside
+        it would merge: such a record is unusable."""
         flat = chain.from_iterable(values[self.tokens])
         words = encode([word and template.before_word + word for word in flat])
         tags = chain.from_iterable(values[self.tags])
@@ -161,15 +165,31 @@ class Tag(Labelled):
         labels = np.full(len(words.values), IGNORED, np.int16)
         labels[words.offsets[:-1][has_tokens]] = numbers[has_tokens]
         counts = np.fromiter(map(len, values[self.tokens]), np.int64)
-        lengths = np.diff(words.offsets[np.append(0, np.cumsum(counts))])
+        ends = np.cumsum(counts)
+        lengths = np.diff(words.offsets[np.append(0, ends)])
+        row = np.repeat(np.arange(len(counts)), counts)
+        without = np.unique(row[~has_tokens & (lengths[row] > 0)])
+        unusable = {
+            r: _lost_tag(values[self.tokens][r], has_tokens[ends[r] - counts[r] : ends[r]])
+            for r in without.tolist()
+        }
+        has_text = lengths > 0
+        has_text[without] = False
         return Samples(
             {
                 INPUT_IDS: template.around(Ragged(words.values, lengths)),
                 LABELS: template.labels_around(Ragged(labels, lengths)),
             },
             {},
-            lengths > 0,
+            has_text,
+            unusable,
         )
+
+
+def _lost_tag(words: list[bytes], has_tokens: np.ndarray) -> str:
+    """Why the first word without a token makes a record unusable."""
+    place = int(np.argmin(has_tokens))
+    return f"word {place + 1:,} ({words[place].decode()[:_SHOWN]!r}) has no token for its tag"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,7 +201,10 @@ class UnitEncoder:
             return self._encode_batch(self._encodable(batch, ledger), ledger)
         texts = self._settings.task.texts(batch.values)
         num_bytes = np.fromiter(map(len, texts), np.int64, len(texts))
-        ledger.count(batch.sources, num_bytes, samples.has_text)
+        for index, reason in samples.unusable.items():
+            ledger.reject(int(batch.sources[index]), Reject(int(batch.records[index]), reason))
+        usable = np.setdiff1d(np.arange(len(batch)), [*samples.unusable])
+        ledger.count(batch.sources[usable], num_bytes[usable], samples.has_text[usable])
         hashes = np.fromiter(map(xxhash.xxh3_64_intdigest, texts), np.uint64, len(texts))
         if self._fast and not self._verifier:
             ledger.sample += self._sampled(batch.take(np.flatnonzero(hashes % _SAMPLED_PART == 0)))

@@ -126,6 +126,7 @@ def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]
     assert {name: str(column.dtype) for name, column in columns.items()} == dtypes
     found = {name: listed(ragged) for name, ragged in samples.per_token.items()}
     found |= {name: column.tolist() for name, column in samples.per_row.items()}
+    found |= {"unusable": samples.unusable} if samples.unusable else {}
     return found | {"has_text": samples.has_text.tolist()}
 
 
@@ -178,19 +179,31 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
     words, tags = ([[pair[place] for pair in record] for record in records] for place in range(2))
     rows = [word_encoding(kind, of_row, special) for of_row in words]
     numbers = [[TAGS.index(tag) for tag in of_row] for of_row in tags]
-    assert encoded(task, kind, words=words, tags=tags) == {
+    found = encoded(task, kind, words=words, tags=tags)
+    has_token = [
+        [word in row.word_ids for word in range(len(of))]
+        for row, of in zip(rows, words, strict=True)
+    ]
+    assert [*found.pop("unusable", {})] == [
+        n for n, of in enumerate(has_token) if any(of) and not all(of)
+    ]
+    assert found == {
         "input_ids": [row.ids for row in rows],
         "labels": [tags_of(row, of_row, -100) for row, of_row in zip(rows, numbers, strict=True)],
-        "has_text": [any(word is not None for word in row.word_ids) for row in rows],
+        "has_text": [any(of) and all(of) for of in has_token],
     }
 
 
-def test_a_word_without_a_token_takes_its_tag_along() -> None:
+def test_tag_marks_records_with_a_word_without_a_token_as_unusable() -> None:
     task = Tag(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
     words, tags = [["fox", "", "dog"], [GONE, "fox"], [GONE]], [["B", "I", "O"], ["B", "I"], ["B"]]
     found = encoded(task, "word-piece", words=words, tags=tags)
     assert found["labels"] == [[-100, 0, 2, -100], [-100, 1, -100], [-100, -100]]
-    assert found["has_text"] == [True, True, False]
+    assert found["has_text"] == [False, False, False]
+    assert found["unusable"] == {
+        0: "word 2 ('') has no token for its tag",
+        1: f"word 1 ({GONE!r}) has no token for its tag",
+    }
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
@@ -324,7 +337,8 @@ RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
         ("the", 0, "good"),
     ],
     "tag": [
-        (["quick", GONE, "foxes"], ["B", "lost", "I"], "good"),
+        (["quick", "foxes"], ["B", "I"], "good"),
+        (["quick", GONE, "foxes"], ["B", "lost", "I"], "word 2 ("),
         (["dog"], ["O"], "good"),
         ([], [], "empty"),
         (["", GONE], ["B", "I"], "empty"),
@@ -387,6 +401,20 @@ def test_the_command_writes_good_records_and_accounts_for_all(task: str, tmp_pat
     for reject, (number, words) in zip(rejects, reasons.items(), strict=True):
         assert (Path(reject["file"]).name, reject["record"]) == ("a.train.jsonl", number)
         assert reject["reason"].startswith(words)
+
+
+def test_pretokenize_rejects_a_record_whose_word_has_no_token(tmp_path: Path) -> None:
+    records = [
+        {"tokens": ["fox", "", "dog"], "tags": ["B-X", "O", "I-X"]},
+        {"tokens": ["fox", "dog"], "tags": ["B-X", "I-X"]},
+    ]
+    manifest, rows = pretokenized("tag", write_lines(tmp_path / "a.jsonl", records))
+    assert len(rows["train"]) == 1
+    ledger = manifest.ledger
+    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == (2, 1, 0, 1)
+    (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
+    assert reject["record"] == 0
+    assert reject["reason"] == "word 2 ('') has no token for its tag"
 
 
 def test_digits_with_a_leading_zero_are_a_label_too(tmp_path: Path) -> None:
