@@ -21,6 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
     Manifest,
 )
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.tools.at_once import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.records import Records, differences, is_begun, remove_records
@@ -156,6 +157,7 @@ def withdraw(output: Output, records: Records[Any], splits: Iterable[str]) -> No
     """Delete all files of a run that failed, and the folders that are empty then."""
     for split in splits:
         output.delete(*(f"{split}/{name}" for name in output.names(split) if ".arrow" in name))
-    output.delete(TOKENIZER_FILE, MADE_BY_FILE)
+    left = (name for name in output.names() if name.endswith(TEMPORARY_SUFFIX))
+    output.delete(TOKENIZER_FILE, MADE_BY_FILE, *left)
     output.prune(*splits)
     records.remove()

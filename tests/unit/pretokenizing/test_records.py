@@ -10,7 +10,7 @@ import pytest
 from command import files_of, texts
 from machines import make, part
 
-from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import locking
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.outputs.output import FolderOutput
@@ -228,3 +228,20 @@ def test_two_equal_runs_without_locks_leave_one_data_set(
         make(lines, out, tokenizer)
     assert files_of(out) == files_of(tmp_path / "plain")
     assert make(lines, out, tokenizer).already_finished
+
+
+def test_withdrawn_run_leaves_no_temporary_file(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = FolderOutput.write
+
+    def killed_before(output: FolderOutput, name: str, content: bytes) -> None:
+        """What a kill leaves of an earlier try to write the file."""
+        (output.folder / f"{name}.0123.tmp").write_bytes(content[:9])
+        write(output, name, content)
+
+    monkeypatch.setattr(FolderOutput, "write", killed_before)
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(CorpusError, match="no usable document"):
+        make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
+    assert not (tmp_path / "out").exists()
