@@ -12,7 +12,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["alone_in", "hold"]
+__all__ = ["alone_in", "hold", "waited_for"]
 
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 
@@ -33,6 +33,23 @@ def hold(file: IO[Any] | int) -> bool:
 
 
 @contextlib.contextmanager
+def waited_for(file: IO[Any] | int) -> Iterator[None]:
+    """Hold an open, writable file, or a descriptor, until the block ends; wait for others first.
+
+    A system or file system without such locks lets all in.
+    """
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Let one process at a time do something with a folder; others wait.
 
@@ -43,8 +60,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        with waited_for(descriptor):
+            yield
     finally:
         os.close(descriptor)

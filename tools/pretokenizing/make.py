@@ -56,7 +56,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         tokenizer, tokenizer_seconds = listed.finished_tokenizer(), 0.0
         resumed_units, new_bytes = num_units, 0
     else:
-        prepared = Prepared.from_listed(listed, state, server)
+        prepared = Prepared.from_listed(listed, server)
         tokenizer, tokenizer_seconds = prepared.run.tokenizer, prepared.tokenizer_seconds
         with Records.begin(output, listed.recipe, UnitResult) as records:
             resumed_units, resumed_bytes = len(records.results), _text_bytes(records)

@@ -1,5 +1,6 @@
 """`pretokenize --part I/N`: encode every Nth unit, and leave the rest to the other parts."""
 
+import contextlib
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import run_units
 from tokenfeed.tools.run.claim import recognise, state_of
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.records import Part, Records
+from tokenfeed.tools.run.records import Part, Records, planning_alone
 
 __all__ = ["PartSummary", "begin_writing", "make_part"]
 
@@ -65,12 +66,12 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
         _, num_units = recognise(output, listed.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))
     else:
-        prepared = Prepared.from_listed(listed, state, server)
-        num_units = len(prepared.run.units)
-        with Records.begin(output, listed.recipe, UnitResult, part) as records:
-            resumed_units = len(records.results)
+        with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
+            prepared = Prepared.from_listed(listed, server)
+            records = Records.begin(output, listed.recipe, UnitResult, part)
             begin_writing(prepared, records)
-            run_units(prepared.run, records)
+        num_units, resumed_units = len(prepared.run.units), len(records.results)
+        run_units(prepared.run, records)
     return PartSummary(
         out=str(output),
         part=str(options.part),

@@ -26,7 +26,7 @@ from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
 from tokenfeed.tools.run.claim import State
 from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.records import Part, check_recipe, kept_plan
+from tokenfeed.tools.run.records import Part, check_recipe, is_begun, kept_plan
 
 __all__ = ["Listed", "Prepared"]
 
@@ -98,14 +98,15 @@ class Prepared:
     """Seconds spent on training a tokenizer."""
 
     @classmethod
-    def from_listed(cls, listed: Listed, state: State, server: Server | None = None) -> Self:
+    def from_listed(cls, listed: Listed, server: Server | None = None) -> Self:
         """Plan the run and train a tokenizer, or read the plan of the unfinished run there.
 
         Raises:
             ConfigError: The unfinished run is of another command or input.
         """
-        options, output, inputs, kept = listed.options, listed.output, listed.inputs, listed.plan
-        if state == "unfinished":
+        options, output, inputs, kept = listed.options, listed.output, listed.inputs, None
+        if is_begun(output):
+            kept = listed.plan or kept_plan(output)
             check_recipe(output, listed.recipe, inputs.changed_file(kept) if kept else "")
         inputs = inputs.as_planned(kept) if kept else inputs.planned(options)
         started = time.perf_counter()

@@ -90,7 +90,7 @@ def remake(
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
         options = _options(folder, recipe, manifest, corpus, scratch)
         listed = Listed.from_options(options, options.output, "new", None)
-        run = Prepared.from_listed(listed, "new").run
+        run = Prepared.from_listed(listed).run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)
         return problems + _encoded(settings, run.inputs, shards, folder, manifest)

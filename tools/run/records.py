@@ -6,6 +6,7 @@
     .parts/00012.json     a finished unit; written after the unit's shards
     .parts/00012.rejects  the rejected records of the unit, if there are any
     .parts/distrusted.json  the fast engine gave wrong ids: units that it made do not count
+    .parts/lock           held by the part that makes the plan
 
 Each file appears whole and at once, and two files of one name mean the same. So any number of
 processes on any machines may work on one run, at the same time or repeatedly, without locks. The
@@ -26,7 +27,7 @@ import msgspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.pipeline.format.locking import hold, waited_for
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
 from tokenfeed.tools.at_once import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
@@ -43,6 +44,7 @@ __all__ = [
     "is_begun",
     "kept_plan",
     "parts_in",
+    "planning_alone",
     "remove_records",
 ]
 
@@ -52,6 +54,7 @@ _AT_ONCE = 16
 """Files that are read at the same time."""
 _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
 _AUDIT_FILE = f"{PARTS_FOLDER}/audit.json"
+_LOCK_FILE = f"{PARTS_FOLDER}/lock"
 _DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
 
 
@@ -310,6 +313,28 @@ def claimed(output: FolderOutput, recipe: dict[str, Any]) -> Iterator[None]:
     finally:
         if lock is not None:
             os.close(lock)
+
+
+@contextlib.contextmanager
+def planning_alone(output: Output) -> Iterator[None]:
+    """Let one part at a time make the plan of a run. The others wait, and find it.
+
+    A store, and a file system without locks, lets all of them make it.
+    """
+    if not isinstance(output, FolderOutput):
+        yield
+        return
+    made = output.prepare()
+    path = output.folder / _LOCK_FILE
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with open(path, "ab") as file, waited_for(file):
+            yield
+    except BaseException:
+        if not is_begun(output):
+            output.delete(_LOCK_FILE)
+            output.prune(PARTS_FOLDER, "", *map(str, made))
+        raise
 
 
 def kept_plan(output: Output) -> dict[str, Any] | None:

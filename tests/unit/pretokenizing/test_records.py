@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ from machines import make, part
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import locking
 from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
 from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.prepare import Listed
 from tokenfeed.tools.run import records
 
 opened: list[str] = []
@@ -245,3 +250,37 @@ def test_withdrawn_run_leaves_no_temporary_file(
     with pytest.raises(CorpusError, match="no usable document"):
         make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)
     assert not (tmp_path / "out").exists()
+
+
+def test_parts_begun_at_once_make_one_plan(
+    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(lines, tmp_path / "plain", tokenizer)
+    out, both_listed, planned = tmp_path / "out", threading.Barrier(2), Inputs.planned
+    plans: list[Inputs] = []
+    from_options = Listed.from_options
+
+    def listing(*arguments: Any) -> Listed:
+        listed = from_options(*arguments)
+        both_listed.wait(60)  # neither has found a plan
+        return listed
+
+    def planning(inputs: Inputs, options: Options) -> Inputs:
+        plans.append(planned(inputs, options))
+        return plans[-1]
+
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as threads:
+        patched.setattr(Listed, "from_options", listing)
+        patched.setattr(Inputs, "planned", planning)
+        parts = [threads.submit(part, f"{n}/2", lines, out, tokenizer) for n in range(2)]
+        num_units = sum(each.result().units for each in parts)
+    assert [len(plan.units) for plan in plans] == [num_units]
+    make(lines, out, tokenizer, finish=True)
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+def test_part_that_cannot_be_planned_leaves_nothing(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\n')
+    with pytest.raises(CorpusError, match="no record has a label"):
+        part("0/2", tmp_path / "a.jsonl", tmp_path / "new/out", tokenizer, task="classify")
+    assert not (tmp_path / "new").exists()
