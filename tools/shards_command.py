@@ -7,6 +7,7 @@ from typing import Any
 import tyro
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from tokenfeed.pipeline.errors import ManifestError
@@ -39,8 +40,13 @@ class Inspect:
         if self.json:
             print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
             return 0
-        console = Console()
-        console.print(_splits_table(manifest))
+        console, table = Console(), _splits_table(manifest)
+        needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+        if needed > console.width:
+            console = Console(
+                width=needed
+            )  # the terminal wraps lines, where rich would cut numbers
+        console.print(table)
         for name, split in manifest.splits.items():
             _print_histogram(console, name, split)
         _print_facts(console, manifest)
@@ -101,7 +107,16 @@ def run_subcommand() -> int:
 
 def _splits_table(manifest: Manifest) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("split", "shards", "batches", "rows", "tokens", "longest", "MB", "B/token"):
+    for name in (
+        "split",
+        "shards",
+        "record batches",
+        "rows",
+        "tokens",
+        "longest",
+        "MB",
+        "bytes/token",
+    ):
         table.add_column(name, justify="left" if name == "split" else "right")
     for name, split in manifest.splits.items():
         num_bytes = sum(shard.bytes for shard in split.shards)
@@ -134,7 +149,7 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
         "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
         f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
         "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
-        "fingerprint": manifest.fingerprint,
+        "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
     }
     for name, text in facts.items():
         console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
@@ -144,7 +159,7 @@ def _ids(manifest: Manifest) -> str:
     """How the ids were made, and how far that was checked."""
     tokenizer = manifest.tokenizer
     audit = f", {tokenizer.audited:,} texts compared with the reference, "
-    audit += f"{tokenizer.differences:,} different" if tokenizer.audited else ""
+    audit += f"{tokenizer.differences:,} with other ids" if tokenizer.audited else ""
     special = "with" if tokenizer.special_tokens_added else "without"
     return (
         f"by {tokenizer.engine} {tokenizer.engine_version}{audit if tokenizer.audited else ''}; "

@@ -137,14 +137,15 @@ class Summary:
             "input": f"{_count(self.files, 'file')}, {text_mb:,.1f} MB of text{binary}",
             "rows": f"{self.documents:,}: {splits}",
             "not written": f"{self.empty:,} empty, {self.rejected:,} rejected{rejects}",
-            "tokens": f"{self.tokens:,}, {self.text_bytes_per_token:.2f} bytes of text a token",
-            "shards": f"{shard_mb:,.1f} MB, {self.shard_bytes_per_token:.2f} bytes a token",
+            "tokens": f"{self.tokens:,}, {self.text_bytes_per_token:.2f} bytes of text each",
+            "shards": f"{shard_mb:,.1f} MB, compressed to {self.shard_bytes_per_token:.2f} bytes "
+            "per token on disk",
             "tokenizer": f"{self.vocabulary_size:,} ids{self._training()}",
             "engine": self._engine(),
             "labels": f"{len(self.labels):,}: {', '.join(self.labels)}",
             "end token": self.end_token
             or "none: the tokenizer has no such token (see --end-token)",
-            "speed": f"{self.mb_per_s:,.1f} MB/s, {_count(self.units, 'unit')}{resumed}",
+            "speed": f"{self.mb_per_s:,.1f} MB/s, {_count(self.units, 'unit')} of work{resumed}",
             "time": f"{self.seconds:,.1f} s",
             "output": self.out,
         }
@@ -159,7 +160,10 @@ class Summary:
             return self.engine
         routed = f", {self.routed:,} left to the reference" if self.routed else ""
         compared = "every text" if self.verified else f"{self.audited:,} texts"
-        return f"{self.engine}{routed}, {compared} compared, {self.differences:,} different"
+        return (
+            f"{self.engine}{routed}, {compared} compared with the reference, "
+            f"{self.differences:,} with other ids"
+        )
 
     def _training(self) -> str:
         if self.vocabulary_wanted is None:

@@ -205,6 +205,17 @@ def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
     assert content["splits"]["train"]["shards"][0]["file"] == "train/00000.arrow"
 
 
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_inspect_never_cuts_a_number(
+    columns: str, documents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    train = Manifest.read(documents).split("train")
+    for number in (train.rows, train.tokens, train.longest_row):
+        assert f" {number:,} " in shards("inspect", documents)
+    assert "\u2026" not in shards("inspect", documents)
+
+
 @pytest.mark.parametrize("damage", [b"", b"{"])
 def test_cat_names_a_damaged_source_list(out: Path, damage: bytes) -> None:
     (out / "sources.jsonl").write_bytes(damage)
