@@ -52,6 +52,7 @@ class HubModel(nn.Module):
         self._takes_last = head.kind == "row" and hasattr(model, "score")
         self._takes_types = head.pairs and getattr(model.config, "type_vocab_size", 1) > 1
         self._first_position = _first_position(model)
+        self._head = head
         self._parameters_of_call = inspect.signature(model.forward).parameters
         self.reaches: frozenset[Reach] = frozenset()
         """What its layers see of a document: for each the forward makes a scope."""
@@ -98,11 +99,25 @@ class HubModel(nn.Module):
     def save(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, with adapters added to the weights they stand beside;
         of no use for training afterwards."""
+        self._warn_of_shifted_positions()
         for adapted in self.adapters:
             adapted.merge_and_unload()
         self.model.config.use_cache = True
         with _quiet():
             self.model.save_pretrained(folder)
+
+    def _warn_of_shifted_positions(self) -> None:
+        """Models like RoBERTa count positions from ids that are not padding, unless a program gives
+        the positions, as training and evaluation do."""
+        padding_id = self._first_position - 1
+        if padding_id in range(self._head.vocabulary_size) and padding_id != self._head.pad_id:
+            _log.warning(
+                "the exported model counts positions by its padding id %d, which is another token "
+                "in these shards. Give it `position_ids` that count from %d, or train on shards "
+                "made with the model's own tokenizer",
+                padding_id,
+                self._first_position,
+            )
 
     def _scopes(self, micro_batch: MicroBatch) -> dict[Reach, Scope]:
         scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
