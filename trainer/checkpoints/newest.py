@@ -12,7 +12,8 @@ from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoints.folder import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.format import read_meta, verify_checkpoint
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
-from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
+from tokenfeed.trainer.checkpoints.uploads import OF_THE_END
+from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE
 
 __all__ = ["bring_newest"]
 
@@ -108,7 +109,7 @@ class _Search:
         with self._reading():
             files = {
                 name: patiently(partial(self._remote.get, name))
-                for name in (CONFIG_FILE, METRICS_FILE, REPORT_FILE)
+                for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END)
             }
         for name, data in files.items():
             if data is not None:

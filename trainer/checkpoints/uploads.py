@@ -24,10 +24,11 @@ from tokenfeed.trainer.config import (
 )
 from tokenfeed.trainer.stall.timeline import TRACE_FILE
 
-__all__ = ["Uploads", "check_upload"]
+__all__ = ["OF_THE_END", "Uploads", "check_upload"]
 
 _OF_A_CHECKPOINT = (CONFIG_FILE, METRICS_FILE)
-_OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
+OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
+"""What a run leaves at its end; the report last, for it promises the others."""
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
 FINISH_S, LAST_WAITS_S = 600.0, 5.0
@@ -111,9 +112,12 @@ class Uploads:
             return is_wanted
 
     def _failed(self, error: Exception, since_s: float, wait_s: float) -> None:
-        """Say so, and wait; less where the run ends."""
+        """Log the error and wait; for a shorter time where the run ends."""
         assert self._remote is not None
         self._error = error
+        with self._condition:
+            if self._is_ending:
+                wait_s = min(wait_s, LAST_WAITS_S)
         _log.warning(
             "upload to %s fails, for %.0f s now (%s); next try in %.0f s, and the run goes on",
             self._remote.url,
@@ -132,7 +136,7 @@ class Uploads:
         """Bring all that is there up to date. First what a checkpoint needs; last the report, as it
         was before: one that is finished promises the last checkpoint and the best."""
         assert self._remote is not None
-        told = self._read(_OF_THE_END)
+        told = self._read(OF_THE_END)
         with self._checkpoints.hold() as held:
             for name, data in self._read(_OF_A_CHECKPOINT).items():
                 self._remote.put(data, name)

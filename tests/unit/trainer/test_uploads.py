@@ -391,3 +391,34 @@ def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
     assert str(tmp_path / "second" / "report.html") in report.summary()
     page = RunData.of_folder(tmp_path / "second")
     assert page.summary() == report.summary()
+
+
+def test_auto_brings_page_and_trace_of_a_finished_run(shards: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/copy"
+    config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", steps=2)
+    run(config)
+    left = files_in(config.run_dir)
+    shutil.rmtree(config.run_dir)
+    run(config)
+    assert {"/report.html", "/trace.json"} <= {*left}
+    assert files_in(config.run_dir) == left
+
+
+def test_upload_that_fails_at_the_end_logs_the_true_wait(
+    shards: Path,
+    tmp_path: Path,
+    store: type[FaultyStore],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    waits = {"FIRST_WAIT_S": 300.0, "LONGEST_WAIT_S": 300.0, "LAST_WAITS_S": 0.04, "FINISH_S": 0.4}
+    for name, seconds in waits.items():
+        monkeypatch.setattr(uploads_module, name, seconds)
+    config = saving_config(shards, tmp_path / "run", upload=URL)
+    checkpoint(config.run_dir, 1)
+    store.before = staticmethod(refuse)
+    uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
+    uploads.begin()
+    uploads.finish()
+    last = [line for line in caplog.messages if "next try" in line][-1]
+    assert "next try in 0 s" in last
