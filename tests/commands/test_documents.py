@@ -79,6 +79,7 @@ OF_OTHERS = {
     *("--parsable", "--array", "--cpus-per-task", "--requeue", "--wrap", "--dependency"),
     *("--nworkers", "--nthreads"),  # dask worker
     *("--memory", "--shuffle"),  # withdrawn: decision 13
+    "--no-check",  # zstd
 }
 
 
