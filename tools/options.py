@@ -100,7 +100,7 @@ class Options:
     shard_size: str = "auto"
     """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
     max_record: str = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Longest record, as its file has it; a longer one is rejected."""
+    """Longest record in its file. A longer one is dropped while it is read, and rejected."""
     workers: int | Literal["auto"] = "auto"
     """Processes; auto: one for each core that the machine or container grants. No influence on
     the output."""

@@ -146,7 +146,7 @@ def test_help_needs_no_torch() -> None:
     *lines, heavy = result.stdout.splitlines()
     assert heavy.endswith("False False"), heavy
     assert "usage" in lines[0]
-    for words in ("CORPUS... OUT", "--tokenizer", "(default: 0.01; ", "(default: 32768)", "--json"):
+    for words in ("CORPUS... OUT", "--tokenizer", "(default: 0.01, ", "(default: 32768)", "--json"):
         assert words in result.stdout
 
 

@@ -8,7 +8,12 @@ from tokenfeed.pipeline.format.manifest import (
     TOKENIZER_FILE,
 )
 
-__all__ = ["is_data_set", "is_hidden"]
+__all__ = ["NOT_A_CORPUS", "is_data_set", "is_hidden"]
+
+NOT_A_CORPUS = (
+    "is a data set of pretokenize, not a corpus. Expected CORPUS... OUT: the last path is the "
+    "output."
+)
 
 
 def is_hidden(name: str) -> bool:

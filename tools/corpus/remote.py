@@ -11,7 +11,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import object_address, public
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
+from tokenfeed.tools.corpus.left_out import NOT_A_CORPUS, is_data_set, is_hidden
 from tokenfeed.tools.corpus.places import RemoteFile
 from tokenfeed.tools.corpus.saved import is_saved
 
@@ -46,7 +46,7 @@ def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
     """The objects below a URL, each with the folders that it is in, as paths from the URL.
 
     Raises:
-        CorpusError: One of the folders is what `save_to_disk` wrote.
+        CorpusError: A folder was written by `save_to_disk`, or all of it is a data set of ours.
     """
     store = _object_store(url)
     found = {tuple(info.name.split("/")): info for info in store.list()}
@@ -61,6 +61,8 @@ def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
                 "from a folder. Copy it to this machine."
             )
     skipped = {folder for folder, names in within.items() if is_data_set(names)}
+    if () in skipped:
+        raise CorpusError(f"{store.name}: {NOT_A_CORPUS}")
     for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
         folders = [parts[:depth] for depth in range(len(parts))]
         if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):

@@ -31,7 +31,7 @@ from tokenfeed.tools.corpus.detect import (
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.hub import HUB_PREFIX, REPOSITORY_PREFIX, hub_files, repository_files
-from tokenfeed.tools.corpus.left_out import is_data_set, is_hidden
+from tokenfeed.tools.corpus.left_out import NOT_A_CORPUS, is_data_set, is_hidden
 from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES, InputFile
 from tokenfeed.tools.corpus.patterns import is_split_name, matching
 from tokenfeed.tools.corpus.places import Place, RemoteFile
@@ -215,10 +215,7 @@ class _Search:
         names = sorted(found)
         if is_data_set(names):
             if folder.path == root:
-                raise CorpusError(
-                    f"{root}: is a data set of pretokenize, not a corpus. Expected CORPUS... OUT: "
-                    "the last path is the output."
-                )
+                raise CorpusError(f"{root}: {NOT_A_CORPUS}")
             logger.info("%s: left out, it is a data set of pretokenize", folder.path)
             return
         entries = saved_entries(folder.path, names, folder.split)

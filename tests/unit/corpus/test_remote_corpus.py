@@ -113,6 +113,13 @@ def test_files_come_in_the_order_of_a_folder(folder: Path, remote: Remote) -> No
         assert named(url, given) == named(str(folder), here)
 
 
+def test_a_data_set_in_a_store_as_corpus_raises(remote: Remote) -> None:
+    for name in ("manifest.json", "tokenizer.json", "train/00000.arrow"):
+        remote.put(name, b"{}")
+    with pytest.raises(CorpusError, match="is a data set of pretokenize, not a corpus"):
+        find_corpus((f"s3://{remote.prefix}",), out=None, field="text")
+
+
 def test_an_object_may_be_given_by_itself(
     folder: Path, tokenizer: Path, remote: Remote, tmp_path: Path
 ) -> None:

@@ -101,11 +101,12 @@ def is_json_lines(start: bytes, field: str) -> bool:
     A file of a single line may be any JSON, like a minified package.json. It counts only if the
     object has `field`.
     """
-    lines = start.removeprefix(codecs.BOM_UTF8).lstrip().split(b"\n", 2)[:2]
-    if not lines[0].startswith(b"{"):
+    first, _, rest = start.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if not first.startswith(b"{"):
         return False
-    objects = [value for value in map(_parsed, lines) if isinstance(value, dict)]
-    return any(field in value for value in objects) or bool(objects and lines[1:] and lines[1])
+    second = rest.lstrip().partition(b"\n")[0]
+    objects = [value for value in map(_parsed, (first, second)) if isinstance(value, dict)]
+    return any(field in value for value in objects) or bool(objects and second)
 
 
 def _column(values: list[Any], kind: Kind) -> list[Any]:
