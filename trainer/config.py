@@ -207,7 +207,8 @@ class TrainConfig:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             if limits := bounds(hint):
                 require(self, name, *keeps(getattr(self, name), limits))
-        require(self, "seed", self.seed < 1 << 63, "below 2**63")
+            if isinstance(value := getattr(self, name), int):
+                require(self, name, value < 1 << 63, "below 2**63")
         require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
         check_pattern(self.trainable)
         if self.step_rows is None and self.micro_batch_tokens != "auto":

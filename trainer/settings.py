@@ -164,6 +164,8 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
         raise ConfigError(f"{path}: {error}. Leave one out.") from None
     except OSError as error:
         raise ConfigError(f"`--config`: {path}: {error.strerror}. Give a YAML file.") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: is nested too deeply to be settings.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: is no YAML ({' '.join(str(error).split())}).") from error
     if content is None:

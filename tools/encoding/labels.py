@@ -141,8 +141,8 @@ def find_labels(
             raise _too_many(field, _MORE_LABELS)
     if not counts:
         raise CorpusError(
-            f"no record has a label in field `{field}`. Name the field that holds it with `--field "
-            f"{own}=NAME`."
+            f"no record has a label in field `{field}`: a label is {Kind.LABEL.value}, so 1.0 is "
+            f"none. Change the values, or name another field with `--field {own}=NAME`."
         )
     if usable:
         counts = Counter({label: counts[label] for label in counts.keys() & usable})

@@ -273,6 +273,7 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
         ([1 << 15], Kind.LABEL, "has label 32768"),
         ([*map(str, range(-1, 1 << 15))], Kind.LABEL, "more than 32,768 different"),
         ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--field mood=NAME`"),
+        ([1.0, 2.0], Kind.LABEL, r"a name or a whole number from 0, so 1\.0 is none"),
         ([[], []], Kind.LABELS, "`--field mood=NAME`"),
         (["9" * 5000], Kind.LABEL, "field `label` has"),
     ]

@@ -176,6 +176,7 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("config: other.yaml", "unknown setting config"),
         ("- steps", "expected settings, one a line, like `steps: 200`"),
         ("steps: [1", "is no YAML"),
+        (f"shards: {'[' * 5000}", "is nested too deeply to be settings"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
@@ -294,3 +295,12 @@ def test_every_setting_can_be_described(name: str) -> None:
 def test_presets_of_gpus_name_gpus_that_can_be_planned_for() -> None:
     known = {name.lower().replace("-", "") for name in GPUS}
     assert {"t4", "rtx4090", "h100"} <= known
+
+
+@pytest.mark.parametrize("option", ["steps", "epochs", "seed", "log-every"])
+def test_number_of_hundreds_of_digits_is_refused_in_one_line(
+    option: str, told: Any, tmp_path: Path
+) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify", count=30)
+    with pytest.raises(ConfigError, match=rf"^`--{option}`: expected below 2\*\*63, got 9+\.$"):
+        told("--shards", shards, f"--{option}", "9" * 400)
