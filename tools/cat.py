@@ -27,7 +27,7 @@ from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-__all__ = ["Cat", "DataSet"]
+__all__ = ["Cat", "DataSet", "longest_row"]
 
 DataSet = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
 """As it was typed: `Path` would take a slash from `s3://bucket/data`."""
@@ -53,6 +53,8 @@ class Cat:
         store = open_store(self.out)
         manifest = Manifest.read(store)
         num_rows = manifest.split(self.split).rows
+        if not num_rows:
+            raise ConfigError(f"{store.name}: split `{self.split}` has no rows.")
         if not 0 <= self.start < num_rows or self.rows < 1:
             raise ConfigError(
                 f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
@@ -68,6 +70,23 @@ class Cat:
                     tagged = zip(row["pieces"], row[name], strict=True)
                     print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
         return 0
+
+
+def longest_row(store: Store, manifest: Manifest, split: str) -> str:
+    """The file and record that the longest row of a split comes from.
+
+    Raises:
+        TokenfeedError: A file is damaged.
+    """
+    shards = manifest.split(split).shards
+    shard = max(shards, key=lambda shard: shard.longest_row)
+    reader = ShardReader.open(store, manifest, shard)
+    sources = _checked_bytes(store, manifest.sources).splitlines()
+    batches = (reader.read(index)[0] for index in range(shard.batches))
+    rows = next(rows for rows in batches if rows.lengths.max() == shard.longest_row)
+    row = int(rows.lengths.argmax())
+    path = json.loads(sources[int(rows.per_row[ORIGIN_FILE][row])])["path"]
+    return f"{path} record {int(rows.per_row[ORIGIN_RECORD][row])}"
 
 
 def _targets(manifest: Manifest, per: str) -> list[str]:

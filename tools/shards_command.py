@@ -1,20 +1,18 @@
 """`shards inspect|verify|cat|copy|repair|explain`: show a data set, check it, print its text,
 copy it elsewhere, repair it, and show what a step of a training run held."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import tyro
-from rich import box
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
-from tokenfeed.pipeline.errors import ManifestError
-from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.errors import ManifestError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import shard_schema
-from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.tools.cat import Cat, DataSet
+from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.tools.cat import Cat, DataSet, longest_row
 from tokenfeed.tools.console import parse_words, print_json
 from tokenfeed.tools.copying import Copy
 from tokenfeed.tools.explain import Explain
@@ -23,6 +21,9 @@ from tokenfeed.tools.repairing.command import Repair
 from tokenfeed.tools.verify import find_problems
 
 __all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_subcommand"]
+
+_MANY_ROWS, _LARGE_SHARE = 100, 0.05
+"""In a split of so many rows, one that holds such a share of the tokens is named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,16 +41,8 @@ class Inspect:
         if self.json:
             print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
             return 0
-        console, table = Console(), _splits_table(manifest)
-        needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-        if needed > console.width:
-            console = Console(
-                width=needed
-            )  # the terminal wraps lines, where rich would cut numbers
-        console.print(table)
-        for name, split in manifest.splits.items():
-            _print_histogram(console, name, split)
-        _print_facts(console, manifest)
+        store = open_store(self.out)
+        print("\n".join([*_splits_table(manifest), *_facts(manifest), *_lengths(store, manifest)]))
         return 0
 
 
@@ -105,40 +98,39 @@ def run_subcommand() -> int:
     return int(command.run())
 
 
-def _splits_table(manifest: Manifest) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in (
-        "split",
-        "shards",
-        "record batches",
-        "rows",
-        "tokens",
-        "longest",
-        "MB",
-        "bytes/token",
-    ):
-        table.add_column(name, justify="left" if name == "split" else "right")
+def _splits_table(manifest: Manifest) -> Iterator[str]:
+    """A line for each split, in columns as wide as their numbers."""
+    rows: list[tuple[str, ...]] = [
+        ("split", "shards", "rows", "tokens", "tokens of longest row", "MB on disk")
+    ]
     for name, split in manifest.splits.items():
-        num_bytes = sum(shard.bytes for shard in split.shards)
-        counts = len(split.shards), split.batches, split.rows, split.tokens, split.longest_row
-        table.add_row(
-            name,
-            *(f"{count:,}" for count in counts),
-            f"{num_bytes / 1e6:,.1f}",
-            f"{num_bytes / max(split.tokens, 1):.2f}",
-        )
-    return table
+        counts = (len(split.shards), split.rows, split.tokens, split.longest_row)
+        megabytes = f"{sum(shard.bytes for shard in split.shards) / 1e6:,.1f}"
+        rows.append((name, *map("{:,}".format, counts), megabytes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([f"{first:<{widths[0]}}", *cells])
 
 
-def _print_histogram(console: Console, name: str, split: SplitInfo) -> None:
-    if split.rows:
-        console.print(f"tokens per row, {name}", style="bold")
-    for line in histogram_lines(split.length_histogram):
-        console.print(line, highlight=False)
+def _lengths(store: Store, manifest: Manifest) -> Iterator[str]:
+    """Histograms of the lengths of rows, and rows that hold much of their split."""
+    for name, split in manifest.splits.items():
+        if split.rows:
+            yield f"rows of {name} by their tokens"
+            yield from histogram_lines(split.length_histogram)
+        share = split.longest_row / max(split.tokens, 1)
+        if split.rows >= _MANY_ROWS and share >= _LARGE_SHARE:
+            with contextlib.suppress(TokenfeedError):  # damage is for `verify` to find
+                place = longest_row(store, manifest, name)
+                yield f"1 row holds {share:.0%} of the tokens of {name}: {place}"
 
 
-def _print_facts(console: Console, manifest: Manifest) -> None:
+def _facts(manifest: Manifest) -> Iterator[str]:
     tokenizer, ledger = manifest.tokenizer, manifest.ledger
+    tokens = max(sum(split.tokens for split in manifest.splits.values()), 1)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    num_bytes = sum(shard.bytes for shard in shards)
     end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
     labels = ", ".join(manifest.label_names) or "none"
     facts = {
@@ -146,19 +138,23 @@ def _print_facts(console: Console, manifest: Manifest) -> None:
         "labels": f"{len(manifest.label_names):,}: {labels}" if manifest.label_names else labels,
         "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
         "ids": _ids(manifest),
-        "ledger": f"{ledger.read:,} documents read = {ledger.written:,} written + "
+        "documents": f"{ledger.read:,} read = {ledger.written:,} written + "
         f"{ledger.empty:,} empty + {ledger.rejected:,} rejected",
-        "input": f"{ledger.files:,} files, {ledger.bytes / 1e6:,.1f} MB of text",
+        "input": f"{ledger.files:,} file{'s' * (ledger.files != 1)}, "
+        f"{ledger.bytes / 1e6:,.1f} MB of text, {ledger.bytes / tokens:.2f} bytes of text per "
+        "token",
+        "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
+        "token on disk",
         "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
     }
     for name, text in facts.items():
-        console.print(f"{name:<12}{text}", highlight=False, soft_wrap=True)
+        yield f"{name:<12}{text}"
 
 
 def _ids(manifest: Manifest) -> str:
     """How the ids were made, and how far that was checked."""
     tokenizer = manifest.tokenizer
-    audit = f", {tokenizer.audited:,} texts compared with the reference, "
+    audit = f", {tokenizer.audited:,} texts compared with `tokenizers`, "
     audit += f"{tokenizer.differences:,} with other ids" if tokenizer.audited else ""
     special = "with" if tokenizer.special_tokens_added else "without"
     return (

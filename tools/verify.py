@@ -7,12 +7,14 @@ and decodes every token: as fast as one core decompresses, about 500 M tokens/s.
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ShardFormatError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
+    MANIFEST_FILE,
     FileInfo,
     Ledger,
     Manifest,
@@ -20,7 +22,7 @@ from tokenfeed.pipeline.format.manifest import (
     length_histogram,
 )
 from tokenfeed.pipeline.format.reading import error_line, gave_up
-from tokenfeed.pipeline.format.schema import ORIGIN_FILE
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Task
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
@@ -31,6 +33,11 @@ __all__ = ["find_problems"]
 def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
     """Everything about the data set at `path` that is not as `manifest` says, a line each."""
     store = open_store(path)
+    if manifest.task not in get_args(Task):
+        yield (
+            f"{store.path(MANIFEST_FILE)}: names the unknown task {manifest.task!r}, expected one "
+            f"of {', '.join(get_args(Task))}."
+        )
     for info, check in (
         (manifest.tokenizer, _check_tokenizer),
         (manifest.sources, _check_sources),

@@ -27,6 +27,7 @@ _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
 _WINDOWS = 3
 """That must fit: what one rank reads, what another one still does, and what comes next."""
 _MOUNTS = Path("/proc/self/mountinfo")
+_IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "afs", "fuse.sshfs")
 _log = logging.getLogger(__name__)
 
@@ -105,7 +106,12 @@ def _folder(cache_dir: str | PathLike[str] | None) -> str:
         raise ConfigError(f"{said}={place}: {why}. Give a folder to write to.") from None
     if not given and owner != _user():
         raise ConfigError(f"{place} belongs to another user. Give a folder of yours: `cache_dir`.")
-    if (kind := _file_system(place)) in _FAR:
+    if (kind := _file_system(place)) in _IN_MEMORY:
+        _log.warning(
+            "%s=%s: is in memory (%s), so the cache takes memory. Give `cache_dir` a disk.",
+            *(said, place, kind),
+        )
+    if kind in _FAR:
         raise ConfigError(
             f"{said}={place}: is on a network file system ({kind}), which is no faster than the "
             "store and has no safe locks. Give a folder on a disk of this machine."

@@ -31,7 +31,7 @@ class Timing:
     """How long to wait for what; seconds."""
 
     give_up_s: float = 540.0
-    """A request is repeated for so long."""
+    """A request is repeated for so long, less up to a tenth for the last try."""
     warn_after_s: float = 10.0
     """A request that fails for so long is told of."""
     warn_every_s: float = 60.0
@@ -53,10 +53,11 @@ class Timing:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """The usual, but for the time after which a request is given up, if one is set.
+        """Return the usual times, but for the time after which a request is given up, if one is
+        set. No single request lasts longer than that.
 
         Raises:
-            ConfigError: What is set is no number of seconds.
+            ConfigError: The variable is no number of seconds from 1 on.
         """
         said = os.environ.get(_TIMEOUT)
         if not said:
@@ -65,9 +66,15 @@ class Timing:
             give_up_s = float(said)
         except ValueError:
             give_up_s = math.nan
-        if not 0 < give_up_s < math.inf:
-            raise ConfigError(f"{_TIMEOUT}={said}: expected seconds, like 540.")
-        return cls(give_up_s=give_up_s)
+        if not 1 <= give_up_s < math.inf:
+            raise ConfigError(f"{_TIMEOUT}={said}: expected seconds, at least 1, like 540.")
+        usual = cls()
+        return cls(
+            give_up_s=give_up_s,
+            connect_s=min(usual.connect_s, give_up_s),
+            read_s=min(usual.read_s, give_up_s),
+            request_s=min(usual.request_s, give_up_s),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +188,8 @@ def _repeat(
     tries, wait_s = 1, timing.first_wait_s
     while True:
         elapsed_s = time.monotonic() - started
-        if elapsed_s + wait_s + timing.read_s >= timing.give_up_s:
+        left_s = timing.give_up_s - min(timing.read_s, timing.give_up_s / 10) - elapsed_s
+        if left_s <= 0:
             raise RemoteError(
                 errno.ETIMEDOUT,
                 f"failed for {elapsed_s:.0f} s, {tries} times, at last: {cause}. Mend that and "
@@ -193,7 +201,8 @@ def _repeat(
                 "%s: fails for %.0f s now (%s); given up after %.0f s",
                 *(place, elapsed_s, cause, timing.give_up_s),
             )
-        if meter.abandoned.wait(wait_s * random.uniform(0.5, 1)):
+        pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
+        if meter.abandoned.wait(pause_s):
             raise RemoteError(errno.ECANCELED, f"was broken off while it failed ({cause})", place)
         wait_s = min(2 * wait_s, timing.longest_wait_s)
         tries += 1

@@ -125,7 +125,7 @@ def test_verified_ids_are_those_of_every_text(
     for name, extra in {"right": "nothing", "wrong": hidden}.items():
         corpus = write_corpus(tmp_path / f"in {name}", extra)
         result = run(environment, corpus, tmp_path / name, *options)
-        assert ("every text compared with the reference, 0 with other ids" in result.stdout) == (
+        assert ("every text compared with `tokenizers`, 0 with other ids" in result.stdout) == (
             name == "right"
         )
     right, wrong = (Manifest.read(tmp_path / name).tokenizer for name in ("right", "wrong"))

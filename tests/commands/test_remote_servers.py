@@ -12,11 +12,10 @@ import servers
 from command import files_of
 from fault_proxy import FAULTS, Fault, FaultProxy, fault_proxy
 from machines import make
-from remote_stores import FAST, set_endpoint
+from remote_stores import FAST, keeps_conditions, set_endpoint
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import process
-from tokenfeed.pipeline.remote.conditions import keeps_conditions
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.copying import copy_data_set
 

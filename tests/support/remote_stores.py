@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,15 @@ from object_server import ObjectServer, StoredObject, object_server
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
-__all__ = ["DATA", "FAST", "Remote", "remote_store", "set_endpoint", "set_google"]
+__all__ = [
+    "DATA",
+    "FAST",
+    "Remote",
+    "keeps_conditions",
+    "remote_store",
+    "set_endpoint",
+    "set_google",
+]
 
 DATA = bytes(range(256)) * 40
 FAST = Timing(
@@ -69,3 +78,16 @@ def remote_store(monkeypatch: pytest.MonkeyPatch, timing: Timing = FAST) -> Iter
         prefix = f"bucket{next(_buckets)}/data"
         address = ObjectStore.from_url(f"s3://{prefix}").address
         yield Remote(ObjectStore(address, timing), server, proxy, prefix)
+
+
+def keeps_conditions(store: ObjectStore) -> bool:
+    """Whether a store refuses a second `create`, and a `replace` of an object that has changed."""
+    name = f".tokenfeed-probe-{secrets.token_hex(8)}"
+    try:
+        if not store.create(name, b"first") or store.create(name, b"second"):
+            return False
+        before = store.head(name).etag
+        store.write(name, b"third")
+        return not store.replace(name, b"fourth", before)
+    finally:
+        store.delete(name)

@@ -125,7 +125,7 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [f"{name:<12}{text}" for name, text in self._lines()]
-        return "\n".join([*lines, "tokens a row", *histogram_lines(self.length_histogram)])
+        return "\n".join([*lines, "rows by their tokens", *histogram_lines(self.length_histogram)])
 
     def _lines(self) -> list[tuple[str, str]]:
         binary = f", {self.skipped_binary:,} binary skipped" if self.skipped_binary else ""
@@ -158,10 +158,10 @@ class Summary:
     def _engine(self) -> str:
         if not self.audited:
             return self.engine
-        routed = f", {self.routed:,} left to the reference" if self.routed else ""
+        routed = f", {self.routed:,} left to `tokenizers`" if self.routed else ""
         compared = "every text" if self.verified else f"{self.audited:,} texts"
         return (
-            f"{self.engine}{routed}, {compared} compared with the reference, "
+            f"{self.engine}{routed}, {compared} compared with `tokenizers`, "
             f"{self.differences:,} with other ids"
         )
 

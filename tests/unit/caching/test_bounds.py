@@ -296,6 +296,16 @@ def test_a_folder_over_the_network_is_refused(
     assert resolve_cache(tmp_path / "near", None, NEED)
 
 
+def test_cache_folder_in_memory_is_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"23 22 0:2 / {tmp_path} rw,noatime shared:1 - tmpfs tmpfs rw\n")
+    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    assert resolve_cache(tmp_path / "x", None, NEED)
+    assert f"`cache_dir`={tmp_path}/x: is in memory (tmpfs)" in caplog.text
+
+
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):

@@ -121,10 +121,26 @@ def test_the_time_to_give_up_is_a_number_of_the_environment(
     said = "TOKENFEED_REMOTE_TIMEOUT"
     monkeypatch.setenv(said, "30.5")
     assert open_store(scheme).timing.give_up_s == 30.5  # type: ignore[attr-defined]
-    for wrong in ("0", "-1", "inf", "nan", "a minute"):
+    for wrong in ("0", "0.9", "-1", "inf", "nan", "a minute"):
         monkeypatch.setenv(said, wrong)
         with pytest.raises(ConfigError, match=f"^{said}={wrong}: expected seconds"):
             open_store(scheme)
+
+
+@pytest.mark.parametrize("seconds", ["1", "2"])
+def test_short_timeout_is_used_up_by_repetitions(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    monkeypatch.setenv("TOKENFEED_REMOTE_TIMEOUT", seconds)
+    store = ObjectStore.from_url(remote.store.name)
+    timing = store.timing
+    assert max(timing.connect_s, timing.read_s, timing.request_s) <= float(seconds)
+    remote.put("x", DATA)
+    remote.proxy.schedule.extend([Fault("503")] * 2)
+    assert store.read("x") == DATA
+    remote.proxy.always = Fault("503")
+    with pytest.raises(RemoteError, match=rf": failed for {seconds} s, \d+ times, at last: 503"):
+        store.read("x")
 
 
 def test_keys_of_buckets_are_taken_literally(remote: Remote) -> None:

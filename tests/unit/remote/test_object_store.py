@@ -14,12 +14,11 @@ from fault_proxy import FAULTS, Fault
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from object_server import StoredObject
-from remote_stores import DATA, FAST, Remote, set_google
+from remote_stores import DATA, FAST, Remote, keeps_conditions, set_google
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.pipeline.remote import object_store
-from tokenfeed.pipeline.remote.conditions import keeps_conditions
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")

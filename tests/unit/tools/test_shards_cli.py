@@ -2,18 +2,21 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from command import call
+import xxhash
+from command import call, run
 from documents import DOCUMENTS
 from stores import keep_in_memory
 from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.proof import CHECKSUM_KEY, canonical, proved
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.shards import main
 from tokenfeed.tools.shards_command import Cat, Verify
@@ -196,9 +199,9 @@ def test_cat_refuses_what_is_not_there(documents: Path, out: Path) -> None:
 def test_inspect_shows_splits_lengths_and_ledger(documents: Path) -> None:
     manifest = Manifest.read(documents)
     printed = shards("inspect", documents)
-    assert "tokens per row, validation" in printed
+    assert "rows of validation by their tokens" in printed
     assert f"{manifest.split('train').tokens:,}" in printed
-    assert "121 documents read = 120 written + 0 empty + 1 rejected" in printed
+    assert "121 read = 120 written + 0 empty + 1 rejected" in printed
     assert manifest.fingerprint in printed
     content = json.loads(shards("inspect", documents, "--json"))
     assert content["fingerprint"] == manifest.fingerprint
@@ -214,6 +217,51 @@ def test_inspect_never_cuts_a_number(
     for number in (train.rows, train.tokens, train.longest_row):
         assert f" {number:,} " in shards("inspect", documents)
     assert "\u2026" not in shards("inspect", documents)
+
+
+def test_inspect_shows_every_digit_of_large_numbers(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    manifest = Manifest.read(out)
+    train = manifest.splits["train"]
+    others = sum(shard.tokens for shard in train.shards[1:])
+    first = dataclasses.replace(train.shards[0], tokens=77_452_812_345 - others)
+    large = dataclasses.replace(train, shards=(first, *train.shards[1:]))
+    manifest = dataclasses.replace(manifest, splits={**manifest.splits, "train": large})
+    manifest.write(out)
+    line = next(line for line in shards("inspect", out).splitlines() if line.startswith("train"))
+    assert line.split()[2:4] == [f"{train.rows:,}", "77,452,812,345"]
+    assert len(line) <= 80
+
+
+def test_inspect_names_a_row_that_holds_much_of_the_tokens(tokenizer: Path, tmp_path: Path) -> None:
+    records = [{"text": f"number {n}"} for n in range(200)]
+    records[150] = {"text": "many words " * 400}
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (tmp_path / "a.jsonl").write_text(lines)
+    run(tmp_path / "a.jsonl", tmp_path / "out", "--tokenizer", tokenizer, "--validation", 0)
+    (line,) = [x for x in shards("inspect", tmp_path / "out").splitlines() if "1 row holds" in x]
+    assert re.fullmatch(r"1 row holds \d\d% of the tokens of train: .*/a.jsonl record 150", line)
+
+
+def test_verify_finds_an_unknown_task(out: Path) -> None:
+    path = out / "manifest.json"
+    content, _ = proved(path.read_bytes(), "x")
+    content["task"] = "dance"
+    checksum = xxhash.xxh3_64_hexdigest(canonical(content))
+    path.write_text(json.dumps(content | {CHECKSUM_KEY: checksum}))
+    said = shards("verify", out, expect=1)
+    assert f"{path}: names the unknown task 'dance', expected one of lm, " in said
+
+
+def test_cat_says_that_a_split_has_no_rows(out: Path) -> None:
+    manifest = Manifest.read(out)
+    counts = tuple(0 for _ in manifest.splits["train"].length_histogram)
+    empty = dataclasses.replace(manifest.splits["train"], shards=(), length_histogram=counts)
+    dataclasses.replace(manifest, splits={**manifest.splits, "test": empty}).write(out)
+    said = shards("cat", out, "--split", "test", expect=2)
+    assert said == f"error: {out}: split `test` has no rows.\n"
 
 
 @pytest.mark.parametrize("damage", [b"", b"{"])
