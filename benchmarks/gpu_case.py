@@ -14,7 +14,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def measured_training(data: Path, device: str, scale: Scale, settings: Entry) ->
         "model": report.model,
         "precision": report.precision,
         "tokens_per_s": report.real_tokens_per_s and round(report.real_tokens_per_s),
-        "stall": report.stall,
+        "stall": asdict(report.stall),
         "padding": report.padding,
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
     }

@@ -125,7 +125,8 @@ class _Steps:
 
 
 class StallCallback(Callback):  # type: ignore[misc]  # untyped
-    """The stall of a Lightning trainer, logged, and as report.json in its root folder.
+    """The stall of a Lightning trainer, logged, and as report.json and report.html in its root
+    folder.
 
     With several ranks, the report has the readings of all. The time between two batches counts as
     data, except evaluations and checkpoints.

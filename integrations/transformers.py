@@ -109,7 +109,8 @@ class ShardTrainer(ShardTrainerMixin, transformers.Trainer):  # type: ignore[mis
 
 
 class StallCallback(transformers.TrainerCallback):  # type: ignore[misc]  # untyped
-    """The stall of a `transformers.Trainer`, logged, and as report.json in its output folder.
+    """The stall of a `transformers.Trainer`, logged, and as report.json and report.html in its
+    output folder.
 
     With several ranks, the report has the readings of all. A ShardTrainer charges its sum of
     targets over ranks to `communication`; in other Trainers it counts as data, unless
