@@ -31,7 +31,7 @@ demo: setup
 	$(BIN)/pretokenize "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')" demo/shards \
 		--exclude site-packages --vocab-size 8192
 	$(BIN)/shards inspect demo/shards
-	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS) --eval-batches 10
+	$(BIN)/train --shards demo/shards --run-dir demo/run --steps $(STEPS)
 
 # What test-fast and test-slow run: all but what takes minutes.
 test: setup

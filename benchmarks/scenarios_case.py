@@ -162,7 +162,7 @@ def settings_of(scenario: Scenario, data: Data) -> dict[str, Any]:
         "schedule": "linear",
         "eval_every": steps,
         "save_every": steps,
-        "eval_batches": 1,
+        "eval_tokens": 1,
         "device": "cpu",
     } | asked
 

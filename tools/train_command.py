@@ -13,11 +13,12 @@ import yaml
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.tools.flags import read_flags
 from tokenfeed.trainer.config import Positive, TrainConfig
 from tokenfeed.trainer.data_sets import read_manifest
 from tokenfeed.trainer.defaults import Asked, Choice, epochs_of, lasting, steps_of, suited
-from tokenfeed.trainer.machine import able, machine_of, sized
+from tokenfeed.trainer.machine import Machine, able, machine_of, sized
 from tokenfeed.trainer.presets import PRESETS, PresetName
 from tokenfeed.trainer.ranks.launch import Launch
 from tokenfeed.trainer.settings import flag_of, read_settings
@@ -46,9 +47,12 @@ _EITHER = (("steps", "epochs", "how long to train"), ("step_tokens", "step_rows"
 """Settings of which one is enough, and what they say."""
 
 
+_OF_GPUS = ("t4", "rtx4090", "h100")
+"""Presets for training on documents."""
 _OTHER_NAMES = {
     "": "--shards",
     "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
+    "--eval-batches": "--eval-tokens",
     "--lr": "--learning-rate",
     "--max-steps": "--steps",
     "--output-dir": "--run-dir",
@@ -110,11 +114,14 @@ def read_command() -> Command:
     if said.get("resume") == "auto":
         said["resume"] = _finds_run(said)
     begun = TrainConfig.of_run(said["run_dir"]) if _resumes(said) else None
-    choices = [] if begun else _suited(said)
-    command = _resumed(begun, said) if begun else _laid(choices, said)
-    machine = machine_of(command, command.gpu)
-    if begun is None:
-        choices += sized(command, machine, said)
+    manifest = _manifest(said) if begun is None else None
+    plain = Command(**_over({} if begun is None else _values(begun), said))
+    machine = machine_of(plain, plain.gpu)  # imports torch, and so comes after the manifest
+    if begun is not None:
+        command = _resumed(plain, machine)
+    else:
+        choices = [] if manifest is None else _suited(manifest, said, machine)
+        choices += sized(_laid(choices, said), machine, said)
         command = _laid(choices, said)
         _tell(choices, command)
     for lack in able(command, machine):
@@ -208,22 +215,31 @@ def _manifest(said: dict[str, Any]) -> Manifest | None:
     return None
 
 
-def _suited(said: dict[str, Any]) -> list[Choice]:
+def _suited(manifest: Manifest, said: dict[str, Any], machine: Machine) -> list[Choice]:
     """What suits the data sets, and what was said."""
-    manifest = _manifest(said)
-    if manifest is None:
-        return []
     asked = Asked(
         objective=said.get("objective", "auto"),
         model=said.get("model"),
         from_scratch=said.get("from_scratch", False),
         step_tokens=said.get("step_tokens") is not None and said.get("step_rows") is None,
+        longest_input=_longest_input(manifest, said.get("model", "")),
+        for_gpu=said.get("preset") in _OF_GPUS,
     )
     choices = suited(manifest, asked)
     begun = _laid(choices, said)
     begun.check()
     epochs = begun.epochs or (None if "steps" in said else epochs_of(manifest, asked))
-    return choices + lasting(manifest, begun, asked, epochs)
+    on_gpu = machine.gpu is not None
+    return choices + lasting(manifest, begun, asked, epochs, said=said, on_gpu=on_gpu)
+
+
+def _longest_input(manifest: Manifest, model: str) -> int | None:
+    """Tokens that an hf: model reads at most; only completions are as long as a model allows."""
+    if not model.startswith("hf:") or column_of(manifest.columns, "context") is None:
+        return None
+    from tokenfeed.trainer.models.hub import longest_input  # transformers, seconds
+
+    return longest_input(model)
 
 
 def _laid(choices: list[Choice], said: dict[str, Any]) -> Command:
@@ -241,14 +257,14 @@ def _tell(choices: list[Choice], command: Command) -> None:
         _log.info("%s", line)
 
 
-def _resumed(begun: TrainConfig, said: dict[str, Any]) -> Command:
+def _resumed(command: Command, machine: Machine) -> Command:
     """The settings of a run that goes on."""
-    command = Command(**_over(_values(begun), said))
-    if command.epochs is not None:
-        command.check()
-        steps = steps_of(command.epochs, command, read_manifest(command.shards))
-        command = dataclasses.replace(command, steps=steps)
-    return command
+    if command.epochs is None:
+        return command
+    command.check()
+    manifest, on_gpu = read_manifest(command.shards), machine.gpu is not None
+    steps = steps_of(command.epochs, command, manifest, on_gpu=on_gpu)
+    return dataclasses.replace(command, steps=steps)
 
 
 def _values(config: TrainConfig) -> dict[str, Any]:

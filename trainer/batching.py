@@ -8,19 +8,25 @@ that is short of rows is filled up: rows times length is known before training.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
-from tokenfeed.pipeline.planning.policy import ByLength
+from tokenfeed.pipeline.planning.policy import ByLength, LongRows
 from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.tasks.task import Task
+
+if TYPE_CHECKING:
+    from tokenfeed.trainer.tasks.task import Task  # with torch, which the defaults do without
 
 __all__ = [
     "MOST_SHAPES",
     "Policy",
     "is_packed",
     "largest_shape",
+    "long_rows_of",
     "make_policy",
     "micro_batch_sizes",
     "padding_remedy",
@@ -35,29 +41,48 @@ MOST_SHAPES = 8
 _TILE = 8  # lengths of tensor cores' tiles
 
 
-def is_packed(config: TrainConfig, task: Task) -> bool:
+def is_packed(config: TrainConfig, task: "Task") -> bool:
     """Whether rows are packed: as told, or as suits the task."""
     return task.packs if config.batching == "auto" else config.batching == "packed"
 
 
-def make_policy(config: TrainConfig, *, packed: bool, on_gpu: bool) -> Policy:
+def long_rows_of(config: TrainConfig, manifest: Manifest) -> LongRows:
+    """What happens to rows longer than --sequence-length. A completion is learnt after its prompt
+    only, so such a row loses its end; a later piece would have targets and no prompt."""
+    has_prompts = column_of(manifest.columns, "context") is not None
+    longest = max(split.longest_row for split in manifest.splits.values())
+    return "truncate" if has_prompts and longest > config.sequence_length else "cut"
+
+
+def make_policy(
+    config: TrainConfig, *, packed: bool, on_gpu: bool, long_rows: LongRows = "cut"
+) -> Policy:
     """The policy of a run's loader.
+
+    Args:
+        config: How large micro-batches are.
+        packed: Whether rows are packed.
+        on_gpu: Whether padded lengths suit tensor cores.
+        long_rows: See `long_rows_of`.
 
     Raises:
         ConfigError: Sequences of that length do not fill a micro-batch.
     """
     if packed:
         config.check_packed()
-        return Packed(config.sequence_length, batch_size=config.rows)
+        return Packed(config.sequence_length, batch_size=config.rows, long_rows=long_rows)
     multiple_of = _multiple_of(config, on_gpu=on_gpu)
     if config.step_rows is not None:
         return Fixed(config.rows, multiple_of=multiple_of)
     return Padded(
-        config.micro_batch_slots, multiple_of=multiple_of, sequence_length=config.sequence_length
+        config.micro_batch_slots,
+        multiple_of=multiple_of,
+        long_rows=long_rows,
+        sequence_length=config.sequence_length,
     )
 
 
-def padding_remedy(config: TrainConfig, task: Task) -> str:
+def padding_remedy(config: TrainConfig, task: "Task") -> str:
     """What a run can do about padding: rows with one label cannot be packed, and what is packed
     already leaves only the ends of rows."""
     if is_packed(config, task):
@@ -110,7 +135,7 @@ def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
     return [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
 
 
-def possible_sizes(config: TrainConfig, task: Task) -> list[int]:
+def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
     """What --micro-batch-tokens may be for a task; evaluation packs what the task packs."""
     packed = task.packs or is_packed(config, task)
     longest = task.manifest.split("train").longest_row

@@ -179,8 +179,9 @@ class TrainConfig:
     """Its bound, like 50GB; by default 10 GB or 5 % of the free disk; 0: memory alone."""
     eval_every: Positive = 100
     """Steps between validation losses."""
-    eval_batches: Positive | None = None
-    """Most micro-batches of an evaluation; by default the whole split."""
+    eval_tokens: Positive | None = None
+    """Most tokens of an evaluation, the same ones each time; `train` chooses eval_every and
+    eval_tokens so that evaluations take about 5 % of a run."""
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -146,6 +146,10 @@ class DataSets:
             for folder, last in lasts.items()
         }
 
+    def manifest_of(self, folder: str) -> Manifest:
+        """The manifest of one of them."""
+        return self.manifests[[*self.weights].index(folder)]
+
     def having(self, split: str) -> list[str]:
         """The folders of those that have a split."""
         pairs = zip(self.weights, self.manifests, strict=True)

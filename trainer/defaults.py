@@ -1,21 +1,25 @@
 """The settings that suit a data set: what `train` uses where the command line says nothing.
 
-Documents keep the plain defaults of `TrainConfig`, for how much of them is enough is nobody's
-guess. What has labels or completions is learnt for some epochs: as many as make two million tokens,
-but at least 3 and at most 10. The figures come from small sets and two cores. Torch-free.
+Documents keep the plain defaults of `TrainConfig`, but for evaluations. Data with labels or
+completions is trained for some epochs: as many as make two million tokens, but at least 3 and at
+most 10. The figures come from small sets and two cores. Torch-free.
 """
 
+import dataclasses
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
+from tokenfeed.trainer.batching import long_rows_of, make_policy
 from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.epoch_shapes import EpochShapes
 from tokenfeed.trainer.settings import flag_of
 
-__all__ = ["Asked", "Choice", "epochs_of", "lasting", "steps_of", "suited"]
+__all__ = ["Asked", "Choice", "epoch_of", "epochs_of", "lasting", "steps_of", "suited"]
 
 _TOKENS = 2_000_000
 """Trained in all, and about where a set is no longer small."""
@@ -26,9 +30,19 @@ _RATE = 1e-3
 _FINE_RATE = 5e-5
 _MOST_SLOTS = 16_384
 """Of a micro-batch of labelled rows: its memory follows the layers, not the vocabulary."""
-_PACKED_LENGTH, _PACKED_SLOTS = (128, 1024), 2048
-_WARMUP = 0.1
-_EVALUATIONS, _LINES = 20, 50
+_PACKED_LENGTH, _PACKED_SLOTS = (128, 8192), 2048
+_WARMUP, _LINES = 0.1, 50
+_LONG_WARMUP, _MOST_WARMUP = 0.037, 700
+"""Of a GPU's preset: 700 of 19,000 steps, as reproductions of GPT-2 have it."""
+_EVALUATION_SHARE = 0.05 * 3
+"""Tokens of all evaluations by tokens trained: 5 % of the time, as a forward pass is a third of a
+step."""
+_EVALUATIONS = (2, 20)
+"""Evaluations of a run, besides the one before its first step."""
+_ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
+"""Of an evaluation: from the first number on more evaluations are better, above the second the
+loss is known to 0.003 already."""
+_EVALUATED = "evaluations take about 5 % of the run at most"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
 
@@ -59,6 +73,10 @@ class Asked:
     """Whether an hf: model draws its weights anew."""
     step_tokens: bool = False
     """Whether steps are counted in tokens."""
+    longest_input: int | None = None
+    """Tokens that the model reads at most; None if it has no limit."""
+    for_gpu: bool = False
+    """Whether a preset for a GPU was asked for."""
 
     @property
     def finetunes(self) -> bool:
@@ -77,7 +95,7 @@ def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
         model = [] if asked.model else [_model(label, train)]
         return [*model, *_padded(longest, train, asked), *_gently(asked)]
     if column_of(manifest.columns, "context") is not None:
-        return [_packed(longest), *_gently(asked)]
+        return [_packed(longest, asked), *_gently(asked)]
     return []
 
 
@@ -90,38 +108,103 @@ def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
     return _between(_EPOCHS, _TOKENS // max(1, manifest.split("train").tokens))
 
 
-def steps_of(epochs: int, config: TrainConfig, manifest: Manifest) -> int:
-    """The steps of whole passes over the train split; about, where rows are packed."""
+def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
+    """The steps and micro-batches of an epoch, estimated from the manifest."""
+    if config.micro_batch_tokens == "auto":  # decided later: a step is the same with all of them
+        rows = (config.step_rows or 0) * config.sequence_length
+        config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
+    labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
+    packed = not labelled if config.batching == "auto" else config.batching == "packed"
+    long_rows = long_rows_of(config, manifest)
+    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
     train = manifest.split("train")
-    if config.step_rows is not None:
-        return max(1, epochs * math.ceil(train.rows / config.step_rows))
-    return max(1, math.ceil(epochs * train.tokens / config.step_tokens))
+    return EpochShapes.of_split(train, policy, config.seed, config.accumulation)
+
+
+def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """The steps of whole passes over the train split. The last step of a pass may be short."""
+    return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
 def lasting(
-    manifest: Manifest, config: TrainConfig, asked: Asked, epochs: int | None
+    manifest: Manifest,
+    config: TrainConfig,
+    asked: Asked,
+    epochs: int | None,
+    *,
+    said: Container[str] = (),
+    on_gpu: bool = False,
 ) -> list[Choice]:
-    """The steps of `epochs`, if given; and, where `suited` chose anything, what suits that many
-    steps."""
-    choices, steps = [], config.steps
+    """The steps of `epochs`, if given, and what suits that many steps.
+
+    Args:
+        manifest: The data.
+        config: The settings so far.
+        asked: What the command line says.
+        epochs: Passes over the train split.
+        said: Settings that are not to be chosen.
+        on_gpu: Whether the run is on a GPU.
+    """
+    choices = []
     if epochs:
-        steps = steps_of(epochs, config, manifest)
+        steps = steps_of(epochs, config, manifest, on_gpu=on_gpu)
         choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
-    if suited(manifest, asked):
-        choices.append(_paced(steps))
-    return choices
+        config = dataclasses.replace(config, steps=steps)
+    trained = _trained_tokens(config, manifest)
+    every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
+    # A checkpoint can be the best one only if its step was evaluated and saved.
+    save_every, is_paced = config.save_every, bool(suited(manifest, asked))
+    if is_paced and "save_every" not in said:
+        save_every = every
+    every = config.eval_every if "eval_every" in said else round_up(every, save_every)
+    pace = {}
+    if is_paced:
+        pace = {
+            "warmup_steps": round(_WARMUP * config.steps),
+            "eval_every": every,
+            "save_every": round_up(save_every, every),
+            "log_every": max(_LEAST_LOG_EVERY, config.steps // _LINES),
+        }
+    elif asked.for_gpu:
+        pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
+    choices.append(Choice({k: v for k, v in pace.items() if k not in said}, reason))
+    evaluations = _evaluations(manifest, config.steps, every, trained)
+    choices.append(Choice({k: v for k, v in evaluations.items() if k not in said}, _EVALUATED))
+    return [choice for choice in choices if choice.settings]
 
 
-def _paced(steps: int) -> Choice:
-    """What suits so many steps."""
-    every = min(_MOST_EVERY, math.ceil(steps / _EVALUATIONS))
-    settings = {
-        "warmup_steps": round(_WARMUP * steps),
-        "eval_every": every,
-        "save_every": every,
-        "log_every": max(_LEAST_LOG_EVERY, steps // _LINES),
-    }
-    return Choice(settings, f"{steps:,} steps")
+def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
+    """About how many tokens a run trains on."""
+    train = manifest.split("train")
+    if config.step_rows is None:
+        return float(config.steps * config.step_tokens)
+    return config.steps * config.step_rows * train.tokens / train.rows
+
+
+def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
+    """Steps between evaluations, so that the share of all evaluations is kept."""
+    splits = manifest.splits
+    whole = splits["validation"].tokens if "validation" in splits else 0
+    wanted = max(1, min(whole, _ENOUGH_TOKENS))
+    count = _between(_EVALUATIONS, int(_EVALUATION_SHARE * trained / wanted) - 1)
+    return min(_MOST_EVERY, math.ceil(steps / count))
+
+
+def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> dict[str, int]:
+    """How often and on how many tokens to evaluate; the test split may have as many as all
+    evaluations of the validation split."""
+    splits, count = manifest.splits, 1 + math.ceil(steps / every)
+    sizes = [
+        splits[name].tokens / often
+        for name, often in (("validation", 1), ("test", count))
+        if name in splits
+    ]
+    if not any(sizes):
+        return {}
+    most = max(1, min(_MOST_TOKENS, int(_EVALUATION_SHARE * trained / count)))
+    return (
+        {"eval_every": every} if most >= max(sizes) else {"eval_every": every, "eval_tokens": most}
+    )
 
 
 def _model(label: Column, train: SplitInfo) -> Choice:
@@ -156,9 +239,11 @@ def _gently(asked: Asked) -> list[Choice]:
     return [Choice({"learning_rate": _FINE_RATE}, "the model has learnt before")]
 
 
-def _packed(longest: int) -> Choice:
+def _packed(longest: int, asked: Asked) -> Choice:
+    """Whole rows, up to what the model reads."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
-    slots = _PACKED_SLOTS // length * length
+    length = min(length, asked.longest_input or length)
+    slots = max(1, _PACKED_SLOTS // length) * length
     settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": slots}
     return Choice(settings, f"the longest row has {longest:,} tokens")
 

@@ -113,7 +113,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     config = predict_micro_batch(config, gpu)
     planned = Planned(config, gpu)
     epoch = planned.epoch()
-    epochs = config.steps * config.accumulation / epoch.count
+    epochs = config.steps / epoch.steps
     tokens, slots = epochs * epoch.tokens, epochs * epoch.slots
     flops = planned.flops_per_token()
     peak = planned.peak(config)

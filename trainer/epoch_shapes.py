@@ -1,6 +1,7 @@
-"""The micro-batches of an epoch, from the manifest alone: how many there are, and of what shapes.
+"""The steps and micro-batches of an epoch, estimated from the manifest alone.
 
 Rows as long as the manifest counts them are cut, sorted and packed like those of a window.
+Torch-free.
 """
 
 from collections import Counter
@@ -18,8 +19,8 @@ from tokenfeed.trainer.batching import Policy
 
 __all__ = ["EpochShapes"]
 
-_MOST_ROWS = 400_000
-"""More are not sampled: as many as a window has."""
+_MOST_ROWS = 100_000
+"""More are not sampled."""
 _MOST_SHAPES = 8
 
 
@@ -27,31 +28,32 @@ _MOST_SHAPES = 8
 class EpochShapes:
     """What an epoch has, about."""
 
-    count: float
-    """Micro-batches."""
+    steps: float
+    """Optimizer steps. The last one of a window may have fewer micro-batches than the others."""
     slots: float
-    """Token slots of all of them."""
-    tokens: int
+    """Token slots of all micro-batches."""
+    tokens: float
+    """Real tokens; truncated rows lose some."""
     shapes: dict[str, int]
     """Micro-batches by rows x length, the most frequent."""
 
     @classmethod
-    def of_split(cls, split: SplitInfo, policy: Policy, seed: int) -> Self:
-        """Those of a split.
+    def of_split(cls, split: SplitInfo, policy: Policy, seed: int, step_size: int) -> Self:
+        """The epoch of a split, in steps of `step_size` micro-batches.
 
         Cost: that of planning a window.
         """
         sampled = min(split.rows, _MOST_ROWS)
         draw = Draw(seed, seed, 0, num_windows=1)
         lengths = likely_lengths(split, sampled)
-        plan = plan_window(lengths, policy, step_size=1, draw=draw)
+        plan = plan_window(lengths, policy, step_size=step_size, draw=draw)
         rows, longest = _shapes(plan, policy)
         times = split.rows / sampled
         found = Counter(zip(rows.tolist(), longest.tolist(), strict=True)).most_common(_MOST_SHAPES)
         return cls(
-            count=times * len(rows),
+            steps=times * (len(plan.step_offsets) - 1),
             slots=times * int((rows * longest).sum()),
-            tokens=split.tokens,
+            tokens=split.tokens * int(plan.cut.lengths[plan.pieces].sum()) / int(lengths.sum()),
             shapes={f"{r} x {length}": round(times * n) for (r, length), n in found},
         )
 

@@ -1,8 +1,10 @@
 """Evaluation: the loss and the scores of a split, in the order of the plan, each time alike."""
 
 import contextlib
+import logging
 import math
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -18,6 +20,11 @@ from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.tasks.task import Loss, Scores, Task
 
 __all__ = ["Evaluator", "Metrics", "evaluate", "over_all"]
+
+_SECONDS_BETWEEN = 10.0
+"""Between two lines of progress."""
+
+_log = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 """By name; `loss` is the mean per target, in nats."""
@@ -97,22 +104,79 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
 
 
 class Evaluator:
-    """Evaluate the splits of a run's data sets."""
+    """Evaluate the splits of a run's data sets.
 
-    def __init__(self, config: TrainConfig, feeds: Feeds, learner: Learner, world: World) -> None:
-        self._data, self._most = DataSets.read(config.shards), config.eval_batches
+    Args:
+        config: How many tokens an evaluation may have.
+        feeds: Gives the micro-batches of a split.
+        learner: Has the model.
+        world: The ranks, which share a split.
+        should_stop: Asked before each micro-batch of a split, by all ranks alike; True ends the
+            evaluation.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        feeds: Feeds,
+        learner: Learner,
+        world: World,
+        should_stop: Callable[[str], bool],
+    ) -> None:
+        self._data, self._config = DataSets.read(config.shards), config
         self._feeds, self._learner, self._world = feeds, learner, world
+        self._should_stop = should_stop
+        self._is_new = True
+        self.was_stopped = False
+        """Whether an evaluation was ended before its last micro-batch."""
 
     def has(self, split: str) -> bool:
         """Whether any data set has this split."""
         return bool(self._data.having(split))
 
     def metrics_of(self, split: str) -> Metrics:
-        """The metrics of a split of all data sets that have it, as one."""
-        found = {folder: self._metrics_on(folder, split) for folder in self._data.having(split)}
-        return over_all(found, self._data, self._learner.task)
+        """The metrics of a split of all data sets that have it, as one; empty if stopped."""
+        folders = self._data.having(split)
+        found = {folder: self._metrics_on(folder, split, len(folders)) for folder in folders}
+        self._is_new = False
+        return {} if self.was_stopped else over_all(found, self._data, self._learner.task)
 
-    def _metrics_on(self, folder: str, split: str) -> Metrics:
-        learner = self._learner
-        with contextlib.closing(self._feeds.numbered(split, self._most, folder)) as shown:
-            return evaluate(learner.model, learner.task, shown, learner.precision, self._world)
+    def _metrics_on(self, folder: str, split: str, folders: int) -> Metrics:
+        learner, info = self._learner, self._data.manifest_of(folder).split(split)
+        limit = self._most_tokens(split)
+        tokens = info.tokens if limit is None else min(info.tokens, max(1, limit // folders))
+        due = self._feeds.micro_batches_of(tokens, info)
+        most = due if tokens < info.tokens else None
+        if self._is_new:
+            _log.info("evaluating about %s tokens of %s in %s", f"{tokens:,}", split, folder)
+        with contextlib.closing(self._feeds.numbered(split, most, folder)) as shown:
+            watched = self._watched(shown, split, due)
+            return evaluate(learner.model, learner.task, watched, learner.precision, self._world)
+
+    def _most_tokens(self, split: str) -> int | None:
+        """The test split, evaluated once, may have as many tokens as all other evaluations."""
+        config = self._config
+        if config.eval_tokens is None or split != "test":
+            return config.eval_tokens
+        return config.eval_tokens * (1 + math.ceil(config.steps / config.eval_every))
+
+    def _watched(
+        self, micro_batches: Iterable[tuple[int, MicroBatch]], split: str, due: int
+    ) -> Iterator[tuple[int, MicroBatch]]:
+        """Yield the micro-batches until the run is to stop; log progress now and then.
+
+        Args:
+            micro_batches: This rank's.
+            split: Of which split, for the log.
+            due: About how many all ranks have together.
+        """
+        logged_s = time.monotonic()
+        for nth, numbered in enumerate(micro_batches):
+            if self._should_stop(split):
+                self.was_stopped = True
+                return
+            if time.monotonic() - logged_s > _SECONDS_BETWEEN:
+                logged_s = time.monotonic()
+                done = min(0.99, nth * self._world.size / due)
+                _log.info("evaluating %s: %.0f %% done", split, 100 * done)
+            yield numbered

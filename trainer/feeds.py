@@ -8,11 +8,13 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.trainer.batching import (
     Policy,
     is_packed,
     largest_shape,
+    long_rows_of,
     make_policy,
     rows_of,
     shapes,
@@ -85,10 +87,10 @@ class Feeds:
     def numbered(
         self, split: str, most: int | None, folder: str | None = None
     ) -> Generator[tuple[int, MicroBatch], None, None]:
-        """This rank's micro-batches of `whole`, with numbers that hang on no rank.
+        """This rank's micro-batches of `whole`, with numbers that depend on no rank.
 
-        At most `most` count, over all ranks; one beyond them has no targets, for no rank may be
-        missing where the others compute.
+        At most `most` count, over all ranks. A rank gets one beyond them without targets where
+        others still compute, since no rank may be missing.
         """
         with self.whole(split, folder) as feed:
             batches = iter(feed)
@@ -101,6 +103,10 @@ class Feeds:
                 if most is not None and first + feed.rank >= most:
                     shown = shown.without_targets()
                 yield (position.window << 32) + position.micro_batch + feed.rank, shown
+
+    def micro_batches_of(self, tokens: int, split: SplitInfo) -> int:
+        """The micro-batches of `whole` that have about so many tokens of a split; at least one."""
+        return max(1, tokens // self._whole.tokens_per_batch(split.tokens / split.rows))
 
     def blanks(self) -> list[MicroBatch]:
         """An empty micro-batch of every shape that `training` and `whole` give where --compile
@@ -127,7 +133,12 @@ class Feeds:
             return shape(next(iter(feed)))
 
     def _policy(self, *, packed: bool) -> Policy:
-        return make_policy(self._config, packed=packed, on_gpu=self._device.type != "cpu")
+        return make_policy(
+            self._config,
+            packed=packed,
+            on_gpu=self._device.type != "cpu",
+            long_rows=long_rows_of(self._config, self._manifest),
+        )
 
     def _shaper(self, policy: Policy) -> Shaper:
         filled = self._config.compile

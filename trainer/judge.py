@@ -37,7 +37,9 @@ class Judge:
         if not self._evaluator.has(split):
             return {}
         metrics = self._evaluator.metrics_of(split)
-        if not metrics:
+        if self._evaluator.was_stopped:
+            _log.info("step %d | the evaluation of %s was stopped", step, split)
+        elif not metrics:
             _log.warning("the split %s has no target: nothing to evaluate", split)
         elif told is not None:
             told.write({"step": step} | {f"{split}_{name}": v for name, v in metrics.items()})

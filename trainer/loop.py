@@ -32,7 +32,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.outcome import remedies, report_of
+from tokenfeed.trainer.outcome import log_beginning, remedies, report_of
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
@@ -75,7 +75,7 @@ class Trainer:
         self.feeds = Feeds(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
         self.course = Course(config, self.feeds, self.learner)
-        self.evaluator = Evaluator(config, self.feeds, self.learner, self.world)
+        self.evaluator = Evaluator(config, self.feeds, self.learner, self.world, self._is_stopped)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.drafts = (DraftReports if self.world.is_main else NoDrafts)(config.run_dir)
         saver = Saver if self.world.is_main else NoSaver
@@ -91,6 +91,7 @@ class Trainer:
         self.agreement = Agreement(self.world)
         self.judge = Judge(self.evaluator, self.task.best_by)
         self.tracer: StepTracer | None = None
+        self._should_stop: Callable[[], bool] = bool
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.course.close)
@@ -99,8 +100,17 @@ class Trainer:
     def train(
         self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
     ) -> None:
-        """Train until the last step, or until `should_stop`; both are asked after each step."""
+        """Train until the last step, or until `should_stop`.
+
+        Args:
+            should_stop: Whether to save and end; asked after each step, and in evaluations before
+                each micro-batch.
+            should_save: Whether to save; asked after each step.
+        """
+        self._should_stop = should_stop
         self._begin()
+        if self.agreement.stop:
+            return
         config, task, course = self.config, self.task, self.course
         learner, stall, shape = self.learner, self.stall, self.feeds.shape
         gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
@@ -119,7 +129,7 @@ class Trainer:
                 rows.append(batch.rows)
             gradients.add_up(tally)
             norm = learner.step(step, tally.loss, tally.targets)
-            asked = {"stop": should_stop(), "save": should_save()}
+            asked = {"save": should_save(), "stop": should_stop()}
             known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
             stall.step(*known)
             self._after_step(step, tally, norm, rows)
@@ -152,8 +162,8 @@ class Trainer:
             if best and best.step != self.step:
                 _, state = self._load(best.step)
                 self.learner.load_weights(state["model"])
-            told = None if self.metrics.has_evaluation(self.step, "test") else self.metrics
-            found["test"] = self.judge.metrics_of("test", self.step, told)
+            known = self._known_metrics("test")
+            found["test"] = known or self.judge.metrics_of("test", self.step, self.metrics)
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
@@ -169,6 +179,7 @@ class Trainer:
             self._resume()
         else:
             self.course.log_phase()
+        log_beginning(self)
         if config.compile:
             self.learner.compile(self.feeds.blanks())
         self.metrics.keep(until_step=self.step if config.resume else -1)
@@ -187,8 +198,8 @@ class Trainer:
             self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
         )
         self._resources.callback(self.progress_log.close)
-        is_missing = not self.metrics.has_evaluation(self.step, "validation")
-        self._evaluate(note=is_missing and self._is_due(config.eval_every))
+        if self._is_due(config.eval_every):
+            self._evaluate()
         if config.profiled_steps and self.world.is_main:
             self._trace(config.profiled_steps)
 
@@ -266,16 +277,33 @@ class Trainer:
         if self.world.size > 1:
             self.stall.gather(self.world.gathered)
 
-    def _evaluate(self, *, note: bool = True) -> None:
-        """Measure the validation split, if there is one. Metrics of a step that is due to be saved
-        decide whether it is the best. They come before its checkpoint, which says so; a run that
-        was told to stop saves first, and decides when it is resumed."""
-        with self.stall.cause("evaluation"):
-            told = self.metrics if note else None
-            metrics = self.judge.metrics_of("validation", self.step, told)
+    def _evaluate(self) -> None:
+        """Measure the validation split, if there is one; a resumed run takes the metrics that it
+        has. Metrics of a step that is due to be saved decide whether it is the best. They come
+        before its checkpoint, which says so; a run that was told to stop saves first, and decides
+        when it is resumed."""
+        metrics = self._known_metrics("validation")
+        if not metrics:
+            with self.stall.cause("evaluation"):
+                metrics = self.judge.metrics_of("validation", self.step, self.metrics)
         is_saved = self._is_due(self.config.save_every) and self.step > 0
         if metrics and is_saved and self._is_due(self.config.eval_every):
             self.judge.note(self.step, metrics)
+
+    def _known_metrics(self, split: str) -> Metrics:
+        """What metrics.jsonl has about a split at this step, on all ranks."""
+        return self.world.from_main(lambda: self.metrics.evaluation(self.step, split))
+
+    def _is_stopped(self, split: str) -> bool:
+        """Whether to end an evaluation of a split. The last checkpoint waits for the last
+        validation, so that it says which step is the best."""
+        stop = self.agreement.ask(stop=self._should_stop())
+        return stop and (split != "validation" or self.step < self.config.steps)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are trained and evaluated."""
+        return self.step == self.config.steps and not self.evaluator.was_stopped
 
     def _save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on."""

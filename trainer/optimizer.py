@@ -13,7 +13,7 @@ from torch import nn
 from tokenfeed.trainer.config import OptimizerName
 from tokenfeed.trainer.muon import MuonAdamW
 
-__all__ = ["hidden_matrices", "make_optimizer", "set_learning_rate"]
+__all__ = ["hidden_matrices", "is_embedding", "make_optimizer", "set_learning_rate"]
 
 _BETAS = (0.9, 0.95)
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
@@ -52,6 +52,11 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [w for w in weights if w.requires_grad and w.dim() == 2 and id(w) not in others]
 
 
+def is_embedding(module: nn.Module) -> bool:
+    """Whether a module is a table of rows by id."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
 def _is_linear(module: nn.Module) -> bool:
     # Conv1D: the linear layer of GPT-2 in transformers, which need not be installed.
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
@@ -60,8 +65,7 @@ def _is_linear(module: nn.Module) -> bool:
 def _of_embeddings_and_heads(model: nn.Module) -> set[int]:
     found: set[int] = set()
     for path, module in model.named_modules():
-        is_embedding = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        if is_embedding or _HEAD_NAMES.intersection(path.split(".")):
+        if is_embedding(module) or _HEAD_NAMES.intersection(path.split(".")):
             found |= _ids(module)
         if hasattr(module, "base_model_prefix"):  # of transformers; it may be its own base model
             found |= _ids(module) - _ids(cast(nn.Module, module.base_model))

@@ -10,6 +10,7 @@ from tokenfeed.trainer.batching import (
     Policy,
     is_packed,
     largest_shape,
+    long_rows_of,
     make_policy,
     possible_sizes,
 )
@@ -75,9 +76,9 @@ class Planned:
         self.weightless = Weightless(config, self.task, self.precision, self.like)
 
     def epoch(self) -> EpochShapes:
-        """The micro-batches of an epoch."""
-        split = self.task.manifest.split("train")
-        return EpochShapes.of_split(split, self._policy, self._config.seed)
+        """The steps and micro-batches of an epoch."""
+        split, config = self.task.manifest.split("train"), self._config
+        return EpochShapes.of_split(split, self._policy, config.seed, config.accumulation)
 
     def flops_per_token(self) -> float:
         """Floating-point operations to learn one token, in rows of full length."""
@@ -114,7 +115,9 @@ class Planned:
         return largest_shape(self._policy_of(config), longest)
 
     def _policy_of(self, config: TrainConfig) -> Policy:
-        return make_policy(config, packed=self._packed, on_gpu=self._gpu is not None)
+        long_rows = long_rows_of(config, self.task.manifest)
+        on_gpu = self._gpu is not None
+        return make_policy(config, packed=self._packed, on_gpu=on_gpu, long_rows=long_rows)
 
     def _first(self) -> MicroBatch:
         """The run's first micro-batch: it says how documents lie in rows."""

@@ -162,12 +162,15 @@ class MetricsFile:
         """All values of `key` so far, in order; None for one that was not finite."""
         return [line[key] for line in self.read() if key in line]
 
-    def has_evaluation(self, step: int, split: str) -> bool:
-        """Whether the metrics of a split were told at a step."""
-        return any(
-            line["step"] == step and any(key.startswith(f"{split}_") for key in line)
+    def evaluation(self, step: int, split: str) -> dict[str, float]:
+        """The metrics of a split at a step, by name; empty if there are none."""
+        return {
+            key.removeprefix(f"{split}_"): value
             for line in self.read()
-        )
+            if line["step"] == step
+            for key, value in line.items()
+            if key.startswith(f"{split}_")
+        }
 
     def read(self) -> list[dict[str, Any]]:
         """All whole lines; the last may be cut short where a run was killed.

@@ -28,7 +28,7 @@ SETTINGS: dict[str, Any] = {
     "steps": 6,
     "save_every": 2,
     "eval_every": 2,
-    "eval_batches": 5,
+    "eval_tokens": 640,
     "keep": 9,
 }
 ALIKE = ["lm packed", "classify padded", "masked packed"]
@@ -148,10 +148,11 @@ def test_a_rank_that_dies_ends_the_others_with_the_reason_in_one_line(
     )
     assert all(reason in line for line in lines if not line.startswith("rank 1")), lines
     left = RunData.of_folder(tmp_path / "run")
-    assert not left.report["finished"]
-    assert left.report["steps"] >= 2
-    assert len(left.stall.ranks) == 3
-    assert "stopped before the end" in left.summary()
+    assert left.report is not None
+    assert not left.report.finished
+    assert left.report.steps >= 2
+    assert len(left.report.stall.ranks) == 3
+    assert "stopped before the end" in left.report.summary()
 
 
 @pytest.mark.slow

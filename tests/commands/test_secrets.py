@@ -104,7 +104,7 @@ def test_train_and_report_keep_signatures_secret(
         return "--shards", f"{server.url}/one{query}=0.7", f"{server.url}/two{query}=0.3"
 
     words = ("--device", "cpu", "--model", "tiny", "--cache-dir", tmp_path / "cache")
-    words += ("--log-every", 1, "--save-every", 1, "--eval-batches", 1, "--sequence-length", 16)
+    words += ("--log-every", 1, "--save-every", 1, "--eval-tokens", 1, "--sequence-length", 16)
     words += ("--micro-batch-tokens", 64, "--step-tokens", 64, "--run-dir", folder)
     said(train.main, *shards_at(SIGNED), *words, "--steps", 1)
     server.signature = fresh

@@ -15,7 +15,7 @@ __all__ = ["checkpoint", "copy_of", "files_at", "files_in", "refuse", "saving_co
 
 def saving_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
     return make_config(
-        shards, run_dir, **{"save_every": 2, "eval_every": 2, "eval_batches": 2} | changes
+        shards, run_dir, **{"save_every": 2, "eval_every": 2, "eval_tokens": 256} | changes
     )
 
 

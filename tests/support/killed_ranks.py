@@ -36,7 +36,7 @@ _SETTINGS = {
     "step_tokens": 256,  # four micro-batches: three ranks need fillers
     "save_every": 2,
     "eval_every": 4,
-    "eval_batches": 2,
+    "eval_tokens": 256,
 }
 
 

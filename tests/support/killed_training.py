@@ -38,7 +38,7 @@ _LONGEST_S, _MOST_EVENTS = (2.0, 300) if LOSE_DISKS else (0.5, 60)
 
 def train(shards: Path, run_dir: Path) -> None:
     """A whole run, or its rest."""
-    settings = {"steps": STEPS, "save_every": 2, "eval_every": 4, "eval_batches": 2}
+    settings = {"steps": STEPS, "save_every": 2, "eval_every": 4, "eval_tokens": 256}
     if LOSE_DISKS:
         url = f"file://{copy_of(run_dir)}"
         run(make_config(shards, run_dir, **settings, resume="auto", upload=url))

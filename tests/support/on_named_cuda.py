@@ -3,6 +3,7 @@
 python on_named_cuda.py LIBRARY CASES: a JSON object of `TrainConfig` settings for each case.
 """
 
+import itertools
 import json
 import sys
 import tempfile
@@ -70,9 +71,16 @@ FAULTS = {"value": _ask, "copy": _move, "device": _mix}
 def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
     """What some steps of the real loop did."""
     fault = FAULTS.get(settings.pop("fault", ""))
-    shards, defaults = Path(settings.pop("shards")), {"num_workers": 0, "eval_batches": 1}
+    shards, defaults = Path(settings.pop("shards")), {"num_workers": 0, "eval_tokens": 1}
     config = make_config(shards, folder, device="cuda", steps=100, **defaults | settings)
-    asked = iter(range(1, _STEPS + 1))
+    steps = itertools.count(1)
+    ended = False
+
+    def count_step() -> bool:
+        nonlocal ended
+        ended = next(steps) == _STEPS
+        return False
+
     journal = Journal()
     with (
         pytest.MonkeyPatch.context() as patch,
@@ -87,7 +95,7 @@ def train(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
         if fault:
             learner.model.register_forward_hook(fault)
         before = len(waits.seen)  # making the model may wait
-        trainer.train(lambda: next(asked) == _STEPS)
+        trainer.train(lambda: ended, count_step)
         trainer.close()
         return {
             "waits": [(str(wait), wait.cause) for wait in waits.seen[before:]],

@@ -37,9 +37,10 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
     settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
     vocabulary_loss._WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
-    steps = itertools.count(1)
+    steps, stops = itertools.count(1), False
 
-    def should_stop() -> bool:
+    def end_step() -> bool:
+        nonlocal stops
         if next(steps) != last or rank != ending:
             return False
         if how == "kill":
@@ -48,12 +49,13 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
             time.sleep(1000)
         if how == "fail":
             raise ResumeError("no way on")
-        return True
+        stops = True
+        return False
 
     late, seconds = settings.pop("late", (-1, 0.0))
     if rank == late:
         make_late(seconds)
-    run_until(make_config(shards, run_dir, **settings), should_stop)
+    run_until(make_config(shards, run_dir, **settings), lambda: stops, end_step)
 
 
 def in_a_fork(rank: int, size: int, port: int, settings: dict[str, Any]) -> int:

@@ -220,8 +220,15 @@ def make_config(
 
 
 def run(config: TrainConfig, stop_after: int | None = None) -> Report:
-    asked = iter(range(1, 1_000_000))
-    return train(config, lambda: next(asked) == stop_after)
+    """Train; `stop_after` so many steps of this session, as a signal would."""
+    steps = 0
+
+    def count_step() -> bool:  # should_save is asked once a step
+        nonlocal steps
+        steps += 1
+        return False
+
+    return train(config, lambda: stop_after is not None and steps >= stop_after, count_step)
 
 
 def follow_brackets(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Cause | None]:

@@ -10,7 +10,7 @@ Shapes: B rows, T slots, D width, C outputs.
 import inspect
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, assert_never
 
@@ -28,7 +28,7 @@ from tokenfeed.trainer.models.attention import Reach, Scope
 from tokenfeed.trainer.models.head import Head
 from tokenfeed.trainer.models.hub_attention import ATTENTION_NAME, irreplaceable
 
-__all__ = ["HubModel", "load_hub_model"]
+__all__ = ["HubModel", "load_hub_model", "longest_input"]
 
 _log = logging.getLogger(__name__)
 
@@ -158,6 +158,16 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
             model, fresh = _from_weights(auto, source, described, dtype)
     _check_sizes(model, config, head)
     return HubModel(model, head, fresh)
+
+
+def longest_input(model: str) -> int | None:
+    """Tokens that an hf: model reads at most; None without a limit, or if it cannot be read, which
+    the run reports."""
+    source = model.removeprefix("hf:")
+    with _quiet(), suppress(*_REFUSALS):
+        described = transformers.AutoConfig.from_pretrained(source, **_where(source))
+        return getattr(described.get_text_config(), "max_position_embeddings", None)
+    return None
 
 
 def _describe(source: str, config: TrainConfig, head: Head) -> Any:

@@ -41,6 +41,14 @@ class Agreement:
         (tokens, slots), self._told = self._told, (self.tokens, self.slots)
         return self.tokens - tokens, self.slots - slots
 
+    def ask(self, *, stop: bool) -> bool:
+        """Whether any rank is to stop; between steps, with the delay of `after_step`."""
+        self.settle()
+        self._pending = self._world.add_up_later([stop, False, 0, 0])
+        if self._world.size == 1:
+            self.settle()
+        return self.stop
+
     def settle(self) -> None:
         """Wait for what ranks told last."""
         if self._pending is None:

@@ -20,6 +20,7 @@ from tokenfeed.trainer.batching import make_policy
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.defaults import Asked, epochs_of, lasting, steps_of, suited
 from tokenfeed.trainer.models.transformer import SIZES
+from tokenfeed.trainer.step_feed import step_feed
 
 AUTO = Asked()
 LABELLED = ("classify", "score", "tag")
@@ -28,20 +29,27 @@ PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
 
 def make_manifest(task: str, rows: int, mean: int, longest: int) -> Manifest:
     """Of so many rows; what defaults do not read is left out."""
-    shard = ShardInfo(
-        file="a", bytes=1, xxh3="", rows=rows, tokens=rows * mean, batches=1, longest_row=longest
-    )
-    split = SplitInfo(shards=(shard,), length_histogram=())
+    split = one_shard(rows=rows, tokens=rows * mean, longest=longest)
     absent: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Manifest))
     columns = task_columns(task) if task in get_args(Task) else ()  # type: ignore[arg-type]
     known = {"task": task, "splits": {"train": split}, "columns": columns}
     return Manifest(**absent | known)
 
 
+def one_shard(*, rows: int, tokens: int, longest: int = 1) -> SplitInfo:
+    """A split whose rows are about as long as each other."""
+    shard = ShardInfo(
+        file="a", bytes=1, xxh3="", rows=rows, tokens=tokens, batches=1, longest_row=longest
+    )
+    bins = [0] * 32
+    bins[(tokens // rows).bit_length() - 1] = rows
+    return SplitInfo(shards=(shard,), length_histogram=tuple(bins))
+
+
 @st.composite
 def manifests(draw: st.DrawFn, tasks: tuple[str, ...] = (*LABELLED, "complete")) -> Manifest:
     mean = draw(st.integers(1, 5_000))
-    rows, longest = draw(st.integers(1, 10**9)), draw(st.integers(mean, 10**5))
+    rows, longest = draw(st.integers(1, 5_000)), draw(st.integers(mean, 10**5))
     return make_manifest(draw(st.sampled_from(tasks)), rows, mean, longest)
 
 
@@ -50,7 +58,8 @@ def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> T
     for choice in suited(manifest, AUTO):
         config = dataclasses.replace(config, **choice.settings)
     config = dataclasses.replace(config, **given)
-    for choice in lasting(manifest, config, AUTO, epochs or epochs_of(manifest, AUTO)):
+    epochs = epochs or epochs_of(manifest, AUTO)
+    for choice in lasting(manifest, config, AUTO, epochs, said=given):
         config = dataclasses.replace(config, **choice.settings)
     return config
 
@@ -66,11 +75,8 @@ def test_whatever_the_size_the_settings_work_together(manifest: Manifest) -> Non
 
 @given(manifests(), st.integers(1, 100), st.integers(1, 500))
 def test_steps_are_those_of_epochs(manifest: Manifest, epochs: int, rows: int) -> None:
-    train = manifest.split("train")
-    labelled = config_for(manifest, epochs, step_rows=rows)
-    assert labelled.steps == epochs * math.ceil(train.rows / rows)
-    by_tokens = config_for(manifest, epochs, step_rows=None, step_tokens=512)
-    assert abs(by_tokens.steps * 512 - epochs * train.tokens) < 512
+    config = config_for(manifest, epochs, step_rows=rows, batching="padded")
+    assert config.steps == epochs * math.ceil(manifest.split("train").rows / rows)
 
 
 @given(manifests())
@@ -88,12 +94,37 @@ def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifes
     assert config.steps < 20 or config.steps / config.eval_every > 10
 
 
+@given(
+    manifests(("lm", "complete", "classify")),
+    st.integers(1, 10**7),
+    st.integers(0, 10**7),
+    st.integers(1, 10**5),
+    st.sets(st.sampled_from(["eval_every", "save_every"])),
+)
+def test_evaluations_take_a_twentieth_of_a_run(
+    manifest: Manifest, validation: int, test: int, steps: int, said: set[str]
+) -> None:
+    sizes = {"validation": validation, "test": test}
+    splits = {name: one_shard(rows=size, tokens=size) for name, size in sizes.items() if size}
+    manifest = dataclasses.replace(manifest, splits=manifest.splits | splits)
+    config = dataclasses.replace(PLAIN, steps=steps)
+    for choice in lasting(manifest, config, AUTO, None, said=said):
+        config = dataclasses.replace(config, **choice.settings)
+    count = 1 + math.ceil(steps / config.eval_every)
+    tokens = min(validation, config.eval_tokens or validation)
+    trained = steps * config.step_tokens
+    assert (tokens - 1) * count / 3 <= 0.05 * trained
+    assert config.eval_tokens is not None or test <= max(1, int(0.15 * trained))
+    if not said:
+        assert count <= 22 or config.eval_every == 1000
+
+
 @given(manifests(("lm", "regress")), st.integers(1, 9))
 def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
     manifest: Manifest, epochs: int
 ) -> None:
     assert suited(manifest, AUTO) == [] == lasting(manifest, PLAIN, AUTO, None)
-    steps = steps_of(epochs, PLAIN, manifest)
+    steps = steps_of(epochs, PLAIN, manifest, on_gpu=False)
     assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
 
 
@@ -136,8 +167,7 @@ def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
     same = {"shards": str(shards), "run_dir": tmp_path}
     assert parsed(monkeypatch, *options) == config_for(manifest, **same)
     told = parsed(monkeypatch, *options, "--step-rows", 7, "--epochs", 4, "--eval-every", 3)
-    expected = config_for(manifest, 4, **same, step_rows=7)
-    assert told == dataclasses.replace(expected, eval_every=3)
+    assert told == config_for(manifest, 4, **same, step_rows=7, eval_every=3)
     by_tokens = parsed(monkeypatch, *options, "--step-tokens", 4096)
     assert (by_tokens.step_rows, by_tokens.step_tokens) == (None, 4096)
     steps = parsed(monkeypatch, *options, "--steps", 50)
@@ -157,6 +187,32 @@ def test_epochs_are_those_of_the_loader(shards: Path, monkeypatch: pytest.Monkey
     policy = make_policy(config, packed=False, on_gpu=False)
     with ShardLoader(shards, batching=policy, epochs=2, device="cpu", num_workers=0) as loader:
         assert sum(1 for _ in loader) == config.steps * config.accumulation
+
+
+@pytest.mark.parametrize("task", ["classify", "tag", "complete"])
+@pytest.mark.parametrize("step_tokens", [1024, 4096])
+def test_epochs_with_step_tokens_are_whole_passes(
+    tmp_path: Path, task: Task, step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = write_labelled(tmp_path / "shards", task, count=300)
+    words = ("--micro-batch-tokens", 256, "--step-tokens", step_tokens, "--sequence-length", 64)
+    config = parsed(monkeypatch, "--shards", shards, "--epochs", 10, *words)
+    policy = make_policy(config, packed=task == "complete", on_gpu=False)
+    with ShardLoader(
+        shards,
+        batching=policy,
+        epochs=None,
+        device="cpu",
+        num_workers=0,
+        seed=config.seed,
+        micro_batches_per_step=config.accumulation,
+    ) as loader:
+        batches = step_feed(loader, config.accumulation)
+        tokens = steps = 0
+        while steps < config.steps:
+            batch, _, ends_step = next(batches)
+            tokens, steps = tokens + batch.num_tokens, steps + ends_step
+    assert tokens == pytest.approx(10 * Manifest.read(shards).split("train").tokens, rel=0.05)
 
 
 def test_epochs_and_steps_contradict_each_other(

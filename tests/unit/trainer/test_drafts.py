@@ -37,7 +37,7 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
         return False
 
     with pytest.raises(Killed):
-        train(config, kill)
+        train(config, bool, kill)
     report = Report.of_run(config.run_dir)
     assert report is not None
     assert not report.finished
@@ -48,8 +48,7 @@ def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfini
 
 def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> None:
     config = make_config(shards, tmp_path / "run", steps=16, save_every=2)
-    asked = iter(range(1, 100))
-    first = train(config, lambda: next(asked) == 10)
+    first = run(config, stop_after=10)
     second = run(dataclasses.replace(config, resume=True))
     assert (first.parts, second.parts, second.finished) == (1, 2, True)
     assert second.seconds > first.seconds

@@ -61,6 +61,14 @@ def test_without_a_gpu_memory_is_that_of_the_host(shards: Path) -> None:
     assert found["peak_gib"] > 0
 
 
+def test_dry_run_counts_epochs_with_short_steps(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify", count=300)
+    options = ("--epochs", "10", "--step-tokens", "2048", "--micro-batch-tokens", "256")
+    more = ("--sequence-length", "32", "--model", "words", "--device", "cpu")
+    said = call(command.main, "--shards", shards, *options, *more, "--dry-run", "--json")
+    assert json.loads(said.stdout)["epochs"] == pytest.approx(10, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("more", "line"),
     [

@@ -182,7 +182,7 @@ def test_a_full_disk_costs_nothing_but_the_steps_since_the_last_checkpoint(
 
     folder = tmp_path / "checkpoints"
     with limited, pytest.raises(OSError, match="File too large") as error:
-        train(make_config(shards, tmp_path), fill_the_disk_after_step_five)
+        train(make_config(shards, tmp_path), bool, fill_the_disk_after_step_five)
     assert error.value.filename == str(folder / "step-00000008")
     assert error.value.strerror.endswith(f"go on with --resume from {folder / 'step-00000004'}")
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000004"]
@@ -217,7 +217,7 @@ def test_two_trainings_in_one_folder_are_refused_and_the_first_goes_on(
             assert content_of(tmp_path) == before
         return False
 
-    train(make_config(shards, tmp_path), start_another)
+    train(make_config(shards, tmp_path), bool, start_another)
     assert before
     assert_same_run(tmp_path, undisturbed, 8)
 

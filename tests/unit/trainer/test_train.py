@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from data_sets import random_rows, write_rows
 from training import (
     VOCABULARY,
     assert_same_run,
@@ -25,12 +26,14 @@ from training import (
     read_metrics,
     run,
     write_counting,
+    write_labelled,
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.run import train
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 from tokenfeed.trainer.telemetry import StepLog
@@ -103,8 +106,83 @@ def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finishe
 
 
 def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path) -> None:
-    run(make_config(shards, tmp_path / "run", eval_every=1, eval_batches=2))
+    run(make_config(shards, tmp_path / "run", eval_every=1, eval_tokens=256))
     assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
+
+
+def test_evaluation_of_some_tokens_repeats_its_rows(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", eval_tokens=500)
+    with contextlib.closing(Trainer(config)) as trainer:
+        once, again = (trainer.evaluator.metrics_of("validation") for _ in range(2))
+        whole = dataclasses.replace(config, eval_tokens=10**9)
+        with contextlib.closing(Trainer(whole)) as other:
+            assert once == again != other.evaluator.metrics_of("validation")
+
+
+def test_stop_during_first_evaluation_ends_before_training(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    report = train(make_config(shards, tmp_path / "run"), lambda: True)
+    assert (report.finished, report.steps, report.tokens) == (False, 0, 0)
+    assert "start it again without --resume" in report.summary()
+    assert "the evaluation of validation was stopped" in caplog.text
+    assert read_metrics(tmp_path / "run", "validation_loss") == {}
+
+
+def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify")
+    config = make_config(shards, tmp_path / "run", steps=4, eval_every=100)
+    report = run(config, stop_after=4)
+    assert (report.finished, report.steps) == (False, 4)
+    assert "test" not in report.metrics
+    report = run(dataclasses.replace(config, resume=True))
+    assert report.finished
+    assert "accuracy" in report.metrics["test"]
+
+
+def test_resume_evaluates_only_when_due(
+    shards: Path, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(shards, tmp_path / "run"), stop_after=3)
+    caplog.set_level("INFO")
+    run(make_config(shards, tmp_path / "run", resume=True), stop_after=4)
+    run(make_config(shards, tmp_path / "run", resume=True))
+    evaluated = [line.split(" | ")[0] for line in caplog.messages if "| validation" in line]
+    assert evaluated == ["step 4", "step 8"]
+    assert_same_run(tmp_path / "run", finished, 8)
+
+
+def test_run_says_what_it_trains_before_the_first_step(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    train(make_config(shards, tmp_path / "run", steps=100), lambda: True)
+    size = Manifest.read(shards).split("train").tokens
+    assert f"data: {shards}, {size:,} tokens of lm" in caplog.messages
+    assert f"run: {tmp_path / 'run'}" in caplog.messages
+    beginnings = [line.split(":")[0] for line in caplog.messages]
+    assert beginnings[:4] == ["model", "data", "steps", "run"]
+    assert "without the embedding), fp32 on cpu" in caplog.messages[0]
+    epochs = float(caplog.messages[2].split("; ")[1].removesuffix(" epochs"))
+    assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
+
+
+def test_long_completions_keep_their_prompts_and_lose_their_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = np.full(60, 100, np.int64)
+    rows = random_rows(lengths, "complete", vocabulary_size=64)
+    rows.per_row["prompt_length"][:] = 10
+    shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="complete")
+    for batching in ("packed", "padded"):
+        config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
+        with contextlib.closing(Trainer(config)) as trainer:
+            batch, _, _ = next(trainer.course.feed)
+        assert not batch.starts.any()
+        assert batch.num_targets == len(batch.rows) * (32 - 10)
+    run(make_config(shards, tmp_path / "run", steps=1))
+    assert "lose their end: about 4,080 tokens, 68.0 %" in caplog.text
 
 
 def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
