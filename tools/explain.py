@@ -7,9 +7,8 @@ those between it and the state.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -142,6 +141,8 @@ class _Settings(msgspec.Struct, frozen=True):
     num_streams: Annotated[int, msgspec.Meta(ge=1)]
     seed: int
     shuffle: bool
+    window_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    exhausted: Exhausted
 
     def __post_init__(self) -> None:
         if {len(self.weights), *map(len, self.phases)} != {len(self.data)} or not self.phases:
@@ -173,34 +174,28 @@ def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, 
 
 
 def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str, Any]) -> Plan:
-    """The plan of a state. How large windows were to be, and what ended an epoch, it does not say:
-    it is what gives the same phases and as many windows."""
-    policy = policy_of(settings.batching)
-    read = map(sum, zip(*settings.phases, strict=True))
-    tokens = sum(n * each.tokens / each.batches for n, each in zip(read, sources, strict=True))
-    sizes = (None, round(tokens / settings.windows))
-    kinds: tuple[Exhausted, ...] = get_args(Exhausted) if sources[1:] else ("repeat",)
+    """The plan of a state, made again."""
     weights = zip((source.store for source in sources), settings.weights, strict=True)
     of_sources: dict[StorePath, float] = dict(weights)
-    for window_tokens, exhausted in product(sizes, kinds):
-        plan = Plan.from_splits(
-            sources,
-            Mixture(of_sources, exhausted) if sources[1:] else None,
-            policy,
-            split=settings.split,
-            micro_batches_per_step=settings.micro_batches_per_step,
-            window_tokens=window_tokens,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            stream=settings.stream,
-            num_streams=settings.num_streams,
-        )
-        if not first_difference(plan.settings(), saved):
-            return plan
-    raise ResumeError(
-        "the windows of this state were of a size that it does not say. Use "
-        "`loader.explain(batch)` on the loader that it belongs to."
+    plan = Plan.from_splits(
+        sources,
+        Mixture(of_sources, settings.exhausted) if sources[1:] else None,
+        policy_of(settings.batching),
+        split=settings.split,
+        micro_batches_per_step=settings.micro_batches_per_step,
+        window_tokens=settings.window_tokens,
+        seed=settings.seed,
+        shuffle=settings.shuffle,
+        stream=settings.stream,
+        num_streams=settings.num_streams,
     )
+    if difference := first_difference(plan.settings(), saved):
+        name, ours, theirs = difference
+        raise ResumeError(
+            f"the state contradicts itself: its settings make a plan with {name}={ours!r}, and it "
+            f"has {name}={theirs!r}. Give a state as it was saved."
+        )
+    return plan
 
 
 def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) -> _Step:

@@ -15,7 +15,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.schema import role_of
-from tokenfeed.pipeline.planning.mixture import Mixture, mix, proportions
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix, proportions
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.policies import POLICIES, offered
 from tokenfeed.pipeline.planning.policy import Batching, LongRows
@@ -59,6 +59,10 @@ class Plan:
     stream: int
     """Which of the windows: those whose number is `stream` modulo `num_streams`."""
     num_streams: int
+    window_tokens: int
+    """Tokens that a window was to have."""
+    exhausted: Exhausted
+    """What ends an epoch of a mixture."""
     described_policy: str = field(init=False)
     """Made once: a signal handler that came while a dataclass makes its repr would get `...`."""
 
@@ -95,7 +99,7 @@ class Plan:
         if window_tokens is None:
             window_tokens = default_window_tokens(sources, weights, batching, step_size)
         window_tokens = checks.whole("window_tokens", window_tokens, least=1, other=", or None")
-        exhausted = mixture.exhausted if mixture else "continue"
+        exhausted: Exhausted = mixture.exhausted if mixture else "continue"
         phases = mix(sources, weights, exhausted, window_tokens)
         order = EpochOrder(
             tuple(source.batches for source in sources),
@@ -115,6 +119,8 @@ class Plan:
             order,
             stream,
             num_streams,
+            window_tokens,
+            exhausted,
         )
 
     def window_number(self, nth: int) -> int:
@@ -146,6 +152,8 @@ class Plan:
             "num_streams": self.num_streams,
             "seed": self.order.seed,
             "shuffle": self.order.shuffle,
+            "window_tokens": self.window_tokens,
+            "exhausted": self.exhausted,
         }
 
 

@@ -33,6 +33,9 @@ _VERSION = 3
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
+_TO_MAKE_AGAIN = ("window_tokens", "exhausted")
+"""Settings that serve to make a plan again; other ones may make the same plan."""
+
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
@@ -152,8 +155,11 @@ def first_difference(
     """Name and both values of the first setting in which two plans differ.
 
     Values are compared by what they mean: weights by their proportions, policies field by field.
+    Phases and windows say what `window_tokens` and `exhausted` have made of the data.
     """
     for name in dict.fromkeys([*ours, *theirs]):
+        if name in _TO_MAKE_AGAIN:
+            continue
         our, their = ours.get(name), theirs.get(name)
         if our != their and _meaning(name, our) != _meaning(name, their):
             return name, our, their

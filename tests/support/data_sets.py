@@ -206,6 +206,8 @@ def plan_in_memory(
         order=order,
         stream=0,
         num_streams=1,
+        window_tokens=max(1, tokens // num_windows),
+        exhausted="continue",
     )
     return plan, MemoryReader(batches)
 

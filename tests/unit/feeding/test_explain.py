@@ -149,7 +149,11 @@ def test_what_cannot_be_told_is_one_line(
         (json.dumps({"step": 3}), "this is no loader state", 1),
         (json.dumps(state | {"plan": {}}), "this is no loader state", 1),
         (good.replace("Padded(", "Odd("), "is no policy that is known here", 2),
-        (good.replace('"windows": ', '"windows": 9'), "were of a size that it does not say", 1),
+        (
+            good.replace('"windows": ', '"windows": 9'),
+            "the state contradicts itself: its settings make a plan with windows=",
+            1,
+        ),
     ):
         path.unlink(missing_ok=True)
         if content is not None:
@@ -219,3 +223,20 @@ def test_a_state_that_is_none_is_told_in_one_line(
     for step in ({}, {"step": "x"}):
         path.write_text(json.dumps({"meta": {"loader": state} | step}))
         assert "a checkpoint that says no step" in explain(folder, path, expect=2)
+
+
+@pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
+@pytest.mark.parametrize("window_tokens", [3_000, 7_000, 20_000, 90_000])
+def test_explain_makes_a_mixture_of_any_window_size_again(
+    window_tokens: int, exhausted: Any, make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    folders = [make_dataset([50] * 3000), make_dataset([70] * 900)]
+    mixture = Mixture({folders[0]: 0.65, folders[1]: 0.35}, exhausted)
+    settings: dict[str, Any] = {"num_workers": 0, "window_tokens": window_tokens}
+    with ShardLoader(mixture, batching=POLICIES[0], **settings) as loader:
+        batches = iter(loader)
+        state = loader.state_dict()
+        told = [o._asdict() for o in loader.explain(next(batches))]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    (said,) = lines_of(explain(folders, tmp_path / "state.json", "--json"))
+    assert said["pieces"] == told
