@@ -32,6 +32,7 @@ from training import (
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_command import parse_config
+from tokenfeed.trainer.evaluation import Evaluator
 from tokenfeed.trainer.loop import Trainer
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.sensors.gpu import GpuReading
@@ -142,14 +143,19 @@ def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> Non
 
 
 def test_resume_evaluates_only_when_due(
-    shards: Path, finished: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    shards: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    plain, evaluated = Evaluator.metrics_of, []
+
+    def count(evaluator: Evaluator, split: str) -> dict[str, float]:
+        evaluated.append(split)
+        return plain(evaluator, split)
+
     run(make_config(shards, tmp_path / "run"), stop_after=3)
-    caplog.set_level("INFO")
+    monkeypatch.setattr(Evaluator, "metrics_of", count)
     run(make_config(shards, tmp_path / "run", resume=True), stop_after=4)
     run(make_config(shards, tmp_path / "run", resume=True))
-    evaluated = [line.split(" | ")[0] for line in caplog.messages if "| validation" in line]
-    assert evaluated == ["step 4", "step 8"]
+    assert evaluated == ["validation", "validation"]  # at steps 4 and 8
     assert_same_run(tmp_path / "run", finished, 8)
 
 
