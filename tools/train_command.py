@@ -52,7 +52,6 @@ _OF_GPUS = ("t4", "rtx4090", "h100")
 _OTHER_NAMES = {
     "": "--shards",
     "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
-    "--eval-batches": "--eval-tokens",
     "--lr": "--learning-rate",
     "--max-steps": "--steps",
     "--output-dir": "--run-dir",

@@ -211,6 +211,7 @@ def make_config(
         "step_tokens": 256,
         "warmup_steps": 2,
         "eval_every": 4,
+        "eval_tokens": 1 << 20,  # the whole split, also where the command would choose fewer
         "save_every": 4,
         "log_every": 1,
         "device": "cpu",
