@@ -147,7 +147,7 @@ def by_train(
             clock.mark()
             return False
 
-        trainer.train(after_step)
+        trainer.train(bool, after_step)  # asked once a step whether to save
         report = trainer.finish()
         slots = trainer.agreement.slots
         first = phases_of(trainer.config)[0]

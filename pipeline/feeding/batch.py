@@ -9,7 +9,7 @@ Shapes: B sequences, T padded length, P pieces, S segments.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -93,6 +93,12 @@ class Batch(Mapping[str, Any]):
         self.num_slots = rows * length
         """B times T: tokens and padding."""
 
+    @overload
+    def __getitem__(  # type: ignore[overload-overlap]
+        self, key: Literal["max_length_q", "max_length_k", "use_cache"]
+    ) -> int: ...
+    @overload
+    def __getitem__(self, key: str) -> torch.Tensor: ...
     def __getitem__(self, key: str) -> Any:
         if key not in self._tensors:
             if key not in self._keys:

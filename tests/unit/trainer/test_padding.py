@@ -58,5 +58,6 @@ def waste(config: TrainConfig) -> float:
     """The padding of an epoch."""
     task = task_of(config, CPU)
     policy = make_policy(config, packed=is_packed(config, task), on_gpu=False)
-    epoch = EpochShapes.of_split(task.manifest.split("train"), policy, config.seed)
+    split = task.manifest.split("train")
+    epoch = EpochShapes.of_split(split, policy, config.seed, step_size=1)
     return 1 - epoch.tokens / epoch.slots
