@@ -6,17 +6,19 @@ import re
 from collections.abc import Sequence
 
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 
 __all__ = ["is_split_name", "matching"]
 
 _SPLIT = re.compile(r"\w[\w.-]*")
 _NO_SPLITS = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
-"""Files beside the folders of splits."""
+"""Files beside the folders of splits. Names that end like a temporary file are cleared away."""
 
 
 def is_split_name(name: str) -> bool:
     """Whether a split may have this name: it becomes a folder of the output."""
-    return bool(_SPLIT.fullmatch(name)) and not name.startswith(_NO_SPLITS)
+    is_ours = name.startswith(_NO_SPLITS) or name.endswith(TEMPORARY_SUFFIX)
+    return bool(_SPLIT.fullmatch(name)) and not is_ours
 
 
 def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:

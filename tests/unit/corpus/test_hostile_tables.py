@@ -94,6 +94,21 @@ def test_a_corrupt_record_batch_costs_itself(tmp_path: Path) -> None:
     assert [*good] == [*range(GROUP), *range(2 * GROUP, ROWS)]  # those behind keep their numbers
 
 
+def test_batches_behind_damaged_header_keep_distinct_numbers(tmp_path: Path) -> None:
+    path, rows = tmp_path / "a.arrow", random_texts()
+    starts = write_batches(path, rows, None)
+    data = bytearray(path.read_bytes())
+    data[starts[0] + 8 : starts[0] + 40] = b"\xff" * 32
+    path.write_bytes(data)
+    (source,) = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
+    numbers: list[int] = []
+    for unit in cut_units([source], 1):
+        for records in read_records(unit.parts[0], {"text": Kind.TEXT}):
+            numbers += records.numbers.tolist()
+    assert len(numbers) == len(set(numbers)) >= ROWS - GROUP
+    assert numbers == sorted(numbers)
+
+
 def test_offsets_that_lead_nowhere_are_damage_and_no_crash(tmp_path: Path) -> None:
     path, rows = tmp_path / "a.arrow", random_texts()
     starts = write_batches(path, rows, None)

@@ -51,7 +51,13 @@ class _ArrowTable:
             reader = _reader(file)
             if not isinstance(reader, pa.ipc.RecordBatchFileReader):
                 return [batch.num_rows for batch in reader]
-            return _rows_in_headers(file, reader.num_record_batches)
+            rows = _rows_in_headers(file, reader.num_record_batches)
+            for index in range(len(rows), reader.num_record_batches):  # behind a damaged header
+                try:
+                    rows.append(reader.get_batch(index).num_rows)
+                except DAMAGE:
+                    rows.append(1)
+            return rows
 
     def read(self, fields: Fields, start: int, stop: int | None, first: int) -> Iterator[Records]:
         """See `Table.read`."""
@@ -96,9 +102,8 @@ def _damaged(index: int, error: Exception, record: int, fields: Fields) -> Recor
 
 
 def _rows_in_headers(file: pa.NativeFile, num_batches: int) -> list[int]:
-    """The rows of each record batch of a file by its header: nothing is decompressed.
-
-    A batch behind damage counts as one record.
+    """Return the rows of each record batch up to the first damaged header, from the headers alone:
+    nothing is decompressed.
     """
     rows: list[int] = []
     file.seek(_FIRST_MESSAGE)
@@ -108,7 +113,7 @@ def _rows_in_headers(file: pa.NativeFile, num_batches: int) -> list[int]:
             message = messages.read_next_message()
             if message.type == "record batch":
                 rows.append(_num_rows(message.metadata.to_pybytes()))
-    return rows + [1] * (num_batches - len(rows))
+    return rows
 
 
 def _num_rows(message: bytes) -> int:
