@@ -65,7 +65,7 @@ NOT_RUN = {
 }
 SHORT = {"docs/how/own-format.md", "docs/how/resume.md"}
 """Run by `make test-fast` too; the others take from 5 to 60 s, most of it imports."""
-LONG = {"docs/how/gpus.md", "docs/how/ranks.md", "docs/training.md"}
+LONG = {"docs/how/gpus.md", "docs/how/ranks.md"}
 """Run by `make test-long`: a quarter of a minute and more each."""
 DESCRIBED = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")

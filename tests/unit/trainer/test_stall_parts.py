@@ -132,7 +132,7 @@ def test_advice_begins_at_its_threshold_and_names_something_to_change(cause: Cau
 
 
 def test_the_table_of_causes_in_the_documentation_has_all_and_says_the_same() -> None:
-    text = (ROOT / "docs/training.md").read_text()
+    text = (ROOT / "docs/how/stall.md").read_text()
     rows = re.findall(r"^\| `([a-z ]+)` \| ([^|]+) \|", text, re.MULTILINE)
     told = {cause: meaning.replace("`", "") for cause, meaning in rows if cause in CAUSES}
     assert list(told.items()) == [(cause, about.meaning) for cause, about in ABOUT.items()]
