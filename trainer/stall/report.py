@@ -89,13 +89,15 @@ class StallReport:
     advice: list[Advice]
 
     def __str__(self) -> str:
-        speed = ", ".join(speed_parts(self, self.padding)) or "no tokens were passed to `step`"
+        speed = (
+            ", ".join(speed_parts(_shown(self), self.padding)) or "no tokens were passed to `step`"
+        )
         return "\n".join(
             [
-                *stall_lines(self),
+                *stall_lines(_shown(self)),
                 f"speed    {speed}",
                 f"device   {self.device}; {self.method}",
-                *advice_lines(self),
+                *advice_lines(_shown(self)),
             ]
         )
 
@@ -111,3 +113,8 @@ class StallReport:
         content = json.dumps({"stall": asdict(self)}, indent=1)
         atomic_write(Path(folder) / REPORT_FILE, content.encode() + b"\n")
         return write_page(Path(folder))
+
+
+def _shown(report: Any) -> Any:
+    """Return the report. Pyright knows this file by two names, and takes them for two types."""
+    return report

@@ -1,7 +1,7 @@
 """A stall report in lines of text, and the words that its page shares with them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
@@ -77,7 +77,9 @@ def not_measured(report: "StallReport") -> str:
 
 def shown_causes(report: "StallReport") -> "dict[Cause, CauseReport]":
     """Causes large enough to show in a table, the largest first."""
-    shown = [(name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM]
+    shown: list[Any] = [
+        (name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM
+    ]
     return dict(sorted(shown, key=lambda item: -item[1].fraction))
 
 
