@@ -40,16 +40,24 @@ def _command() -> None:
 
 def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
+        from tokenfeed.pipeline.format.manifest import Manifest
+        from tokenfeed.pipeline.format.store import open_store
+        from tokenfeed.tools.inspection import describe
         from tokenfeed.tools.options import parse_options
         from tokenfeed.tools.pretokenizing.make import make_dataset
         from tokenfeed.tools.pretokenizing.part import make_part
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
-    summary = make_part(options, server) if options.part else make_dataset(options, server)
+    if options.part:
+        part = make_part(options, server)
+        print_json(part.as_json()) if options.json else print(part)
+        return
+    summary = make_dataset(options, server)
     if options.json:
         print_json(summary.as_json())
     else:
-        print(summary)
+        store = open_store(options.paths[-1])
+        print(describe(store, Manifest.read(store), summary.facts()))
 
 
 def _early_server(arguments: list[str]) -> "Server | None":

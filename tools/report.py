@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from tokenfeed.pipeline.facts import facts
 from tokenfeed.tools.console import parse_words, print_json, run_command
 from tokenfeed.trainer.config import PAGE_FILE
 from tokenfeed.trainer.page.comparison import Row, compare
@@ -49,7 +50,7 @@ class Show:
             log.warning("%s: not written: %s", self.run_dir / PAGE_FILE, error.strerror)
             return 0
         if not self.json:
-            print(f"page     {page}")
+            print(facts([("page", str(page))]))
         return 0
 
 

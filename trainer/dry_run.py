@@ -8,6 +8,7 @@ real operators. Speed is a bound: the GPU's arithmetic by the operations of a to
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.fitting import SHARE_OF_MEMORY
 from tokenfeed.trainer.gpus import GIB
@@ -59,27 +60,41 @@ class DryRun:
     """Of one, at 1 GB/s."""
 
     def summary(self) -> str:
-        """The same in a few lines."""
-        lines = [
-            f"steps    {self.steps:,} of {self.micro_batches_per_step} micro-batches, "
-            f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
-            f"batches  an epoch has {self._shapes()}; padding {self.padding:.2%}",
-            f"model    {self.parameters / 1e6:.1f} M parameters{self._trained()}, "
-            f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
-            f"memory   {self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
-        ]
+        """The plan in a few lines."""
+        speed = fits = ""
         if self.gpu is not None:
-            lines.append(f"fits     {self._fitting()}")
+            fits = self._fitting()
         if self.tokens_per_s_bound is not None:
-            lines.append(
-                f"speed    at most {self.tokens_per_s_bound:,.0f} tokens/s, so at least "
-                f"{_duration(self.hours_bound)}"
-            )
-        lines.append(
-            f"disk     {self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; those "
-            f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at 1 GB/s"
+            bound = f"{self.tokens_per_s_bound:,.0f}"
+            speed = f"at most {bound} tokens/s, so at least {_duration(self.hours_bound)}"
+        return facts(
+            [
+                (
+                    "steps",
+                    f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
+                    f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} "
+                    "tokens",
+                ),
+                ("batches", f"an epoch has {self._shapes()}; padding {self.padding:.2%}"),
+                (
+                    "model",
+                    f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
+                    f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
+                ),
+                (
+                    "memory",
+                    f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
+                ),
+                ("fits", fits),
+                ("speed", speed),
+                (
+                    "disk",
+                    f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; those "
+                    f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at "
+                    "1 GB/s",
+                ),
+            ]
         )
-        return "\n".join(lines)
 
     def _shapes(self) -> str:
         return ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())

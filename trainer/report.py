@@ -14,11 +14,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport
-from tokenfeed.trainer.stall.table import advice_lines, speed_parts, stall_lines
+from tokenfeed.trainer.stall.table import advice_facts, speed_parts, stall_facts
 
 __all__ = ["Report", "decode_json", "encode_json", "versions"]
 
@@ -114,18 +115,24 @@ class Report:
         speed = speed_parts(self.stall, self.padding)
         if self.real_tokens_per_s is None:
             speed = ["not measured", *speed]
-        return "\n".join(
+        return facts(
             [
-                f"model    {self.model}, {self.parameters / 1e6:.1f} M parameters, "
-                f"{self.precision} on {self.device}",
-                f"trained  {self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}{end}",
-                f"loss     {loss}",
-                *self._metrics(),
-                f"speed    {', '.join(speed)}",
-                *stall_lines(self.stall),
-                *self._store(),
-                *advice_lines(self.stall),
-                *([f"report   {folder / ', '.join(files)}"] if files else []),
+                (
+                    "model",
+                    f"{self.model}, {self.parameters / 1e6:.1f} M parameters, {self.precision} on "
+                    f"{self.device}",
+                ),
+                (
+                    "trained",
+                    f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}{end}",
+                ),
+                ("loss", loss),
+                *(("metrics", line) for line in self._metrics()),
+                ("speed", ", ".join(speed)),
+                *stall_facts(self.stall),
+                ("store", self._store()),
+                *advice_facts(self.stall),
+                ("report", f"{folder / ', '.join(files)}" if files else ""),
             ]
         )
 
@@ -139,22 +146,20 @@ class Report:
         """A line for each split that was measured."""
         step = "" if self.best_step is None else f", best at step {self.best_step:,}"
         return [
-            f"metrics  {split}{step}: "
+            f"{split}{step}: "
             + ", ".join(f"{k} {v:.4f}" if v is not None else f"{k} nan" for k, v in metrics.items())
             for split, metrics in self.metrics.items()
         ]
 
-    def _store(self) -> list[str]:
-        """A line about data in a store."""
+    def _store(self) -> str:
+        """What the run read from a store; empty for local data."""
         if (found := self.remote) is None:
-            return []
-        parts = [
-            f"{found.requests:,} requests, {found.bytes / 1e6:,.1f} MB",
-            f"{found.hits:,} hits in the cache",
-            f"{found.retries:,} retries, {found.outage_s:.1f} s of outage",
-            f"windows at hand after {found.wait_s.p99:.3f} s (p99)",
-        ]
-        return [f"store    {', '.join(parts)}"]
+            return ""
+        return (
+            f"{found.requests:,} requests, {found.bytes / 1e6:,.1f} MB, {found.hits:,} hits in the "
+            f"cache, {found.retries:,} retries, {found.outage_s:.1f} s of outage, windows at hand "
+            f"after {found.wait_s.p99:.3f} s (p99)"
+        )
 
 
 def encode_json(value: Any, indent: int | None = None) -> str:

@@ -1,13 +1,14 @@
-"""What a run of `pretokenize` has to say at its end, for people and for scripts."""
+"""The figures at the end of `pretokenize`, for people and for scripts."""
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.histogram import histogram_lines
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE
 
 __all__ = ["Summary"]
@@ -44,9 +45,9 @@ class Summary:
     """Classes or tags in the order of their numbers."""
     engine: str
     audited: int
-    """Texts whose ids the fast engine and the reference both made."""
+    """Texts that both the fast engine and the reference encoded."""
     differences: int
-    """Of those, how many differed; with any, the reference made all ids."""
+    """Audited texts whose ids differed. If there are any, the reference made all ids."""
     routed: int
     """Texts that the fast engine left to the reference."""
     verified: bool
@@ -60,9 +61,9 @@ class Summary:
     """Units that an earlier, interrupted run had finished."""
     seconds: float
     tokenizer_seconds: float
-    """Of `seconds`, those for loading or training the tokenizer."""
+    """The part of `seconds` that loaded or trained the tokenizer."""
     mb_per_s: float
-    """Text of this run, without what was resumed, in 10^6 bytes, over the rest of `seconds`."""
+    """Text that this run encoded, in 10^6 bytes, per second outside `tokenizer_seconds`."""
 
     @classmethod
     def from_manifest(
@@ -120,58 +121,28 @@ class Summary:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """A JSON object of all fields."""
+        """Return all fields as a JSON object."""
         return dataclasses.asdict(self)
 
-    def __str__(self) -> str:
-        lines = [f"{name:<12}{text}" for name, text in self._lines()]
-        return "\n".join([*lines, "rows by their tokens", *histogram_lines(self.length_histogram)])
-
-    def _lines(self) -> list[tuple[str, str]]:
-        binary = f", {self.skipped_binary:,} binary skipped" if self.skipped_binary else ""
-        rejects = f" (why: {self.out}/{REJECTS_FILE})" if self.rejected else ""
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Yield the facts of the run. `shards inspect` has those of the data set."""
+        if self.skipped_binary:
+            yield "left out", count_of(self.skipped_binary, "binary file")
+        if self.rejected:
+            yield "rejects", f"{self.out}/{REJECTS_FILE} lists each with its reason"
+        yield "training", self._training()
+        if self.task in ENDED_TASKS:
+            missing = "none: the tokenizer has no such token (see --end-token)"
+            yield "end token", self.end_token or missing
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
-        splits = ", ".join(f"{rows:,} {name}" for name, rows in self.splits.items())
-        text_mb, shard_mb = self.text_bytes / 1e6, self.shard_bytes / 1e6
-        lines = {
-            "input": f"{_count(self.files, 'file')}, {text_mb:,.1f} MB of text{binary}",
-            "rows": f"{self.documents:,}: {splits}",
-            "not written": f"{self.empty:,} empty, {self.rejected:,} rejected{rejects}",
-            "tokens": f"{self.tokens:,}, {self.text_bytes_per_token:.2f} bytes of text each",
-            "shards": f"{shard_mb:,.1f} MB, compressed to {self.shard_bytes_per_token:.2f} bytes "
-            "per token on disk",
-            "tokenizer": f"{self.vocabulary_size:,} ids{self._training()}",
-            "engine": self._engine(),
-            "labels": f"{len(self.labels):,}: {', '.join(self.labels)}",
-            "end token": self.end_token
-            or "none: the tokenizer has no such token (see --end-token)",
-            "speed": f"{self.mb_per_s:,.1f} MB/s, {_count(self.units, 'unit')} of work{resumed}",
-            "time": f"{self.seconds:,.1f} s",
-            "output": self.out,
-        }
-        if not self.labels:
-            del lines["labels"]
-        if self.task not in ENDED_TASKS:
-            del lines["end token"]
-        return list(lines.items())
-
-    def _engine(self) -> str:
-        if not self.audited:
-            return self.engine
-        routed = f", {self.routed:,} left to `tokenizers`" if self.routed else ""
-        compared = "every text" if self.verified else f"{self.audited:,} texts"
-        return (
-            f"{self.engine}{routed}, {compared} compared with `tokenizers`, "
-            f"{self.differences:,} with other ids"
-        )
+        yield "speed", f"{self.mb_per_s:,.1f} MB/s, {count_of(self.units, 'unit')} of work{resumed}"
+        yield "time", f"{self.seconds:,.1f} s"
+        yield "output", self.out
 
     def _training(self) -> str:
+        """What became of a tokenizer that this run trained."""
         if self.vocabulary_wanted is None:
             return ""
         if self.vocabulary_wanted == self.vocabulary_size:
-            return f", trained in {self.tokenizer_seconds:,.1f} s"
-        return f", trained; the corpus gave no more of the {self.vocabulary_wanted:,} wanted"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+            return f"the tokenizer was trained in {self.tokenizer_seconds:,.1f} s"
+        return f"the corpus gave no more of the {self.vocabulary_wanted:,} ids wanted"

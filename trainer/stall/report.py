@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
-from tokenfeed.trainer.stall.table import advice_lines, speed_parts, stall_lines
+from tokenfeed.trainer.stall.table import advice_facts, speed_parts, stall_facts
 
 __all__ = ["Advice", "CauseReport", "Interval", "StallReport"]
 
@@ -89,17 +90,11 @@ class StallReport:
     advice: list[Advice]
 
     def __str__(self) -> str:
-        speed = (
-            ", ".join(speed_parts(_shown(self), self.padding)) or "no tokens were passed to `step`"
-        )
-        return "\n".join(
-            [
-                *stall_lines(_shown(self)),
-                f"speed    {speed}",
-                f"device   {self.device}; {self.method}",
-                *advice_lines(_shown(self)),
-            ]
-        )
+        shown = _shown(self)
+        speed = ", ".join(speed_parts(shown, self.padding)) or "no tokens were passed to `step`"
+        pairs = [*stall_facts(shown), ("speed", speed)]
+        pairs += [("device", f"{self.device}; {self.method}"), *advice_facts(shown)]
+        return facts(pairs)
 
     def write(self, folder: Path | str) -> Path:
         """Write report.json and report.html into a folder, each atomically.

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tokenfeed.trainer.stall.report import CauseReport, StallReport
 
 __all__ = [
-    "advice_lines",
+    "advice_facts",
     "cause_table",
     "gain_words",
     "headline",
@@ -22,7 +22,7 @@ __all__ = [
     "shown_causes",
     "slowest_line",
     "speed_parts",
-    "stall_lines",
+    "stall_facts",
 ]
 
 _TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
@@ -34,10 +34,10 @@ _LEAST_COST = 0.005
 """Ranks that differ by less count as equal."""
 
 
-def stall_lines(report: "StallReport") -> list[str]:
-    """The stall in a line, then a line for each cause, then a line for each rank."""
-    causes = [f"         {line}" for line in cause_table(report)]
-    return [f"stall    {headline(report)}", *causes, *rank_table(report)]
+def stall_facts(report: "StallReport") -> list[tuple[str, str]]:
+    """The stall with a table of its causes, and the slowest rank with a table of the ranks."""
+    stall = "\n".join([headline(report), *cause_table(report)])
+    return [("stall", stall), ("ranks", "\n".join(rank_table(report)))]
 
 
 def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
@@ -54,9 +54,9 @@ def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
     return parts
 
 
-def advice_lines(report: "StallReport") -> list[str]:
-    """A line for each piece of advice."""
-    return [f"advice   {piece.text} ({gain_words(piece.gain)})" for piece in report.advice]
+def advice_facts(report: "StallReport") -> list[tuple[str, str]]:
+    """One fact for each piece of advice."""
+    return [("advice", f"{piece.text} ({gain_words(piece.gain)})") for piece in report.advice]
 
 
 def gain_words(gain: float | None) -> str:
@@ -160,10 +160,10 @@ def rank_table(report: "StallReport") -> list[str]:
     shown = sorted(ranks, key=lambda each: each.waited_seconds)[:_MOST_RANKS]
     left = len(ranks) - len(shown)
     return [
-        f"ranks    {slowest_line(report)}",
-        f"         {'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
-        *(f"         {_rank(each)}" for each in shown),
-        *([f"         and {left} more, which waited longer"] if left else []),
+        slowest_line(report),
+        f"{'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
+        *map(_rank, shown),
+        *([f"and {left} more, which waited longer"] if left else []),
     ]
 
 

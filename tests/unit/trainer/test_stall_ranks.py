@@ -255,7 +255,7 @@ def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
     ranks = told(*(reading(work=rank, communication=100 - rank, data=1) for rank in range(64)))
     report = waiting_report(ranks, 0.5)
     lines = rank_table(report)
-    assert lines[0].startswith("ranks    rank 63 keeps the others waiting: work, 6.30 s a step")
+    assert lines[0].startswith("rank 63 keeps the others waiting: work, 6.30 s a step")
     assert re.findall(r"rank (\d+) ", "\n".join(lines[2:])) == [str(63 - n) for n in range(8)]
     assert lines[-1].endswith("and 56 more, which waited longer")
     page = rank_table_of_page(report)
