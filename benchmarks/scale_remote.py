@@ -35,8 +35,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenfeed import Manifest, Packed, ShardLoader
+from tokenfeed.pipeline.caching.eviction import sweep
 from tokenfeed.pipeline.caching.node import Node
-from tokenfeed.pipeline.caching.sweep import sweep
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
 

@@ -11,7 +11,7 @@ import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
-from tokenfeed.pipeline.format.reading import error_line
+from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,

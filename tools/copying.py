@@ -25,9 +25,9 @@ from tokenfeed.pipeline.format.manifest import (
     MADE_BY_FILE,
     MANIFEST_FILE,
     Manifest,
+    stored,
 )
-from tokenfeed.pipeline.format.proof import stored
-from tokenfeed.pipeline.format.reading import gave_up
+from tokenfeed.pipeline.format.read_errors import gave_up
 from tokenfeed.pipeline.format.storage import atomic_write, file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore, Store, open_store
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore

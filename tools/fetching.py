@@ -9,7 +9,7 @@ from typing import IO, NamedTuple
 import xxhash
 
 from tokenfeed.pipeline.format.manifest import FileInfo, Manifest, ShardInfo
-from tokenfeed.pipeline.format.reading import damaged, refused
+from tokenfeed.pipeline.format.read_errors import damaged, refused
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.tools.run.crew import Progress

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.manifest import (
     ShardInfo,
     length_histogram,
 )
-from tokenfeed.pipeline.format.reading import error_line, gave_up
+from tokenfeed.pipeline.format.read_errors import error_line, gave_up
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, Task
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, StorePath, open_store

@@ -13,7 +13,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
-from tokenfeed.pipeline.planning.estimate import likely_lengths
+from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.trainer.batching import Policy
 

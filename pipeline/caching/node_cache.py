@@ -20,10 +20,9 @@ import threading
 import time
 from contextlib import AbstractContextManager
 
-from tokenfeed.pipeline.caching.budget import Budget
+from tokenfeed.pipeline.caching.eviction import ENDS, Budget, Until, sweep
 from tokenfeed.pipeline.caching.locks import alone, try_lock
 from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.sweep import ENDS, Until, sweep
 
 __all__ = ["CacheSet", "NodeCache", "read_file"]
 

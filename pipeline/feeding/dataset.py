@@ -13,10 +13,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.caching.settings import cache_for
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
-from tokenfeed.pipeline.feeding.remote import cache_for
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of

@@ -15,8 +15,8 @@ from typing import Any, Self
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.feed import Feed
-from tokenfeed.pipeline.feeding.source import end_with_interpreter
 from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.feeding.window_source import end_with_interpreter
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.state import Delivered
 

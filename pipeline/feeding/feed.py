@@ -9,12 +9,10 @@ from functools import partial
 import torch
 
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
-from tokenfeed.pipeline.feeding.page_lock import PageLock
-from tokenfeed.pipeline.feeding.pool import WorkerPool
-from tokenfeed.pipeline.feeding.source import InlineSource, Lease, WindowSource
 from tokenfeed.pipeline.feeding.stats import Counters
-from tokenfeed.pipeline.feeding.transfer import Batches, copy_ahead, copy_stream
+from tokenfeed.pipeline.feeding.transfer import Batches, PageLock, copy_ahead, copy_stream
 from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.feeding.window_source import InlineSource, Lease, WindowSource, WorkerPool
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch

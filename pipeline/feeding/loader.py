@@ -1,19 +1,20 @@
-"""ShardLoader: batches on a device, ready before they are asked for, resumable at any of them.
+"""ShardLoader: batches on a device, prepared ahead of use, resumable after any batch.
 
     shards ─A─► workers ─B─► slice of a window ─C─► device ─D─► Batch
-    A decode, plan, gather: once per window, in worker processes
-    B anonymous shared memory, page-locked once for a CUDA device, used in turn
-    C ragged tokens, 2 bytes each, on a copy stream, ahead of use
-    D widened, padded and labelled on that same stream; on the CPU by numpy instead
+    A worker processes read, plan and gather: once per window
+    B anonymous shared memory holds the slice; it is page-locked once for a CUDA device and reused
+    C ragged tokens, 2 bytes each, are copied on a copy stream, ahead of use
+    D the same stream widens, pads and labels them; on the CPU numpy does
 
-In the steady state the host waits for no kernel, only for copies that were queued long before;
-page-locking, which the driver may do only when the device is idle, happens in the first windows.
-Nothing stops at the end of a window or an epoch. The state counts what the user was given, not what
-was prefetched, so a state saved at any batch continues with exactly the next one.
+In the steady state the host waits for no kernel. It waits only for copies that were queued long
+before. Page-locking can make the driver wait for an idle device, so it happens in the first
+windows. Workers continue over the end of a window and of an epoch. The saved state counts the
+batches that the user received, not the prefetched ones: a resumed run gets exactly the next batch.
+docs/how-it-works.md follows one batch through these files.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from os import PathLike
 from typing import Any, Literal, NoReturn, Self
@@ -21,27 +22,30 @@ from typing import Any, Literal, NoReturn, Self
 import torch
 
 from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.caching.settings import cache_for, has_remote
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.devices import resolve_device
 from tokenfeed.pipeline.feeding.feed import Feed
-from tokenfeed.pipeline.feeding.placement import resolve_ranks
-from tokenfeed.pipeline.feeding.remote import cache_for
+from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
-from tokenfeed.pipeline.feeding.workshop import Workshop
+from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.planning.estimate import estimate_rounds
-from tokenfeed.pipeline.planning.mixing import deviation, unmixed
+from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.planner import Planner
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
 from tokenfeed.pipeline.windows.compare import compare
+from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
+from tokenfeed.pipeline.windows.reader import WindowReader
 
 __all__ = ["ShardLoader"]
 
@@ -49,24 +53,29 @@ _TRAIN, _START = "train", Position(0, 0, 0)
 
 
 class ShardLoader:
-    """Streams the batches of a data set, once per epoch each row, in a planned order.
+    """Iterator over the batches of a data set: every row once per epoch, in a planned order.
 
         loader = ShardLoader("out/", batching=Padded(max_tokens=32_768), device="cuda")
         for batch in loader:
             loss = model(**batch, num_items_in_batch=max(1, batch.num_targets)).loss
         state = loader.state_dict()    # JSON-serialisable, at any batch
 
-    A loader of the split `train` goes on from its position: leaving the loop and entering it again
-    loses and repeats nothing, and after the last epoch of a pass the next pass begins, newly
-    shuffled. A loader of any other split begins anew with every `for` loop, so two evaluations see
-    the same batches; right after `load_state_dict` it goes on once. `rewind` begins anew in any
-    split. A fork of the process goes on from the position too, with workers of its own.
+    Each item is a `Batch`: `input_ids` of shape [B, T] int64, `labels`, and masks or positions, on
+    `device`. `Batch` documents all keys and shapes.
 
-    One thread at a time iterates, loads, resizes and closes; another one that comes in between gets
-    a LoaderError and disturbs nothing. `state_dict`, `position` and `stats` work in any thread and
-    in a signal handler, and wait for nothing: a state is that of a batch that was given out, though
-    not always of one that was trained on, so let a handler ask the loop to save after its step. A
-    batch on a CUDA device belongs to the stream that was current, in that thread, at `next`.
+    A loader of the split `train` continues at its position: a second `for` loop delivers the
+    batches after those of the first. After the last epoch of a pass, the next pass begins with a
+    new shuffle. A loader of another split starts from the beginning with every `for` loop, so two
+    evaluations get the same batches. The first loop after `load_state_dict` continues at the loaded
+    position. `rewind` starts from the beginning in any split. A forked process continues at the
+    position, with its own workers.
+
+    Only one thread at a time may iterate, load, resize or close. A second thread gets a
+    LoaderError, and the first is not disturbed. `state_dict`, `position` and `stats` work in any
+    thread and in a signal handler, and never wait. A state includes every batch that `next` has
+    returned, also the one that the loop is still training on: a handler should ask the loop to save
+    after its step. A batch on a CUDA device belongs to the stream that was current in the calling
+    thread at `next`.
     """
 
     def __init__(
@@ -89,42 +98,44 @@ class ShardLoader:
         cache_dir: str | PathLike[str] | None = None,
         cache_bytes: int | None = None,
     ) -> None:
-        """Read the manifest and make the plan; workers start with the first iteration.
+        """Read the manifest and make the plan. Workers start with the first iteration.
 
         Args:
             path: Output folder of `pretokenize`, its URL in a store, or a Mixture of several.
             batching: `Padded`, `Packed` or `Fixed`.
-            split: Which split of the data set.
-            device: Where batches are delivered.
-            num_workers: Reader processes; 0 reads in this process (of a store: 1, for this one
-                stays free of its client), "auto" starts one and measures how many keep up, at most
-                this rank's share of the cores. The order never depends on it.
-            seed: Decides every order.
-            shuffle: False gives the order of the files, sorted by length within a window.
-            epochs: Epochs of a pass; None for no end.
+            split: Name of the split, such as "train".
+            device: Device of the batches, such as "cuda" or "cuda:1".
+            num_workers: Number of worker processes. 0 reads in this process; data in a store needs
+                at least 1. "auto" starts one worker and measures how many keep up with the loop,
+                at most this rank's share of the cores. The order of rows does not depend on it.
+            seed: Seed of the shuffle.
+            shuffle: False delivers rows in file order, sorted by length within a window.
+            epochs: Number of epochs in a pass. None repeats forever.
             micro_batches_per_step: Micro-batches of one optimizer step, over all ranks (of a
-                stream). Their rows are of nearly equal length and the same on any number of ranks.
-                None: the number in a loaded state, or else the number of ranks. With more ranks
-                than micro-batches, one round holds several steps of different lengths, so ranks
-                do unequal work.
-            window_tokens: Tokens that are shuffled and sorted together; None chooses 8 to 32 M,
-                several windows of which are in memory. More mix a corpus better that is in some
-                order; see `Stats.mixing`.
-            timeout: Seconds after which a worker that does not answer counts as hung;
-                `float("inf")` for no limit. One that waits for a store is not: that wait ends.
-            rank: Which rank this is; by default torch.distributed's, or 0 where it is not running.
-            world_size: Ranks that share each step; by default torch.distributed's, or 1.
-            num_streams: For very many ranks: the windows are dealt to so many groups of consecutive
-                ranks, and a rank reads only those of its group; "nodes" makes the ranks of a node a
-                group. See `merge_states`.
-            cache_dir: Where the processes of this node keep what comes from stores; by default
-                $TOKENFEED_CACHE, or a folder of yours in the system's temporary one.
-            cache_bytes: How much of it; None for the lesser of 10 GB and 5 % of the free disk, 0
-                for memory alone.
+                stream). Their rows have nearly equal lengths and are the same on any number of
+                ranks. None: the number in a loaded state, else the number of ranks. With more
+                ranks than micro-batches, one round holds several steps of different lengths, so
+                ranks do unequal work.
+            window_tokens: Tokens that are shuffled and sorted together. None chooses 8 to 32
+                million. Several windows are in memory at once. Larger windows mix an ordered
+                corpus better; see `Stats.mixing`.
+            timeout: Seconds without an answer after which a worker counts as hung; `float("inf")`
+                for no limit. Time that a worker waits for a store does not count.
+            rank: Rank of this process. Default: the rank of torch.distributed, or 0.
+            world_size: Number of ranks that share each step. Default: the world size of
+                torch.distributed, or 1.
+            num_streams: For very many ranks: divides the ranks into this many groups of
+                consecutive ranks and deals the windows to the groups. A rank reads only the
+                windows of its group. "nodes" makes the ranks of each node a group. See
+                `merge_states`.
+            cache_dir: Folder of the node's cache for data from stores. Default: $TOKENFEED_CACHE,
+                or a folder of this user in the system's temporary folder.
+            cache_bytes: Largest size of the cache in bytes. None: the smaller of 10 GB and 5 % of
+                the free disk. 0: no cache on disk.
 
         Raises:
-            ManifestError: The folder holds no such data set or split.
-            ConfigError: A setting is out of range, or does not fit the data.
+            ManifestError: The folder has no such data set or split.
+            ConfigError: A setting is out of range or does not fit the data.
         """
         self._ranks = resolve_ranks(rank, world_size, num_streams)
         if epochs is not None and self._ranks.num_streams > 1:
@@ -134,7 +145,7 @@ class ShardLoader:
         self.epochs = checks.epochs(epochs)
         self.device = resolve_device(device)
         self._sources = open_splits(paths_of(path), checks.text("split", split))
-        make = partial(
+        self._make_plan = partial(
             Plan.from_splits,
             self._sources,
             path if isinstance(path, Mixture) else None,
@@ -146,12 +157,15 @@ class ShardLoader:
             stream=self._ranks.stream,
             num_streams=self._ranks.num_streams,
         )
-        self._planner = Planner(make, micro_batches_per_step, self._ranks.group_size)
-        plan = self._planner.first()
-        cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
-        self._workshop = Workshop(
-            self._sources, cache, self._ranks, num_workers=num_workers, timeout=timeout
-        )
+        self._step_size = micro_batches_per_step
+        step_size = self._ranks.group_size if self._step_size is None else self._step_size
+        plan = self._make_plan(micro_batches_per_step=step_size)
+        self._cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
+        self._timeout = checks.number("timeout", timeout, unit="seconds")
+        self._least_workers = int(has_remote(self._sources))
+        self._tuner = Tuner(cores_per_rank()) if num_workers == "auto" else None
+        first = 1 if num_workers == "auto" else num_workers
+        self._num_workers = resolve_workers(first, least=self._least_workers)
         self._delivery = Delivery(Delivered(plan))
         self._begins_anew = plan.split != _TRAIN
         self._is_resumed = False
@@ -161,40 +175,40 @@ class ShardLoader:
 
     @property
     def manifest(self) -> Manifest:
-        """What the data set holds; of a mixture, its first one."""
+        """The manifest of the data set; for a mixture, of its first data set."""
         return self._sources[0].manifest
 
     @property
     def rank(self) -> int:
-        """Which rank this is, among all."""
+        """Rank of this loader, 0 to `world_size` - 1."""
         return self._ranks.rank
 
     @property
     def world_size(self) -> int:
-        """All ranks, of every stream."""
+        """Number of ranks, over all streams."""
         return self._ranks.world_size
 
     @property
     def micro_batches_per_step(self) -> int:
-        """Micro-batches of an optimizer step, over all ranks (of a stream)."""
+        """Number of micro-batches of an optimizer step, over all ranks (of a stream)."""
         return self._plan.micro_batches_per_step
 
     @property
     def position(self) -> Position:
-        """What comes next, counted over all ranks."""
+        """The position of the next batch, counted over all ranks."""
         return self._delivery.delivered.position
 
     @property
     def num_workers(self) -> int:
-        """Reader processes now; may be set at any time, which ends "auto"."""
+        """Current number of worker processes. It can be set at any time; that ends "auto"."""
         running = self._delivery.num_workers
-        return self._workshop.num_workers if running is None else running
+        return self._num_workers if running is None else running
 
     @num_workers.setter
     def num_workers(self, number: int) -> None:
-        number = self._workshop.able(number)
+        number = resolve_workers(number, least=self._least_workers)
         self._delivery.resize(number)
-        self._workshop.employ(number)
+        self._num_workers, self._tuner = number, None
 
     def __iter__(self) -> Iterator[Batch]:
         if self._begins_anew and not self._is_resumed:
@@ -204,8 +218,8 @@ class ShardLoader:
 
     def __getitem__(self, index: object) -> NoReturn:
         raise ConfigError(
-            "a ShardLoader has no items to index: iterate it. Code that wants a torch DataLoader "
-            "takes `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
+            "a ShardLoader cannot be indexed: iterate over it. For code that needs a torch "
+            "DataLoader, use `tokenfeed.integrations.dataloader.StatefulShardLoader(loader)`."
         )
 
     def __repr__(self) -> str:
@@ -217,36 +231,44 @@ class ShardLoader:
         )
 
     def rewind(self) -> None:
-        """Begin at the first batch of the first epoch, as a new loader does."""
+        """Go back to the first batch of the first epoch."""
         if self.position != _START:
             self._delivery.go_on_from(Delivered(self._plan))
 
     def __len__(self) -> int:
-        """Batches of a pass, where known: an epoch is one window, and always of the same rows.
+        """Number of batches in a pass. It is known only if an epoch is one window and always has
+        the same rows.
 
         Raises:
-            TypeError: Only reading all windows would tell; see `estimated_batches`.
+            TypeError: The number is unknown without reading all windows; see `estimated_batches`.
         """
         plan = self._plan
         if self.epochs is None or plan.num_windows > 1 or None in plan.epoch_tokens:
             raise TypeError(
-                "the number of batches is not known beforehand: see `estimated_batches`, or train "
+                "the number of batches is not known in advance: use `estimated_batches`, or train "
                 "for a number of steps"
             )
         if self._length is None:
-            self._length = self._workshop.one_by_one(plan).make(Position(0, 0, 0)).num_batches
+            self._length = self._single_windows(plan)(_START).num_batches
         return self._length * self.epochs
 
     @property
     def estimated_batches(self) -> int:
-        """About how many batches each rank gets in a pass: a window is planned of rows as long as
-        the manifest has them. No shard is read; it takes as long as planning a window does."""
+        """Estimated number of batches of each rank in a pass, from the manifest's row lengths.
+
+        Reads no shard. Cost: planning one window.
+
+        Raises:
+            ConfigError: `epochs` is None, so a pass has no end.
+        """
         if self.epochs is None:
-            raise ConfigError("`epochs`=None has no end, so there is no number of batches.")
+            raise ConfigError(
+                "`epochs`=None: a pass has no end, so it has no number of batches. Set `epochs`."
+            )
         return estimate_rounds(self._plan, self._sources, self.world_size) * self.epochs
 
     def stats(self) -> Stats:
-        """What was delivered to this rank, and what it waited for."""
+        """Return counts of the delivered batches and the time spent waiting, for this rank."""
         names = [source.name for source in self._sources]
         delivered = self._delivery.delivered
         present = dict(zip(names, delivered.tokens, strict=True))
@@ -255,22 +277,29 @@ class ShardLoader:
         return self._delivery.counters.read(self.num_workers, mixing, present, last)
 
     def state_dict(self) -> dict[str, Any]:
-        """What was delivered up to the last batch given out: a few integers, the plan's settings
-        and a digest. It does not depend on ranks, workers, prefetching or device; with
-        `num_streams` it is that of the rank's own stream."""
+        """Return the state after the last delivered batch, as a JSON-serialisable dict.
+
+        The dict holds a few integers, the settings of the plan and a digest of the delivered rows.
+        It does not depend on ranks, workers, prefetching or device. With `num_streams` above 1 it
+        is the state of this rank's stream.
+        """
         return self._delivery.delivered.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, at once. Only its window is read again.
+        """Continue after a saved state. Only the window of the state is read again.
 
         The next iteration delivers the rest of the pass, in any split. If the state was saved after
         the last batch of a pass, it delivers the next pass.
 
+        Args:
+            state: What `state_dict` or `merge_states` returned.
+
         Raises:
-            ResumeError: The state belongs to other data, another seed or policy; says which.
+            ResumeError: The state was saved with other data, another seed or another policy. The
+                message names the difference.
         """
         state = own_stream(state, self._plan.stream)
-        plan = self._planner.of_state(state, self._plan)
+        plan = self._plan_for(state)
         names = [source.name for source in self._sources]
         delivered = Delivered.from_state(plan, state, names)
         self._delivery.go_on_from(delivered)
@@ -278,17 +307,24 @@ class ShardLoader:
         self._length = None
 
     def compare(self, first: dict[str, Any], second: dict[str, Any]) -> str | None:
-        """The first difference between what two runs delivered, from their states; None if none.
+        """Return the first difference between the rows that two runs delivered, as one line.
+
+        Args:
+            first: The saved state of one run.
+            second: The saved state of the other run.
+
+        Returns:
+            None if both runs delivered the same rows.
 
         Raises:
-            ResumeError: One of them is no state, or neither belongs to this loader's plan.
+            ResumeError: An argument is not a loader state, or neither state fits this loader.
         """
-        plan = self._planner.of_state(first, self._plan)
-        return compare(self._workshop.one_by_one(plan), first, second)
+        plan = self._plan_for(first)
+        return compare(plan, self._single_windows(plan), first, second)
 
     def explain(self, batch: Batch) -> list[Origin]:
-        """The file, the record and the tokens of it that each piece of a batch is made of, in the
-        order of `batch.rows`. Reads shards, some record batches of each.
+        """Return the input file, the record and the token range of each piece of a batch, in the
+        order of `batch.rows`. Reads several record batches of each shard involved.
 
         Raises:
             ShardFormatError: A shard is missing or damaged.
@@ -296,7 +332,7 @@ class ShardLoader:
         return origins_of(self._sources, batch.rows, batch.starts, batch.piece_lengths)
 
     def close(self) -> None:
-        """End the workers; the position stays, and iterating again starts new ones."""
+        """Stop the workers. The position stays, and the next iteration starts new workers."""
         self._delivery.close()
 
     def __enter__(self) -> Self:
@@ -313,6 +349,33 @@ class ShardLoader:
         return self._delivery.next(self._start_feed, self.epochs)
 
     def _start_feed(self) -> Feed:
-        """A feed that goes on from the present position."""
-        counters = self._delivery.counters
-        return self._workshop.feed(self._plan, self.position, self.device, counters)
+        """Return a feed that continues at the current position."""
+        return Feed(
+            self._window_maker(self._plan),
+            self.position,
+            self.device,
+            self.manifest.tokenizer.pad_id,
+            num_workers=self._num_workers,
+            timeout=self._timeout,
+            tuner=self._tuner,
+            counters=self._delivery.counters,
+        )
+
+    def _plan_for(self, state: dict[str, Any]) -> Plan:
+        """Return the plan for a state: its steps are as large as those of the run that saved it,
+        unless the caller of this loader set a size."""
+        step_size = saved_step_size(state) if self._step_size is None else None
+        if step_size is None:
+            return self._plan
+        return self._make_plan(micro_batches_per_step=step_size)
+
+    def _window_maker(self, plan: Plan) -> WindowMaker:
+        reader = WindowReader(self._sources, cache=self._cache)
+        return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
+
+    def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:
+        """Return a function that makes one window, for methods that are called rarely."""
+        maker = self._window_maker(plan)
+        if self._least_workers:  # this process must not start a client of a store
+            return partial(make_in_worker, maker, timeout=self._timeout)
+        return maker.make

@@ -1,29 +1,94 @@
-"""Host to device, ahead of use: ragged tokens on a copy stream, padded there.
+"""Copy micro-batches to a device ahead of use: ragged tokens on a copy stream, padded there.
 
-Two streams meet here. The copy stream reads page-locked memory and writes new tensors; the compute
-stream reads these. An event orders each handover. A window's memory goes back to the workers only
-when the event of its last copy has passed: the host runs on, and they would fill it again.
+Two streams are involved. The copy stream reads page-locked memory and writes new tensors; the
+compute stream reads these tensors. An event orders each handover. The memory of a window returns to
+its worker only after the event of the window's last copy: the host does not wait for copies, and
+the worker would overwrite the tokens.
 
-The host waits for the copy stream where a worker needs the memory of the window before last, whose
-copies were queued long before, and at the end. It never waits for the compute stream.
+The host waits for the copy stream only if a worker needs the memory of the window before last,
+whose copies were queued long before, and at the end. It never waits for the compute stream.
+
+Page-locking can make the driver wait for the device, and takes milliseconds. Each slot of a worker
+is locked at its first use and again when it has grown: in the first windows, and after
+`num_workers="auto"` has started a worker. If the system refuses to lock memory, copies are correct
+but slower.
 """
 
 import contextlib
 import functools
+import mmap
 import os
+import warnings
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
-from tokenfeed.pipeline.feeding.source import Lease, WindowSource
-from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
+from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.feeding.window_source import Lease, WindowSource
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 
-__all__ = ["Batches", "CopyStream", "copy_ahead", "copy_stream"]
+__all__ = ["Batches", "CopyStream", "PageLock", "copy_ahead", "copy_stream"]
+
+
+class PageLock:
+    """Page-locks memory for one device; the first refusal is a warning, and stands in the stats."""
+
+    def __init__(self, device: torch.device, counters: Counters) -> None:
+        self._accelerator, self._counters = accelerator(device), counters
+        self._process = os.getpid()
+
+    def lock(self, memory: mmap.mmap) -> Callable[[], None]:
+        """Page-lock memory that workers fill.
+
+        Returns:
+            What undoes it; to be called before the memory goes, and when nothing is copied from it.
+        """
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        if refusal := self._accelerator.lock(address, len(memory)):
+            self._say(refusal)
+            return _nothing
+        return partial(self._unlock, address)
+
+    def stage(self, rank_slice: RankSlice) -> RankSlice:
+        """Move a slice that this process made into page-locked memory."""
+        try:
+            size = rank_slice.num_bytes
+            memory = (
+                torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
+            )
+        except RuntimeError as refusal:
+            self._say(str(refusal).split("\n", 1)[0])
+            return rank_slice
+        return RankSlice.read(rank_slice.write(memory), memory)
+
+    def _unlock(self, address: int) -> None:
+        if os.getpid() != self._process:
+            return  # a forked child, whose parent goes on
+        with contextlib.suppress(RuntimeError):  # the device has failed
+            self._accelerator.unlock(address)
+
+    def _say(self, refusal: str) -> None:
+        if not self._counters.pageable:
+            self._counters.pageable = True
+            warnings.warn(
+                f"the system refused to page-lock memory for {self._accelerator.device} "
+                f"({refusal}): copies to it are right but slower. Raise the limit (`ulimit -l`; "
+                "memlock of a container), or lower `num_workers` or `window_tokens`.",
+                RuntimeWarning,
+                stacklevel=1,
+            )
+
+
+def _nothing() -> None:
+    pass
+
 
 _COPIES_AHEAD = 2
 """Micro-batches copied to the device before they are asked for: one in use, one in flight."""

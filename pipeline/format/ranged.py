@@ -15,10 +15,10 @@ import pyarrow as pa
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ShardFormatError
-from tokenfeed.pipeline.format.expected import UNDECODABLE, ExpectedShard
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.reading import damaged
+from tokenfeed.pipeline.format.read_errors import damaged
 from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.verification import UNDECODABLE, ExpectedShard
 
 __all__ = ["RangedShard", "end_bytes", "missing_bytes"]
 

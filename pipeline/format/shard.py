@@ -18,21 +18,22 @@ import xxhash
 from pyarrow import ipc
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.format.expected import UNDECODABLE, ExpectedShard
-from tokenfeed.pipeline.format.identity import (
-    FIRST_ROW_KEY,
-    SEAL_KEY,
-    UNSEALED,
-    batch_checksums,
-    set_seal,
-    shard_metadata,
-)
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo
-from tokenfeed.pipeline.format.reading import damaged, refused
+from tokenfeed.pipeline.format.read_errors import damaged, refused
 from tokenfeed.pipeline.format.rows import Rows, record_batch
 from tokenfeed.pipeline.format.schema import Column, shard_schema
 from tokenfeed.pipeline.format.storage import atomic_file, file_xxh3
 from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.format.verification import (
+    FIRST_ROW_KEY,
+    SEAL_KEY,
+    UNDECODABLE,
+    UNSEALED,
+    ExpectedShard,
+    batch_checksums,
+    set_seal,
+    shard_metadata,
+)
 
 __all__ = ["ShardReader", "ShardWriter"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.bands import sort_by_length
+from tokenfeed.pipeline.planning.length_bands import sort_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.packing import concatenate, pack
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order

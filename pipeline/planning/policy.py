@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning.bands import steps_by_length
+from tokenfeed.pipeline.planning.length_bands import steps_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, regroup
 

@@ -1,6 +1,12 @@
-"""Reading a window: several record batches, from any shards of any sources, decoded together."""
+"""Read a window: several record batches, from any shards of any sources, decoded together.
 
-from collections.abc import Iterable, Iterator
+`Joiner` copies each record batch into the window as soon as it is decoded, so the batches are never
+all in memory twice. Every window reuses the memory of the window before: the kernel does not have
+to map new pages. Torch-free.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +18,90 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.windows.batches import LocalBatches, OpenShards, SplitBatches
-from tokenfeed.pipeline.windows.joining import Joiner
+from tokenfeed.pipeline.windows.record_batches import LocalBatches, OpenShards, SplitBatches
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.caching.settings import CacheSettings
-    from tokenfeed.pipeline.caching.store import Fetched
-    from tokenfeed.pipeline.windows.remote import Remote
+    from tokenfeed.pipeline.caching.traffic import Fetched
+    from tokenfeed.pipeline.windows.remote_batches import Remote
 
-__all__ = ["Window", "WindowReader"]
+__all__ = ["Joiner", "Window", "WindowReader"]
+
+_ROOM, _GROWTH = 1.25, 1.5
+"""Times what is foreseen, for parts differ, and times what that was too little for. What nobody
+writes to takes no memory."""
+
+
+class Joiner:
+    """Joins rows again and again; for one thread. A copy has memory of its own."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, _Column] = {}
+
+    def __reduce__(self) -> "tuple[type[Joiner], tuple[()]]":
+        return Joiner, ()
+
+    def join(self, parts: Iterable[Rows], count: int) -> Rows:
+        """One part after the other; all have the same columns, and there is one at least.
+
+        Args:
+            parts: Each is copied when it comes.
+            count: About how many, of about the same size; more and larger ones cost a copy.
+        """
+        for column in self._columns.values():
+            column.begin()
+        for part in parts:
+            self._append({"": part.lengths}, count)
+            self._append(part.per_token, count)
+            self._append(part.per_row, count)
+        columns = self._columns
+        return Rows(
+            columns[""].whole(),
+            {name: columns[name].whole() for name in part.per_token},
+            {name: columns[name].whole() for name in part.per_row},
+        )
+
+    def _append(self, columns: Mapping[str, np.ndarray], count: int) -> None:
+        for name, values in columns.items():
+            if name not in self._columns:
+                self._columns[name] = _Column(values.dtype)
+            self._columns[name].append(values, count)
+
+
+class _Column:
+    """An array that grows, in memory that is used again once nobody has anything of it."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self._size = 0
+        self._allocate(0, dtype)
+
+    def begin(self) -> None:
+        """Append from the beginning; what was given out stays as it is."""
+        self._size = 0
+        if self._references() > self._own_references:
+            self._allocate(0, self._memory.dtype)
+
+    def append(self, values: np.ndarray, count: int) -> None:
+        end = self._size + len(values)
+        if end > len(self._memory):
+            before = self.whole()
+            room = _GROWTH * end if self._size else _ROOM * count * len(values)
+            self._allocate(int(room), values.dtype)
+            self._memory[: self._size] = before
+        self._memory[self._size : end] = values
+        self._size = end
+
+    def whole(self) -> np.ndarray:
+        return self._memory[: self._size]
+
+    def _allocate(self, room: int, dtype: np.dtype) -> None:
+        self._memory = np.empty(room, dtype)
+        self._own_references = self._references()
+
+    def _references(self) -> int:
+        """How many have the memory: every array that is a part of it counts, and its parts."""
+        return sys.getrefcount(self._memory)
+
 
 _KEPT_TOKENS = 1 << 20
 """Sources of no more, all together, are decoded once: a few MB, and epochs of milliseconds."""
@@ -59,9 +140,9 @@ class WindowReader:
         self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()
         self._remote: Remote | None = None
         if any(isinstance(source.store, RangedStore) for source in sources):
-            from tokenfeed.pipeline.windows import remote
+            from tokenfeed.pipeline.windows import remote_batches
 
-            self._remote = remote.Remote(cache)
+            self._remote = remote_batches.Remote(cache)
         self._sources = self._opened(sources, only)
         self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}

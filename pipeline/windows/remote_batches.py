@@ -1,27 +1,30 @@
-"""The record batches of a split in a store: each in one request, by way of the node's cache."""
+"""The record batches of sources in stores: each in one request, by way of the node's cache."""
 
 import logging
 import os
+import threading
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.caching.node import Node
-from tokenfeed.pipeline.caching.shared import SharedPieces
-from tokenfeed.pipeline.caching.store import CountingStore, Fetched
-from tokenfeed.pipeline.errors import ShardFormatError
+from tokenfeed.pipeline.caching.node import Node, SharedPieces
+from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.traffic import CountingStore, Fetched
+from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.store import FetchingStore, RangedStore
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, RemoteShards
 
-__all__ = ["RemoteBatches"]
+__all__ = ["Prefetcher", "Remote", "RemoteBatches"]
 
 _AT_ONCE = 128
 """Record batches in memory before they are decoded: as many as keep the threads of a node busy."""
@@ -160,3 +163,93 @@ class RemoteBatches:
         """The place of a record batch within its shard."""
         shard = self._shard_of(number)
         return number - self._batch_ends[shard] + self._infos[shard].batches
+
+
+class Prefetcher:
+    """A thread that keeps some windows ahead of the one that was read last.
+
+    All processes of a node do so for the same windows: what one of them fetches, the others skip.
+    """
+
+    def __init__(self, fetch: Callable[[np.ndarray], None], num_windows: int) -> None:
+        """
+        Args:
+            fetch: Puts the record batches of a window into the cache.
+            num_windows: How many windows ahead.
+        """
+        self._fetch = fetch
+        self._num_windows = num_windows
+        self._changed = threading.Condition()
+        self._ahead: Ahead | None = None
+        self._done: Position | None = None
+        threading.Thread(target=self._run, name="tokenfeed prefetches", daemon=True).start()
+
+    def follow(self, ahead: Ahead) -> None:
+        """Say which window was read last."""
+        with self._changed:
+            if self._ahead and ahead.position < self._ahead.position:
+                self._done = None  # it begins anew from there
+            self._ahead = ahead
+            self._changed.notify()
+
+    def _run(self) -> None:
+        seen: Ahead | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ahead is not seen)  # noqa: B023
+                seen = self._ahead
+            assert seen
+            self._fetch_after(seen)
+
+    def _fetch_after(self, ahead: Ahead) -> None:
+        for position in islice(ahead.windows(), self._num_windows):
+            if self._ahead is not ahead:
+                return
+            if self._done is None or self._done < position:
+                try:
+                    self._fetch(ahead.batches(position))
+                except (OSError, TokenfeedError):
+                    return  # whoever waits for it will be told
+                self._done = position
+
+
+class Remote:
+    """One cache, and one thread that fetches ahead, for all of them."""
+
+    def __init__(self, cache: CacheSettings | None) -> None:
+        """Without a cache nothing is kept, and nothing fetched ahead."""
+        self._node = Node(cache)
+        self._sources: list[RemoteBatches] = []
+        self._prefetcher: Prefetcher | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, as a worker gets it, fetches for itself."""
+        return self.__dict__ | {"_prefetcher": None}
+
+    def open(self, source: OpenedSplit, number: int, only: Collection[str] | None) -> RemoteBatches:
+        """The record batches of a source; see `RemoteBatches`."""
+        self._sources.append(RemoteBatches(source, number, only, self._node))
+        return self._sources[-1]
+
+    @property
+    def fetched(self) -> Fetched:
+        """What this process has asked of stores."""
+        return sum((source.fetched for source in self._sources), self._node.counted)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a store is waited for, which will answer or fail in the end."""
+        return self._node.is_waiting
+
+    def begin(self, ahead: Ahead | None) -> None:
+        """Say what is read now: by that the cache knows what it needs least."""
+        self._node.ahead = ahead
+
+    def go_on(self, fetch: Callable[[np.ndarray], None]) -> None:
+        """Have `fetch` bring the record batches of coming windows nearer, in a thread."""
+        ahead, settings = self._node.ahead, self._node.settings
+        if ahead is None or settings is None:
+            return
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(fetch, settings.windows_ahead)
+        self._prefetcher.follow(ahead)

@@ -18,15 +18,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from tokenfeed.pipeline.caching.node import Node
+from tokenfeed.pipeline.caching.eviction import FIRST_END
+from tokenfeed.pipeline.caching.node import Node, SharedPieces
 from tokenfeed.pipeline.caching.node_cache import CacheSet
-from tokenfeed.pipeline.caching.shared import SharedPieces
-from tokenfeed.pipeline.caching.sweep import FIRST_END
 from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
-from tokenfeed.pipeline.format.expected import ExpectedShard
 from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.store import RangedStore
+from tokenfeed.pipeline.format.verification import ExpectedShard
 from tokenfeed.pipeline.remote.objects import VersionedBytes
 
 __all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]

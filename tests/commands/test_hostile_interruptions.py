@@ -18,7 +18,7 @@ from delivery import (
 )
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding import pool
+from tokenfeed.pipeline.feeding import window_source
 
 
 def in_a_fork(work: Callable[[], object]) -> str:
@@ -89,7 +89,7 @@ def test_a_second_interruption_while_the_first_ends_the_workers_loses_nothing(
     delivered = [spans(batch) for batch in islice(loader, 5)]
     workers = workers_of()
     with monkeypatch.context() as patch:
-        patch.setattr(pool.WorkerPool, "take", interrupted)
+        patch.setattr(window_source.WorkerPool, "take", interrupted)
         broken = _Break(getattr(subprocess.Popen, function), calls)
         patch.setattr(subprocess.Popen, function, broken)
         with pytest.raises(KeyboardInterrupt):

@@ -20,7 +20,7 @@ from delivery import (
 )
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding import pool
+from tokenfeed.pipeline.feeding import window_source
 
 
 def start(script: str, folder: Path) -> warm.Popen:
@@ -37,7 +37,7 @@ def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a process in the kernel's hands is: the kill works when its disk answers."""
-    monkeypatch.setattr(pool, "END_S", 0.1, raising=False)
+    monkeypatch.setattr(window_source, "END_S", 0.1, raising=False)
     before = open_files()
     with open_loader(folder, num_workers=1, epochs=None, timeout=60) as loader:
         next(iter(loader))

@@ -24,10 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tokenfeed import ShardLoader
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
-from tokenfeed.pipeline.feeding.source import Lease
-from tokenfeed.pipeline.windows.index import Index, PieceIndex, RoundIndex
+from tokenfeed.pipeline.feeding.window_source import Lease
 from tokenfeed.pipeline.windows.layout import Sequences, lay_out
-from tokenfeed.pipeline.windows.rank_slice import RankSlice
+from tokenfeed.pipeline.windows.rank_slice import Index, PieceIndex, RankSlice, RoundIndex
 
 __all__ = [
     "CUDA_1",

@@ -11,7 +11,7 @@ import tyro
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.reading import gave_up
+from tokenfeed.pipeline.format.read_errors import gave_up
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers

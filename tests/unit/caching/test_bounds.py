@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 from ranged_folder import RangedFolder, cached_files
 
 from tokenfeed import Fixed
-from tokenfeed.pipeline.caching import node_cache, place
-from tokenfeed.pipeline.caching.budget import Budget
+from tokenfeed.pipeline.caching import node_cache
+from tokenfeed.pipeline.caching import settings as cache_settings
+from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
 from tokenfeed.pipeline.caching.locks import alone, try_lock
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
-from tokenfeed.pipeline.caching.place import Need, resolve_cache
-from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.sweep import FIRST_END, sweep
+from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.ranged import end_bytes
@@ -276,7 +275,7 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert found
     assert found.folder == str(tmp_path / "there/v1")
     monkeypatch.delenv("TOKENFEED_CACHE")
-    monkeypatch.setattr(place.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cache_settings.tempfile, "gettempdir", lambda: str(tmp_path))
     found = resolve_cache(None, None, NEED)
     assert found
     assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
@@ -290,7 +289,7 @@ def test_a_folder_over_the_network_is_refused(
         "22 1 0:1 / / rw - ext4 /dev/sda rw\n"
         f"23 22 0:2 / {tmp_path}/far rw,noatime shared:1 - nfs4 server:/x rw\n"
     )
-    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    monkeypatch.setattr(cache_settings, "_MOUNTS", mounts)
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
         resolve_cache(tmp_path / "far/x", None, NEED)
     assert resolve_cache(tmp_path / "near", None, NEED)
@@ -301,7 +300,7 @@ def test_cache_folder_in_memory_is_named_in_a_warning(
 ) -> None:
     mounts = tmp_path / "mounts"
     mounts.write_text(f"23 22 0:2 / {tmp_path} rw,noatime shared:1 - tmpfs tmpfs rw\n")
-    monkeypatch.setattr(place, "_MOUNTS", mounts)
+    monkeypatch.setattr(cache_settings, "_MOUNTS", mounts)
     assert resolve_cache(tmp_path / "x", None, NEED)
     assert f"`cache_dir`={tmp_path}/x: is in memory (tmpfs)" in caplog.text
 

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 from ranged_folder import RangedFolder, cached_files
 
 from tokenfeed import Fixed
-from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.caching.settings import CacheSettings, cache_for
 from tokenfeed.pipeline.errors import ShardFormatError
-from tokenfeed.pipeline.feeding.remote import cache_for
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.expected import ExpectedShard
 from tokenfeed.pipeline.format.ranged import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.pipeline.format.verification import ExpectedShard
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Position

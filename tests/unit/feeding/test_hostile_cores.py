@@ -109,10 +109,10 @@ def test_auto_asks_for_no_more_than_the_share(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     loader = open_loader(folder, num_workers="auto")
-    assert loader._workshop.tuner
+    assert loader._tuner
     for _ in range(8):
-        loader._workshop.tuner.add(made_s=10.0, used_s=0.1)
-    assert loader._workshop.tuner.suggest(1) == 2
+        loader._tuner.add(made_s=10.0, used_s=0.1)
+    assert loader._tuner.suggest(1) == 2
     open_loader(folder, num_workers=16)  # a number that was said is not lowered
 
 

@@ -11,7 +11,7 @@ from simulated import CUDA_1, FakeSource, SimulatedCuda, started
 
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
-from tokenfeed.pipeline.feeding.source import InlineSource
+from tokenfeed.pipeline.feeding.window_source import InlineSource
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice

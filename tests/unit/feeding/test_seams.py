@@ -18,8 +18,8 @@ from stores import MemoryStore, keep_in_memory
 from tokenfeed import Manifest, Mixture, Packed, Padded
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.feeding import devices
-from tokenfeed.pipeline.feeding.page_lock import PageLock
 from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw

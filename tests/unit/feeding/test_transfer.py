@@ -19,8 +19,8 @@ from simulated import FakeSource, SimulatedCuda
 from tokenfeed import Batch
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.feeding import transfer
-from tokenfeed.pipeline.feeding.page_lock import PageLock
 from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.planning.policies import Fixed, Packed
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch

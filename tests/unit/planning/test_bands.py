@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.planning.bands import sort_by_length, steps_by_length
+from tokenfeed.pipeline.planning.length_bands import sort_by_length, steps_by_length
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder
 from tokenfeed.pipeline.planning.policies import Fixed, Padded
 

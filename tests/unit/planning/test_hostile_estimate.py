@@ -9,7 +9,7 @@ from delivery import MakeDataset, open_loader, realistic_lengths
 
 from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.format.manifest import SplitInfo, length_histogram
-from tokenfeed.pipeline.planning.estimate import likely_lengths
+from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -38,7 +38,7 @@ PADDED: list[Batching] = [Padded(700), Padded(2048, 64), Padded(4096)]
 
 def exact(loader: ShardLoader) -> int:
     """Batches of an epoch, by planning every window of it."""
-    maker, windows = loader._workshop.maker(loader._plan), loader.state_dict()["plan"]["windows"]
+    maker, windows = loader._window_maker(loader._plan), loader.state_dict()["plan"]["windows"]
     return sum(maker.make(Position(0, window, 0)).num_batches for window in range(windows))
 
 

@@ -20,9 +20,9 @@ from sources import rows_of, source_of
 
 from tokenfeed import Fixed, Mixture, Padded
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.planning import bands
+from tokenfeed.pipeline.planning import length_bands
 from tokenfeed.pipeline.planning.batching import plan_window
-from tokenfeed.pipeline.planning.mixing import deviation, unmixed
+from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
 from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key
 from tokenfeed.pipeline.planning.policies import described_policy
@@ -77,7 +77,7 @@ def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: in
     )
     expected = (len(edges) - 1) * sum(p * (1 - p) for p in share)
     ratio = found / expected if len(share) > 1 else 1.0
-    said = bands._label_variance(label, pieces, np.array(edges), g)
+    said = length_bands._label_variance(label, pieces, np.array(edges), g)
     assert said == pytest.approx(1 + (ratio - 1) / g)
 
 

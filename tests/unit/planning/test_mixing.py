@@ -8,7 +8,7 @@ import pytest
 from sources import rows_of, source_of
 
 from tokenfeed import Fixed, Padded, ShardLoader
-from tokenfeed.pipeline.planning.mixing import STEP_TOKENS, deviation, unmixed
+from tokenfeed.pipeline.planning.estimates import STEP_TOKENS, deviation, unmixed
 from tokenfeed.pipeline.planning.order import EpochOrder
 
 

@@ -15,8 +15,7 @@ from documents import DOCUMENTS
 from stores import keep_in_memory
 from tokenizers import Tokenizer, models
 
-from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
-from tokenfeed.pipeline.format.proof import CHECKSUM_KEY, canonical, proved
+from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, FileInfo, Manifest, canonical, proved
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools.shards import main
 from tokenfeed.tools.shards_command import Cat, Verify

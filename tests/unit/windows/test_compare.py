@@ -47,8 +47,8 @@ def test_a_setting_that_differs_is_named_first(folder: Path, options: State, mes
 def test_the_run_that_has_gone_further_is_named(folder: Path, behind: int, ahead: int) -> None:
     states = [state_after(folder, batches) for batches in (behind, ahead)]
     compare = open_loader(folder).compare
-    assert str(compare(*states)).startswith("the second run has gone further, to Position(")
-    assert str(compare(*states[::-1])).startswith("the first run has gone further")
+    assert str(compare(*states)).startswith("the second run is ahead, at Position(")
+    assert str(compare(*states[::-1])).startswith("the first run is ahead")
 
 
 @pytest.mark.parametrize("after", [0, 17, 40])
@@ -60,11 +60,11 @@ def test_a_run_that_left_the_plan_is_found_with_the_windows_it_did_so_in(
 
     good, bad = deviate(fresh(), 10**9), deviate(fresh(), after)
     found = str(fresh().compare(good, bad))
-    assert found.endswith("what the second run delivered"), found
+    assert found.endswith("the second run did not deliver the rows of the plan"), found
     agree, differ = _windows(found, good)
     parted = _window_of(fresh(), after)
     assert agree <= parted < differ
-    assert str(fresh().compare(bad, good)).endswith("what the first run delivered")
+    assert str(fresh().compare(bad, good)).endswith("the first run did not deliver the rows of the plan")
 
 
 def _windows(found: str, state: State) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.windows.joining import Joiner
+from tokenfeed.pipeline.windows.reader import Joiner
 
 lengths = st.lists(st.integers(1, 50), min_size=1, max_size=20)
 

@@ -1,19 +1,22 @@
-"""Worker processes that make windows ahead of use, and hand them over in order.
+"""Sources of windows: this process, or worker processes. Both return windows in order.
 
-Any worker can make any window, because a window is a pure function of its number; so their number
-may change at any time and the order cannot. Each worker has a few slots of shared memory; a window
-stays in its slot, and is read there, until its lease is released.
+Any worker can make any window, because a window is a pure function of its number. So the number of
+workers can change at any time without a change of the order. Each worker has a few slots of shared
+memory. A window stays in its slot, and the loader reads it there, until its lease is released.
 """
 
 import contextlib
 import itertools
 import os
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.process import (
@@ -24,13 +27,89 @@ from tokenfeed.pipeline.feeding.process import (
     WorkerProcess,
     start_undisturbed,
 )
-from tokenfeed.pipeline.feeding.source import Lease, end_with_interpreter
 from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
-__all__ = ["WorkerPool"]
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.caching.traffic import Fetched
+
+__all__ = [
+    "InlineSource",
+    "Lease",
+    "WindowSource",
+    "WorkerPool",
+    "end_with_interpreter",
+    "make_in_worker",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A slice, and the memory it stands in until it is released."""
+
+    rank_slice: RankSlice
+    seconds: float
+    """Time that making it took a worker."""
+    ready: int
+    """Windows that were ready when it was taken, itself included."""
+    release: Callable[[], None] = field(default=lambda: None)
+    fetched: "Fetched | None" = None
+    """What the workers took of stores since the lease before; None of local data."""
+
+
+class WindowSource(Protocol):
+    """Windows in order, without an end: epoch follows epoch."""
+
+    def take(self) -> Lease:
+        """The next window, waited for if it has to be."""
+        ...
+
+    def is_ready(self) -> bool:
+        """Whether `take` would return at once."""
+        ...
+
+    def close(self) -> None:
+        """End whatever runs."""
+
+
+class InlineSource:
+    """Makes each window when it is asked for, in this process."""
+
+    def __init__(
+        self,
+        maker: WindowMaker,
+        start: Position,
+        stage: Callable[[RankSlice], RankSlice] | None = None,
+    ) -> None:
+        """`stage` puts a slice where a device can copy it from."""
+        self._maker = maker
+        self._next = start
+        self._stage = stage
+
+    def take(self) -> Lease:
+        """The next window."""
+        started = time.perf_counter()
+        rank_slice = self._maker.make(self._next)
+        if self._stage:
+            rank_slice = self._stage(rank_slice)
+        self._next = self._maker.plan.next_window(self._next)
+        return Lease(rank_slice, time.perf_counter() - started, ready=0)
+
+    def is_ready(self) -> bool:
+        """Never: nothing is made ahead."""
+        return False
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+def end_with_interpreter() -> None:
+    """Where the interpreter ends, which has closed the source, end a daemon thread quietly."""
+    if not threading.main_thread().is_alive():
+        sys.exit()
+
 
 _LONGEST_WAIT_S = 3600.0  # the system's own waits have a limit; a timeout may be longer, or inf
 
@@ -196,3 +275,15 @@ class WorkerPool:
         for worker in [w for w in self._workers if w.leaving and len(w.free) == SLOTS]:
             worker.end(time.monotonic() + END_S)
             self._workers.remove(worker)
+
+
+def make_in_worker(maker: WindowMaker, position: Position, timeout: float) -> RankSlice:
+    """Make one window in a new worker, which takes about half a second to start.
+
+    For a process that must not start a client of a store, and needs a window only rarely.
+    """
+    pool = WorkerPool(maker, position, num_workers=1, timeout=timeout)
+    try:
+        return pool.take().rank_slice
+    finally:
+        pool.close()

@@ -1,18 +1,76 @@
-"""How far rows are mixed: about, from the plan and the manifests alone.
+"""Estimates from the manifests alone: the number of batches, and how well rows are mixed.
 
-The worst case is a corpus in which what is alike stands together, say a tenth of it. In a window of
-K strata the tenth's share is off by sqrt(1/3) / K, because the two strata at its ends belong to it
-only in part; a training step of one such window is off by as much, and by what chance makes of its
-few rows. A full shuffle has the latter alone. Torch-free.
+A manifest has a histogram of row lengths by powers of two. For the number of batches, this module
+makes up rows of one window that fit the histogram and the number of tokens, and plans that window
+as usual. So the estimate includes cutting, sorting, packing, steps and ranks.
+
+For mixing, the worst case is a corpus in which similar rows are neighbours, such as one tenth of
+the corpus from one source. In a window of K strata, the share of this tenth is off by
+sqrt(1/3) / K, because the first and the last of its strata belong to it only in part. A training
+step has this error plus the sampling error of its few rows. After a full shuffle only the sampling
+error remains. Torch-free.
 """
 
 import numpy as np
 
 from tokenfeed.pipeline.format.data_set import OpenedSplit
-from tokenfeed.pipeline.planning.estimate import likely_lengths
+from tokenfeed.pipeline.format.manifest import SplitInfo
+from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.rounds import deal_rounds
 
-__all__ = ["STEP_TOKENS", "deviation", "unmixed"]
+__all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unmixed"]
+
+
+def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: int) -> int:
+    """About how many rounds an epoch has: micro-batches that each rank gets.
+
+    Cost: that of planning one window.
+    """
+    lengths = _window_lengths(plan, sources)
+    draw = plan.order.draw(0, 0)  # bands pad, and so decide how many micro-batches there are
+    window = plan_window(lengths, plan.batching, step_size=plan.micro_batches_per_step, draw=draw)
+    rounds = deal_rounds(
+        window.step_offsets, plan.micro_batches_per_step, first=0, rank=0, world_size=world_size
+    )
+    return len(rounds.starts) * plan.num_windows
+
+
+def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
+    """So many rows as a split may have, its longest row and its histogram as they are.
+
+    Within a bin a row's length is lo + (hi - lo) * u**p, with u even between 0 and 1, and with the
+    one p for all bins that gives the tokens of the split.
+
+    Returns:
+        Ascending, shape (count,), int64.
+    """
+    bins = np.flatnonzero(split.length_histogram)
+    rows = np.array(split.length_histogram)[bins]
+    low = 1 << bins
+    high = np.minimum(2 * low - 1, split.longest_row)
+    spread = int((rows * (high - low)).sum())
+    share = (split.tokens - int((rows * low).sum())) / spread if spread else 0.5
+    power = 1 / min(max(share, 1e-6), 1.0) - 1
+    place = (np.arange(count) + 0.5) * (split.rows / count)
+    ends = np.cumsum(rows)
+    of_bin = np.searchsorted(ends, place, side="right")
+    within = (place - (ends - rows)[of_bin]) / rows[of_bin]
+    above = np.rint((high - low)[of_bin] * within**power)
+    lengths: np.ndarray = low[of_bin] + above.astype(np.int64)
+    return lengths
+
+
+def _window_lengths(plan: Plan, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
+    """Rows of a window of average size, from every source as many as an epoch reads of it."""
+    read = zip(sources, plan.order.batches_read, strict=True)
+    counts = [
+        max(1, round(source.rows * batches / source.batches / plan.order.num_windows))
+        for source, batches in read
+    ]
+    parts = [likely_lengths(s.split, count) for s, count in zip(sources, counts, strict=True)]
+    return np.concatenate(parts)
+
 
 STEP_TOKENS = 1_000_000
 """Of the training steps that the estimate is for."""

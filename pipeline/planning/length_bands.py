@@ -1,18 +1,20 @@
-"""Bands: rows of about one length become steps, and chance decides which of them share one.
+"""Length bands: neighbours in length become training steps, and a shuffle decides which rows meet.
 
-Rows in order of length, cut into steps, are padded least. But a set that fits into one window would
-give the same steps in every epoch, and one whose length goes with the label, steps of one label. So
-a few neighbouring steps form a band, whose rows are dealt to them anew in every epoch. The band's
-rows, in order of length, are strata of as many rows as there are steps; a step takes one of each,
-and in every epoch stratum k moves on by k steps. Here 12 rows become 3 steps:
+Padding is least if rows are sorted by length and cut into steps. But then a data set of one window
+would have the same steps in every epoch, and where length depends on the label, steps of one label.
+So a few neighbouring steps form a band, and every epoch deals the band's rows to its steps anew.
+The band's rows, sorted by length, are cut into strata with as many rows as the band has steps. Each
+step takes one row of each stratum. From one epoch to the next, stratum k moves on by k steps. Here
+12 rows become 3 steps:
 
     strata          0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
     first epoch     0 3 6 9     1 4 7 10    2 5 8 11
     second epoch    0 5 7 9     1 3 8 10    2 4 6 11
 
-So rows that met do not meet in the next epoch, unless their strata are as far apart as there are
-steps, or twice as far (0 and 9 above). Strata begin at random steps, others in every cycle of
-epochs. How many steps there are depends on lengths and labels alone, never on chance. Torch-free.
+Rows that share a step do not share one in the next epoch, unless the distance of their strata is a
+multiple of the number of steps (strata 0 and 3 above, so rows 0 and 9 meet again). Each stratum
+starts at a random step, which changes after `order.CYCLE` epochs. The number of steps depends on
+lengths and labels only, never on the random numbers. Torch-free.
 """
 
 from math import ceil

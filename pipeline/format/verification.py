@@ -1,28 +1,90 @@
-"""What a shard has to be by its manifest, and its record batches: the same however bytes come.
+"""Verify that a shard and its record batches are those that the manifest describes.
 
-Every way of reading a shard ends here: its schema is compared when it is opened, and the content of
-a record batch is hashed and compared when it is decoded. Torch-free.
+Every column of a record batch has a checksum. The seal is a checksum over all of these; it is in
+the manifest and in the schema of the shard. Opening a shard reads the schema anyway, so a shard
+with other rows is rejected before any row is read, at no extra cost. The content of a record batch
+is hashed and compared when it is decoded. All ways of reading a shard use `ExpectedShard`.
+Torch-free.
 """
 
+import struct
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import IO, Self
 
+import numpy as np
 import pyarrow as pa
+import xxhash
 
 from tokenfeed.pipeline.errors import ShardFormatError
-from tokenfeed.pipeline.format.identity import (
-    FIRST_ROW_KEY,
-    SEAL_KEY,
-    batch_checksums,
-    shard_metadata,
-)
 from tokenfeed.pipeline.format.manifest import ShardInfo
-from tokenfeed.pipeline.format.reading import damaged, refused
+from tokenfeed.pipeline.format.read_errors import damaged, refused
 from tokenfeed.pipeline.format.rows import Kinds, Rows, batch_buffers, column_kinds, rows_of_buffers
-from tokenfeed.pipeline.format.schema import Column, shard_schema
+from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column, shard_schema
 
-__all__ = ["UNDECODABLE", "ExpectedShard"]
+__all__ = [
+    "FIRST_ROW_KEY",
+    "SEAL_KEY",
+    "UNDECODABLE",
+    "UNSEALED",
+    "ExpectedShard",
+    "batch_checksums",
+    "set_seal",
+    "shard_metadata",
+]
+
+FIRST_ROW_KEY, SEAL_KEY = b"first_row", b"tokenfeed.seal"
+_VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
+    b"tokenfeed.format_version",
+    b"tokenfeed.shard",
+    b"tokenfeed.vocabulary_size",
+)
+_CHECKSUM_KEY = "xxh3."
+
+UNSEALED = "(not yet sealed)"
+"""Stands for the seal, in as many bytes, until all record batches are written."""
+_SCHEMA_BYTES = 1 << 16  # more than the schema at the beginning of a file takes
+
+
+def shard_metadata(name: str, vocabulary_size: int) -> dict[bytes, bytes]:
+    """The metadata of a shard's schema, beside the seal."""
+    return {
+        _VERSION_KEY: str(FORMAT_VERSION).encode(),
+        _NAME_KEY: name.encode(),
+        _VOCABULARY_KEY: str(vocabulary_size).encode(),
+    }
+
+
+def batch_checksums(
+    shard: str, batch_index: int, first_row: int, buffers: dict[str, np.ndarray]
+) -> dict[bytes, bytes]:
+    """Metadata key and xxh3-64 of each column of a batch, over the decoded buffers and their place.
+
+    The place is shard, column, index, first row and number of rows: a footer that points at another
+    good batch is caught as well. Every column is hashed with the row offsets.
+    """
+    offsets = buffers[""]
+    place = struct.pack("<3Q", batch_index, first_row, len(offsets) - 1)
+    checksums = {}
+    for name, values in buffers.items():
+        if name:
+            digest = xxhash.xxh3_64(f"{shard}/{name}".encode() + place)
+            digest.update(offsets.data)
+            digest.update(values.data)
+            checksums[f"{_CHECKSUM_KEY}{name}".encode()] = digest.hexdigest().encode()
+    return checksums
+
+
+def set_seal(file: IO[bytes], footer: int, seal: str) -> None:
+    """Put the seal into both schemas of a written shard, whose footer begins after `footer`.
+
+    Arrow writes the schema before the first record batch, when the seal cannot be known.
+    """
+    for start, size in ((0, _SCHEMA_BYTES), (footer, -1)):
+        file.seek(start)
+        file.seek(start + file.read(size).index(UNSEALED.encode()))
+        file.write(seal.encode())
+
 
 UNDECODABLE = (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException)
 """What Arrow and numpy raise over bytes that are no record batch."""

@@ -1,4 +1,4 @@
-"""What reading from stores takes, counted."""
+"""Counts of what reading from stores takes."""
 
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable

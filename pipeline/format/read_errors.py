@@ -1,8 +1,4 @@
-"""What to say where a shard cannot be read.
-
-A shard that cannot be read need not be damaged: memory, file limits, rights and disks have other
-remedies than another copy.
-"""
+"""Error messages for files that cannot be read."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The record batches of one split of one data set, decoded: from a folder, or from a store."""
+"""The record batches of one split of one data set, decoded from files in a folder."""
 
 from bisect import bisect_right
 from collections import OrderedDict
