@@ -64,7 +64,9 @@ def test_a_run_that_left_the_plan_is_found_with_the_windows_it_did_so_in(
     agree, differ = _windows(found, good)
     parted = _window_of(fresh(), after)
     assert agree <= parted < differ
-    assert str(fresh().compare(bad, good)).endswith("the first run did not deliver the rows of the plan")
+    assert str(fresh().compare(bad, good)).endswith(
+        "the first run did not deliver the rows of the plan"
+    )
 
 
 def _windows(found: str, state: State) -> tuple[int, int]:
