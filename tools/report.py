@@ -16,9 +16,9 @@ from rich.table import Table
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.tools.console import parse_words, print_json, run_command
 from tokenfeed.trainer.config import PAGE_FILE
-from tokenfeed.trainer.page.comparison import Row, compare
+from tokenfeed.trainer.page.compare import Row, compare
 from tokenfeed.trainer.page.page import write_page
-from tokenfeed.trainer.page.run_data import RunData
+from tokenfeed.trainer.page.run_folder import RunData
 
 __all__ = ["Compare", "Show", "main"]
 

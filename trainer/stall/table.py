@@ -1,16 +1,19 @@
 """A stall report in lines of text, and the words that its page shares with them."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.stall.report import CauseReport, StallReport
 
 __all__ = [
+    "TAILS",
+    "CauseRow",
     "advice_facts",
+    "cause_rows",
     "cause_table",
     "gain_words",
     "headline",
@@ -25,13 +28,29 @@ __all__ = [
     "stall_facts",
 ]
 
-_TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
+TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
+"""Seconds of a cause in a step: field of `CauseReport` and heading."""
 _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
 """A smaller share would show as 0.00 %, so it gets no line."""
 _MOST_RANKS = 8
 _LEAST_COST = 0.005
 """Ranks that differ by less count as equal."""
+
+
+class CauseRow(NamedTuple):
+    """A cause, or the work, as the text of a table row."""
+
+    name: str
+    fraction: float
+    share: str
+    seconds: str
+    tails: tuple[str, ...] = ("",) * len(TAILS)
+    """Seconds in a step, as `TAILS`."""
+    likely: str = ""
+    """Likely range of the share."""
+    gain: str = ""
+    meaning: str = ""
 
 
 def stall_facts(report: "StallReport") -> list[tuple[str, str]]:
@@ -133,23 +152,44 @@ def headline(report: "StallReport") -> str:
     return line
 
 
-def cause_table(report: "StallReport") -> list[str]:
-    """A line for each cause that shows, the largest first, and one for the work."""
-    causes = shown_causes(report)
-    if report.stall is None or not causes:
+def cause_rows(report: "StallReport") -> list[CauseRow]:
+    """One row for each cause that shows, the largest first, and one for the work.
+
+    Empty without a measured step.
+    """
+    if report.stall is None:
         return []
     work = 1 - report.stall
-    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *_TAILS.values()))
     return [
-        f"{'':<{_NAME}}{names}  a step",
-        *(_row(name, part) for name, part in causes.items()),
-        f"{'work':<{_NAME}}{work:>{_COLUMN}.2%}{work * report.seconds:>{_COLUMN},.2f}",
+        *(_cause_row(name, part) for name, part in shown_causes(report).items()),
+        CauseRow("work", work, f"{work:.2%}", f"{work * report.seconds:,.2f}"),
     ]
 
 
-def _row(name: str, part: "CauseReport") -> str:
-    tails = "".join(f"{_short(getattr(part, key)):>{_COLUMN}}" for key in _TAILS)
-    return f"{name:<{_NAME}}{part.fraction:>{_COLUMN}.2%}{part.seconds:>{_COLUMN},.2f}{tails}"
+def _cause_row(name: Cause, part: "CauseReport") -> CauseRow:
+    return CauseRow(
+        name,
+        part.fraction,
+        f"{part.fraction:.2%}",
+        f"{part.seconds:,.2f}",
+        tuple(_short(getattr(part, key)) for key in TAILS),
+        "" if part.interval is None else f"{part.interval[0]:.2%} to {part.interval[1]:.2%}",
+        gain_words(part.speed_up - 1),
+        ABOUT[name].meaning,
+    )
+
+
+def cause_table(report: "StallReport") -> list[str]:
+    """The rows of the causes as lines of text. Empty if no cause shows."""
+    rows = cause_rows(report)
+    if len(rows) < 2:
+        return []
+    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *TAILS.values()))
+    lines = []
+    for row in rows:
+        cells = (f"{cell:>{_COLUMN}}" for cell in (row.share, row.seconds, *row.tails))
+        lines.append(f"{row.name:<{_NAME}}{''.join(cells)}".rstrip())
+    return [f"{'':<{_NAME}}{names}  a step", *lines]
 
 
 def rank_table(report: "StallReport") -> list[str]:

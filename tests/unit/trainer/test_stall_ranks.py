@@ -4,6 +4,7 @@ import dataclasses
 import random
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
 from stall_scenarios import REGIMES, Run
 
-from tokenfeed.trainer.page.ranks import rank_table as rank_table_of_page
+from tokenfeed.trainer.page.page import page_of
+from tokenfeed.trainer.page.run_folder import RunData
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.causes import Cause
@@ -248,7 +250,7 @@ def test_who_is_late_is_not_known_before_every_rank_has_measured_a_step() -> Non
     ranks = told(reading(work=5, communication=0), reading(0, work=0, communication=0))
     report = waiting_report(ranks, 0.5)
     assert "is not known: some rank has not measured a step" in rank_table(report)[0]
-    assert "The slowest rank is not known" in rank_table_of_page(report)
+    assert "The slowest rank is not known" in page_of(RunData(folder=Path("run"), stall=report))
 
 
 def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
@@ -258,12 +260,12 @@ def test_a_table_of_many_ranks_shows_the_slowest_and_the_page_all() -> None:
     assert lines[0].startswith("rank 63 keeps the others waiting: work, 6.30 s a step")
     assert re.findall(r"rank (\d+) ", "\n".join(lines[2:])) == [str(63 - n) for n in range(8)]
     assert lines[-1].endswith("and 56 more, which waited longer")
-    page = rank_table_of_page(report)
-    assert page.count("<tr><th>") == 1 + 64
+    page = page_of(RunData(folder=Path("run"), stall=report))
+    assert len(re.findall(r"<tr><th>\d+", page)) == 64
     assert "<th>63 (late)</th>" in page
     alone = waiting_report([], 0.5)
     assert rank_table(alone) == []
-    assert rank_table_of_page(alone) == ""
+    assert "Ranks" not in page_of(RunData(folder=Path("run"), stall=alone))
 
 
 def test_a_loop_that_is_alone_in_the_end_keeps_what_ranks_told_before() -> None:

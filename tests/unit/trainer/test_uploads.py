@@ -26,7 +26,7 @@ from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.newest import bring_newest
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
 from tokenfeed.trainer.checkpoints.uploads import Uploads
-from tokenfeed.trainer.page.run_data import RunData
+from tokenfeed.trainer.page.run_folder import RunData
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 

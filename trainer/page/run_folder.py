@@ -1,7 +1,6 @@
-"""The files of a run or of a loop with a meter, decoded into types. Damage is one line."""
+"""The folder of a run, or of a StallMeter's report, decoded into types."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import yaml
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
-from tokenfeed.trainer.page.plot import Series
+from tokenfeed.trainer.page.plots import Series
 from tokenfeed.trainer.report import Report, decode_json
 from tokenfeed.trainer.stall.report import StallReport
 
@@ -32,7 +31,7 @@ class _Gpu(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of metrics.jsonl, as far as it is plotted."""
+    """The fields of a line of metrics.jsonl that are plotted."""
 
     step: int
     loss: float | None = None
@@ -53,7 +52,7 @@ class _LoopReport(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """What a run left in its folder."""
+    """The files of a run."""
 
     folder: Path
     stall: StallReport
@@ -69,7 +68,7 @@ class RunData:
         """Read the folder of a run, or of the report of a `StallMeter`.
 
         Raises:
-            ConfigError: It holds no report, or one that cannot be decoded.
+            ConfigError: The folder holds no report, or a report that cannot be decoded.
         """
         path, config = folder / REPORT_FILE, _read(folder / CONFIG_FILE)
         try:
@@ -106,11 +105,17 @@ class RunData:
         """The report in a few lines, as the run printed it."""
         return str(self.stall) if self.report is None else self.report.summary()
 
-    def series(self, name: str, value_of: Callable[[Line], float | None]) -> Series:
-        """One value of each line over the steps. Lines without it are left out."""
-        found = [(line.step, value_of(line)) for line in self.lines]
+    def series(self, name: str, path: str, factor: float = 1.0) -> Series:
+        """Return one value of each line over the steps. Lines without the value are left out.
+
+        Args:
+            name: Name of the series.
+            path: Field of `Line`, or of an object in it, as in "gpu.power_watts".
+            factor: Multiplies the values.
+        """
+        found = [(line.step, _value_at(line, path)) for line in self.lines]
         known = [(step, value) for step, value in found if value is not None and _fits(value)]
-        return Series(name, [step for step, _ in known], [value for _, value in known])
+        return Series(name, [step for step, _ in known], [factor * value for _, value in known])
 
     def causes(self) -> list[tuple[int, dict[str, float]]]:
         """Step and stall by cause of each line that has them."""
@@ -119,6 +124,13 @@ class RunData:
             for line in self.lines
             if (causes := line.stall_causes)
         ]
+
+
+def _value_at(line: Line, path: str) -> float | None:
+    found: Any = line
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    return found if isinstance(found, float) else None
 
 
 def _fits(value: float) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tokenfeed.trainer.page.run_data import Line, RunData
+from tokenfeed.trainer.page.run_folder import RunData
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.settings import flag_of
 from tokenfeed.trainer.stall.report import StallReport
@@ -48,8 +48,8 @@ def compare(one: RunData, other: RunData) -> Comparison:
     return Comparison(
         figures=[
             *_rows(_rates(one.stall), _rates(other.stall), _change),
-            *_loss("loss", one, other, lambda line: line.loss),
-            *_loss("validation loss", one, other, lambda line: line.validation_loss),
+            *_loss("loss", one, other),
+            *_loss("validation loss", one, other),
             *_rows(_metrics(one.report), _metrics(other.report), _change),
             *_rows(_facts(one), _facts(other), lambda a, b: ""),
         ],
@@ -84,14 +84,10 @@ def _facts(run: RunData) -> dict[str, Figure]:
     }
 
 
-def _loss(
-    name: str, one: RunData, other: RunData, loss_of: Callable[[Line], float | None]
-) -> Iterator[Row]:
-    """The loss at the last step that both runs have noted; else the last loss of each."""
-    first, second = (
-        dict(zip(series.xs, series.ys, strict=True))
-        for series in (one.series(name, loss_of), other.series(name, loss_of))
-    )
+def _loss(name: str, one: RunData, other: RunData) -> Iterator[Row]:
+    """The loss at the last step that both runs have logged; else the last loss of each run."""
+    both = [run.series(name, name.replace(" ", "_")) for run in (one, other)]
+    first, second = (dict(zip(series.xs, series.ys, strict=True)) for series in both)
     if common := first.keys() & second.keys():
         step = max(common)
         yield _row(f"{name} at step {step:,.0f}", (first[step], ".4f"), (second[step], ".4f"))
