@@ -1,1 +1,1 @@
-"""Caching: record batches out of stores, fetched once for all processes of a node."""
+"""Caching: a disk cache of record batches from stores, shared by all processes of a node."""

@@ -1,4 +1,9 @@
-"""The size of the cache, and which files leave it when it is full. Torch-free."""
+"""The size of the cache, and which files are removed when it is full. Torch-free.
+
+`sweep` removes the files that the plan reads last. For example, the plan reads record batch 7 in 2
+windows, batch 9 in 40 windows, and batch 12 in no window of this epoch or the next: batch 12 goes
+first, then batch 9.
+"""
 
 import contextlib
 import os
@@ -10,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.caching.locks import alone
+from tokenfeed.pipeline.caching.locks import exclusive
 from tokenfeed.pipeline.planning.ahead import NEVER
 
 __all__ = ["ENDS", "FIRST_END", "Budget", "Until", "sweep"]
@@ -18,18 +23,20 @@ __all__ = ["ENDS", "FIRST_END", "Budget", "Until", "sweep"]
 _FILE = ".bytes"
 _SUM = struct.Struct("<q")
 _UNKNOWN = 1 << 60
-"""Above any bound: the first file that is added to such a cache has it swept, and so counted."""
+"""Larger than any bound, so the first added file starts a sweep, which counts the cache."""
 
 
 class Budget:
-    """A sum in a small file. A process that is killed may leave it wrong; each sweep puts it right,
-    for it has counted."""
+    """Size of the cache in bytes, kept in a small file that all processes share.
+
+    A killed process can leave a wrong size. Every sweep counts the files and corrects it.
+    """
 
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, _FILE)
 
     def read(self) -> int:
-        """The sum now; 0 where nothing says it."""
+        """Return the size; 0 if it is unknown."""
         try:
             total = self.add(0)
         except OSError:
@@ -37,52 +44,55 @@ class Budget:
         return total if total < _UNKNOWN else 0
 
     def add(self, count: int) -> int:
-        """Change the sum; gives the new one."""
-        with alone(self._path) as descriptor:
+        """Add `count` bytes, and return the new size."""
+        with exclusive(self._path) as descriptor:
             total = _read(descriptor) + count
             if count:
                 os.pwrite(descriptor, _SUM.pack(total), 0)
             return total
 
     def correct(self, before: int, counted: int) -> None:
-        """Replace what the sum was before a count by what was counted: what was added meanwhile
-        stays."""
+        """Replace the size `before` a count by the size `counted`. Bytes that other processes added
+        meanwhile stay included."""
         self.add(counted - before)
 
 
 def _read(descriptor: int) -> int:
-    """The sum; that of a new file is not known, nor one that can be none."""
+    """Return the stored size; `_UNKNOWN` for a new file and for an impossible value."""
     stored = os.pread(descriptor, _SUM.size, 0)
     total = int(_SUM.unpack(stored)[0]) if len(stored) == _SUM.size else _UNKNOWN
     return total if 0 <= total <= 2 * _UNKNOWN else _UNKNOWN
 
 
 Until = Callable[[np.ndarray], np.ndarray]
-"""How many windows it is until pieces are read, by their numbers; shape (K,) each."""
+"""Maps numbers of pieces to the number of windows until each is read; shape (K,), int64, both."""
 FIRST_END = 1 << 48
-"""The number of the first footer of a set, behind all record batches."""
+"""Number of the footer of shard 0. Record batches have smaller numbers."""
 
 ENDS = "ends"
-"""The folder of a set that has its footers."""
+"""Name of the folder of footers in a set."""
 
 _NUMBER = re.compile("0|[1-9a-f][0-9a-f]{,11}")
 _KEPT_SHARE = 0.9
-"""Of the bound, so that not every file has to make room for itself."""
+"""Share of the bound that a sweep keeps, so that the next files need no sweep."""
 _STALE_S = 600.0
-"""A temporary file of that age is nobody's."""
+"""Age in seconds at which a temporary file counts as abandoned."""
 _UNUSED_S = 3600.0
-"""A set that nobody has read for so long goes first."""
+"""Seconds without a read after which a set is removed first."""
 _GONE = 1 << 50
-"""Until of a set that nobody reads."""
+"""Stands for "windows until read" in an unused set: larger than `NEVER`."""
 
 
 def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
-    """Remove files until 90 % of the bound are left; gives the bytes that are.
+    """Remove the files that are read last until the cache is at 90 % of its bound.
 
     Args:
-        folder: Of the cache.
-        bound: In bytes.
-        until: Of each own set by its name.
+        folder: Folder of the cache.
+        bound: Largest size of the cache in bytes.
+        until: For each set of this run, by name: windows until its pieces are read.
+
+    Returns:
+        Bytes that are left.
     """
     total, paths, sizes = 0, [], []
     sets: dict[str, np.ndarray] = {}
@@ -102,10 +112,10 @@ def sweep(folder: str, bound: int, until: dict[str, Until]) -> int:
 
 
 def _until_of_all(folder: str, sets: dict[str, np.ndarray], until: dict[str, Until]) -> np.ndarray:
-    """Until of every piece, set by set, shape (K,).
+    """Return the windows until each piece is read, set by set, shape (K,).
 
-    Nobody here knows the plan of another run: what it reads is spread over the time of this one, so
-    that both lose their share.
+    This process does not know the plans of other runs. It spreads the pieces of their sets evenly
+    over the time until its own last read, so that each run loses its share.
     """
     known = {name: until[name](numbers) for name, numbers in sets.items() if name in until}
     own = np.concatenate([*known.values(), np.zeros(1, np.int64)])
@@ -134,7 +144,7 @@ def _folders(folder: str) -> Iterator[str]:
 
 
 class _Piece(NamedTuple):
-    """A file of a set: a record batch, or a footer."""
+    """A file of a set: a record batch or a footer."""
 
     path: str
     number: int
@@ -142,8 +152,10 @@ class _Piece(NamedTuple):
 
 
 def _files(folder: str) -> tuple[int, list[_Piece]]:
-    """Bytes of what is being written in a set's folder, and all that is whole; what has a name
-    that no cache gives is somebody else's."""
+    """Return the bytes of temporary files in the folder of a set, and its complete files.
+
+    Files with other names are not the cache's and are ignored.
+    """
     stays, pieces = 0, []
     for name in _folders(folder):
         first = FIRST_END if name == ENDS else 0
@@ -159,12 +171,12 @@ def _files(folder: str) -> tuple[int, list[_Piece]]:
 
 
 def _is_piece(folder: str, name: str) -> bool:
-    """Whether a file is a record batch or a footer by its name, and lies where it belongs."""
+    """Return whether a name is that of a record batch or a footer in this folder."""
     return bool(_NUMBER.fullmatch(name)) and folder in (ENDS, f"{int(name, 16) & 255:02x}")
 
 
 def _size(entry: "os.DirEntry[str]") -> int:
-    """Bytes of a file; 0 for one that a process began and never finished, which goes."""
+    """Return the bytes of a file. Remove an abandoned temporary file and return 0."""
     found = entry.stat()
     if "." in entry.name and time.time() - found.st_mtime > _STALE_S:
         os.unlink(entry.path)

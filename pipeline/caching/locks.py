@@ -1,7 +1,7 @@
-"""Locks between the processes of a node that end with their owner, however it ends.
+"""Locks between the processes of a node, which the kernel releases when their owner ends.
 
-The kernel keeps them, on bytes of a file that need not be there: nothing is left behind by a kill,
-nothing has to be counted, and no name outlives a process. Torch-free.
+They are locks of byte ranges of a file; the bytes need not exist. A killed process leaves no lock
+behind. Torch-free.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["alone", "try_lock"]
+__all__ = ["exclusive", "try_lock"]
 
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
@@ -28,10 +28,11 @@ _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 @contextlib.contextmanager
 def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
-    """Hold some numbers, if nobody else holds one of them, in this process or another.
+    """Lock bytes `first` to `first + count - 1` of a file; yield whether that succeeded.
 
-    A system without such locks, or a disk without room for the file, keeps nobody out: then what
-    they guard is done twice, and is right.
+    It fails if another thread or process holds one of the bytes. Without support for such locks, or
+    without disk space for the file, it always succeeds: then two processes may fetch the same data,
+    which is slower but correct.
     """
     try:
         descriptor = os.open(path, _FLAGS, 0o600)
@@ -41,7 +42,7 @@ def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
     try:
         yield _lock(descriptor, first, count)
     finally:
-        os.close(descriptor)  # which frees them
+        os.close(descriptor)  # this releases the lock
 
 
 def _lock(descriptor: int, first: int, count: int) -> bool:
@@ -56,10 +57,10 @@ def _lock(descriptor: int, first: int, count: int) -> bool:
 
 
 @contextlib.contextmanager
-def alone(path: str) -> Iterator[int]:
-    """Be the only one to have a file, in any thread or process; others wait. Gives it open.
+def exclusive(path: str) -> Iterator[int]:
+    """Open a file with an exclusive lock among all threads and processes; yield the descriptor.
 
-    Nobody waits for ever: who holds it may have been stopped.
+    Waits for the lock for at most 30 seconds, because its holder may be a stopped process.
     """
     descriptor = os.open(path, _FLAGS, 0o600)
     give_up_s = time.monotonic() + _PATIENCE_S

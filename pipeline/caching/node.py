@@ -21,28 +21,29 @@ from tokenfeed.pipeline.planning.plan import Position
 __all__ = ["Node", "SharedPieces"]
 
 _THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
-"""Requests at once: of a window that is waited for, and of those that come later. Large ones are
-few, or none of them would end soon where the network is slow."""
+"""Concurrent requests: for a window that the loop waits for; and for later windows, with small or
+large requests. Large requests are few, so that each finishes soon on a slow network."""
 _LONGEST_WAIT_S = 900.0
-"""More than a store is asked again and again, and another process is waited for before."""
+"""Seconds after which waiting counts as a hang. It is longer than all retries of a request and the
+wait for another process together."""
 _BEHIND = 4
-"""Windows that another process may still read after this one has."""
+"""Windows that another process of the node may be behind this one."""
 
 
 class Node:
-    """Made once a process; a copy, as a worker gets it, has threads and counts of its own."""
+    """Threads, counts and cache of one process. A pickled copy has its own threads and counts."""
 
     def __init__(self, settings: CacheSettings | None) -> None:
-        """Without settings nothing is kept."""
+        """Without settings there is no cache."""
         self.settings = settings
         self._until: dict[str, Until] = {}
         self._lock = threading.Lock()
         self.counted = Fetched()
-        """What no store counts."""
+        """Counts that no store keeps: cache hits, damaged files, time waited."""
         self._waiting = 0
         self._waiting_since_s = 0.0
         self.ahead: Ahead | None = None
-        """The plan, and where it is read at present; None before the first window."""
+        """The plan and the current window; None before the first window."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"settings": self.settings}
@@ -52,12 +53,12 @@ class Node:
 
     @cached_property
     def threads(self) -> ThreadPoolExecutor:
-        """For what is waited for."""
+        """Threads for data that the loop waits for."""
         return ThreadPoolExecutor(_THREADS, "tokenfeed reads")
 
     @cached_property
     def threads_ahead(self) -> ThreadPoolExecutor:
-        """For what comes later: few, where each request is large."""
+        """Threads for data of later windows: few if each request is large."""
         count = _LARGE_AHEAD if self.settings and self.settings.is_whole else _SMALL_AHEAD
         return ThreadPoolExecutor(count, "tokenfeed reads ahead")
 
@@ -66,12 +67,12 @@ class Node:
         return NodeCache(self.settings, self._until) if self.settings else None
 
     def open_set(self, name: str, source: int, batch_ends: np.ndarray) -> CacheSet | None:
-        """The files of one split of one data set; None where nothing is kept.
+        """Return the cached files of one split of one data set; None without a cache.
 
         Args:
-            name: Its own.
-            source: Which of the plan's sources it is.
-            batch_ends: Where the record batches of each shard end, shape (shards,).
+            name: Name of the set in the cache.
+            source: Number of the plan's source.
+            batch_ends: Running total of the record batches of the shards, shape (shards,).
         """
         if self._cache is None:
             return None
@@ -81,8 +82,15 @@ class Node:
     def _windows_until(
         self, source: int, batch_ends: np.ndarray, numbers: np.ndarray
     ) -> np.ndarray:
-        """When pieces are read next. A footer is read with a record batch of its shard: the next
-        one in the cache, or any, as often as the plan has some of a shard."""
+        """Return the windows until pieces are read next, shape (K,).
+
+        The plan gives that for record batches. A footer is needed with any record batch of its
+        shard: with the first of its cached batches, or at the latest after the average distance
+        between two windows that read from a shard. Example with two shards of 10 record batches,
+        `batch_ends` = [10, 20], and pieces [3, 12, FIRST_END + 0, FIRST_END + 1]: batches 3 and 12
+        are read in 5 and 90 windows, a shard on average every 8 windows. The footers are needed in
+        min(8, 5) = 5 and min(8, 90) = 8 windows: [5, 90, 5, 8].
+        """
         if self.ahead is None:
             return np.zeros(len(numbers), np.int64)
         epoch, window, _ = self.ahead.position
@@ -94,23 +102,25 @@ class Node:
         of_shard = np.full(len(batch_ends), ahead.between(source, len(batch_ends)))
         shards, last = np.searchsorted(batch_ends, batches, "right"), len(batch_ends) - 1
         np.minimum.at(of_shard, np.minimum(shards, last), found[~is_end])
-        found[is_end] = of_shard[np.minimum(ends, last)]  # a foreign file may have any number
+        found[is_end] = of_shard[
+            np.minimum(ends, last)
+        ]  # a file of another program may have any number
         return found
 
     def count(self, counted: Fetched) -> None:
-        """Count what no store knows of."""
+        """Add counts that no store keeps."""
         with self._lock:
             self.counted += counted
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waited for is on its way: the store ends that, sooner or later, and
-        what lasts longer than it allows is no waiting but a hang."""
+        """Return whether the process waits for data of a store. After 15 minutes it counts as hung:
+        by then every request has succeeded or failed."""
         return self._waiting > 0 and time.monotonic() - self._waiting_since_s < _LONGEST_WAIT_S
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While something is fetched that is waited for."""
+        """Count the time inside the block as waiting for data."""
         started = time.perf_counter()
         with self._lock:
             if not self._waiting:
@@ -128,21 +138,21 @@ Fetch = Callable[[int], bytes]
 
 _LOOK_AGAIN_S = 0.005
 _PATIENCE_S = 60.0
-"""So long the process that fetches a piece is waited for. One that was stopped keeps its lock."""
+"""Seconds to wait for a process that fetches a piece. A stopped process keeps its lock."""
 
 
 class SharedPieces:
-    """Numbered pieces of one kind: what the cache has, or what is fetched and then kept there."""
+    """Numbered pieces of one kind, from the cache or fetched and then written to the cache."""
 
     def __init__(
         self, node: Node, files: CacheSet | None, path: Callable[[int], str], first_lock: int = 0
     ) -> None:
         """
         Args:
-            node: The threads and counts of this process.
-            files: The cache; None where nothing is kept.
-            path: Where the cache has a piece.
-            first_lock: The lock of piece 0.
+            node: Threads and counts of this process.
+            files: Cached files of the split; None without a cache.
+            path: Returns the path of a piece in the cache.
+            first_lock: Number of the lock of piece 0.
         """
         self._node = node
         self._files = files
@@ -150,9 +160,10 @@ class SharedPieces:
         self._first_lock = first_lock
 
     def get(self, numbers: list[int], fetch: Fetch) -> dict[int, bytes]:
-        """Some pieces; errors are those of `fetch`, which is called in several threads.
+        """Return pieces by number. Several threads call `fetch`; its errors are raised here.
 
-        Processes that want the same pieces begin at different ones, and so share the work.
+        Each process starts at a random piece, so processes that need the same pieces share the
+        work.
         """
         got = {number: kept for number in numbers if (kept := self._kept(number)) is not None}
         self._node.count(Fetched(hits=len(got)))
@@ -162,14 +173,14 @@ class SharedPieces:
         return got
 
     def again(self, number: int, fetch: Fetch) -> bytes:
-        """A piece from the store, for the one in the cache is damaged, or came so."""
+        """Fetch a piece again, because it was damaged in the cache or on the network."""
         self._node.count(Fetched(damaged=1))
         data = fetch(number)
         self.replace(number, data)
         return data
 
     def replace(self, number: int, data: bytes) -> None:
-        """Have the cache hold this piece in place of the one that it has."""
+        """Replace a piece in the cache."""
         if self._files:
             self._files.remove(self._path(number))
             self._files.write(self._path(number), data)
@@ -186,7 +197,7 @@ class SharedPieces:
                 time.sleep(_LOOK_AGAIN_S)
 
     def _one(self, fetch: Fetch, is_patient: bool, number: int) -> bytes | None:
-        """A piece; None where another process is fetching it."""
+        """Return a piece; None if another process is fetching it."""
         if self._files is None:
             return fetch(number)
         with self._files.lock(self._first_lock + number) as is_mine:

@@ -21,24 +21,24 @@ __all__ = ["CacheSettings", "Need", "cache_for", "has_remote", "resolve_cache"]
 
 @dataclass(frozen=True, slots=True)
 class CacheSettings:
-    """One cache, as all processes of a run know it."""
+    """Settings of one cache, the same in all processes of a run."""
 
     folder: str
     bytes: int
-    """It never holds more."""
+    """Largest size in bytes."""
     is_whole: bool
-    """Whether all that is read fits: then it is fetched in few large requests."""
+    """Whether all data fits. Then data is fetched in few large requests."""
     windows_ahead: int
-    """How many windows are fetched before they are wanted."""
+    """Number of windows to prefetch."""
 
 
 VARIABLE = "TOKENFEED_CACHE"
 _VERSION = "v1"
 _MOST_BYTES, _SHARE_OF_FREE = 10_000_000_000, 0.05
-"""Of a cache whose size nobody has said: the lesser of both."""
+"""Default size: the smaller of these bytes and this share of the free disk."""
 _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
 _WINDOWS = 3
-"""That must fit: what one rank reads, what another one still does, and what comes next."""
+"""Windows that must fit: the current windows of a fast and of a slow rank, and the next window."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "afs", "fuse.sshfs")
@@ -47,32 +47,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What is read through the cache."""
+    """Size of the data that is read through the cache."""
 
     total_bytes: int
-    """All of it."""
+    """Bytes of all data."""
     window_bytes: int
-    """About one window; at least 1."""
+    """Bytes of an average window, at least 1."""
 
     @property
     def least_bytes(self) -> int:
-        """A smaller cache would fetch the same bytes again and again."""
+        """Smallest useful size in bytes. A smaller cache would fetch the same data repeatedly."""
         return min(self.total_bytes, _WINDOWS * self.window_bytes)
 
 
 def resolve_cache(
     cache_dir: str | PathLike[str] | None, cache_bytes: int | None, need: Need
 ) -> CacheSettings | None:
-    """The cache for some data; None for memory alone.
+    """Return the settings of the cache; None for no cache.
 
     Args:
-        cache_dir: Its folder; None for that of the environment, or one of the user's in the
-            system's folder for temporary files.
-        cache_bytes: Its bound; 0 for no cache, None for a share of what is free.
-        need: What is read.
+        cache_dir: Folder of the cache. None: $TOKENFEED_CACHE, or a folder of this user in the
+            system's temporary folder.
+        cache_bytes: Largest size in bytes. 0: no cache. None: a share of the free disk.
+        need: Size of the data.
 
     Raises:
-        ConfigError: It is too small for the data, or the folder cannot hold it.
+        ConfigError: The cache is too small for the data, or the disk for the cache.
     """
     if cache_bytes is not None and not checks.whole("cache_bytes", cache_bytes):
         return None
@@ -81,8 +81,8 @@ def resolve_cache(
     most = min(_MOST_BYTES, int(free * _SHARE_OF_FREE)) if cache_bytes is None else cache_bytes
     if cache_bytes is None and most < need.least_bytes:
         _log.warning(
-            "%s has %s bytes free, too few for a cache of %s: record batches are kept in memory "
-            "only. Give `cache_dir` a disk with room.",
+            "%s has %s bytes free, too few for a cache of %s bytes: record batches are not cached "
+            "on disk. Set `cache_dir` to a disk with more free space.",
             *(folder, f"{free:,}", f"{need.least_bytes:,}"),
         )
         return None
@@ -90,12 +90,13 @@ def resolve_cache(
         raise ConfigError(
             f"`cache_bytes`={most}: {_WINDOWS} windows of this data set take "
             f"{need.least_bytes:,} bytes. Raise it to that, lower `window_tokens`, or set it to 0 "
-            "to keep nothing on the disk."
+            "to use no disk cache."
         )
     if (wanted := min(most, need.total_bytes)) > free:
         raise ConfigError(
-            f"`cache_bytes`={most}: {folder} has {free:,} bytes free, and {wanted:,} would be "
-            f"used. Lower it to at least {need.least_bytes:,}, or give `cache_dir` another disk."
+            f"`cache_bytes`={most}: {folder} has {free:,} bytes free, and the cache would use "
+            f"{wanted:,}. Lower `cache_bytes`, to {need.least_bytes:,} or more, or set `cache_dir` "
+            "to another disk."
         )
     ahead_bytes = min(_MOST_AHEAD_BYTES, int(most * _SHARE_AHEAD))
     windows_ahead = max(1, ahead_bytes // need.window_bytes)
@@ -103,31 +104,32 @@ def resolve_cache(
 
 
 def _folder(cache_dir: str | PathLike[str] | None) -> str:
-    """The folder, made if need be.
+    """Return the folder of the cache; create it if it is missing.
 
     Raises:
-        ConfigError: It cannot be made, is another user's, or is not on this machine.
+        ConfigError: The folder cannot be created, belongs to another user, or is on another
+            machine.
     """
     given = cache_dir or os.environ.get(VARIABLE)
-    said = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
+    setting = "`cache_dir`" if cache_dir else f"${VARIABLE}" if given else "the cache's folder"
     place = Path(given or Path(tempfile.gettempdir()) / f"tokenfeed-{_user()}").absolute()
     try:
         (place / _VERSION).mkdir(mode=0o700, parents=True, exist_ok=True)
         owner = place.stat().st_uid
-    except (OSError, ValueError) as error:  # of the second kind are names with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         why = error_line(error)
-        raise ConfigError(f"{said}={place}: {why}. Give a folder to write to.") from None
+        raise ConfigError(f"{setting}={place}: {why}. Choose a writable folder.") from None
     if not given and owner != _user():
-        raise ConfigError(f"{place} belongs to another user. Give a folder of yours: `cache_dir`.")
+        raise ConfigError(f"{place} belongs to another user. Set `cache_dir` to your own folder.")
     if (kind := _file_system(place)) in _IN_MEMORY:
         _log.warning(
-            "%s=%s: is in memory (%s), so the cache takes memory. Give `cache_dir` a disk.",
-            *(said, place, kind),
+            "%s=%s: is in memory (%s), so the cache uses memory. Set `cache_dir` to a disk.",
+            *(setting, place, kind),
         )
     if kind in _FAR:
         raise ConfigError(
-            f"{said}={place}: is on a network file system ({kind}), which is no faster than the "
-            "store and has no safe locks. Give a folder on a disk of this machine."
+            f"{setting}={place}: is on a network file system ({kind}), which is no faster than the "
+            "store and has no safe locks. Choose a folder on a disk of this machine."
         )
     return str(place / _VERSION)
 
@@ -137,7 +139,7 @@ def _user() -> int:
 
 
 def _file_system(place: Path) -> str:
-    """The type of the file system that a folder is on; empty where the system does not say."""
+    """Return the file system type of a folder; an empty string if it is unknown."""
     try:
         lines = _MOUNTS.read_text().splitlines()
     except OSError:
@@ -152,7 +154,7 @@ def _file_system(place: Path) -> str:
 
 
 def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:
-    """Whether one of them is in a store."""
+    """Return whether any source is in a store."""
     return any(isinstance(source.store, RangedStore) for source in sources)
 
 
@@ -162,11 +164,11 @@ def cache_for(
     cache_dir: str | PathLike[str] | None,
     cache_bytes: int | None,
 ) -> CacheSettings | None:
-    """The cache for those of the sources that are in stores; None where none is, or for memory
-    alone.
+    """Return the settings of the cache for the sources in stores; None if the loader needs no
+    cache.
 
     Raises:
-        ConfigError: It is too small for the plan, or the folder cannot hold it.
+        ConfigError: The cache is too small for the plan, or the disk for the cache.
     """
     if not has_remote(sources):
         return None

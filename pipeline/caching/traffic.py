@@ -10,27 +10,25 @@ __all__ = ["CountingStore", "Fetched"]
 
 @runtime_checkable
 class CountingStore(Protocol):
-    """A store that counts."""
+    """A store that counts its requests."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this process has asked of it."""
+        """Requests and bytes of this process."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What reading from stores took."""
+    """Counts and times of reading from stores."""
 
     traffic: Traffic = field(default_factory=Traffic)
     hits: int = 0
-    """Record batches and footers that were in the cache."""
+    """Number of record batches and footers read from the cache."""
     damaged: int = 0
-    """Files of the cache, or bytes on their way, that were not what they should be; they were
-    fetched again."""
+    """Number of pieces that were damaged in the cache or on the network, and fetched again."""
     waited_s: float = 0.0
-    """Time until the bytes of windows were at hand: from the cache, a store, or by the work of
-    another process."""
+    """Seconds of waiting for the bytes of windows, from the cache, a store or another process."""
 
     def __add__(self, other: "Fetched") -> "Fetched":
         return Fetched(
@@ -41,7 +39,7 @@ class Fetched:
         )
 
     def since(self, before: "Fetched") -> "Fetched":
-        """What came after `before`."""
+        """Return the counts since `before`."""
         now, then = self.traffic, before.traffic
         traffic = Traffic(
             now.requests - then.requests,

@@ -1,1 +1,1 @@
-"""Windows: rows read from shards as a plan says, and the slice of them that one rank gets."""
+"""Windows: read rows from shards in the order of the plan, and copy the slice of one rank."""

@@ -1,12 +1,17 @@
-"""Where everything stands in the padded batches of a slice, computed once for the whole slice.
+"""Places of tokens, documents and padding in the padded batches of a slice.
 
-A slot is a place in a batch's flattened [B, T]. What a device needs besides the tokens is lengths
-and slots, so that padding, labels and positions are a few kernels with shapes known on the host.
-A packed batch of two sequences of 8 slots, with documents of 3 and 5, and of 2 and 4 tokens:
+A slot is a place in a batch's flattened [B, T]. A device needs the tokens, the lengths and these
+slots; then padding, labels and positions are a few kernels with shapes that the host knows. The
+layout is computed once for all batches of a slice. Example: a packed batch of two sequences of 8
+slots, with documents of 3 and 5 tokens, and of 2 and 4 tokens:
 
     slots      0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15
     tokens     a a a b b b b b | c c d  d  d  d  .  .
     segments   0     3           8   10          14      and 16, the end
+
+Without prompts, no loss counts the first token of each document: 3 + 5 + 2 + 4 tokens in 4
+documents have 10 targets. With prompts of 1, 2, 1 and 1 tokens, `ignored` is the slots
+0 | 3 4 | 8 | 10, and 14 - 5 = 9 targets are left.
 
 Torch-free. Sizes: P pieces, S sequences, M micro-batches.
 """
@@ -23,7 +28,7 @@ __all__ = ["Layout", "Sequences", "lay_out"]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sequences, micro-batches and slots."""
+    """Lengths, offsets and slots of all micro-batches of a slice."""
 
     sequence_lengths: np.ndarray
     """Tokens of each sequence, shape (S,), int32."""
@@ -34,30 +39,31 @@ class Layout:
     token_offsets: np.ndarray
     """Where each micro-batch begins among the tokens, shape (M + 1,), int64."""
     num_targets: np.ndarray
-    """Labels of each micro-batch that a loss counts, shape (M,), int64."""
+    """Number of labels of each micro-batch that a loss counts, shape (M,), int64."""
     segments: np.ndarray | None = None
     """Slots where a document or padding begins, and the end of the batch, int32; packed only."""
     segment_offsets: np.ndarray | None = None
     """Where each micro-batch begins in `segments`, shape (M + 1,), int64."""
     ignored: np.ndarray | None = None
-    """Slots of tokens that are no target, int32; None: the first of each piece, no others."""
+    """Slots of tokens that are not targets, int32; None: only the first token of each piece."""
     ignored_offsets: np.ndarray | None = None
     """Where each micro-batch begins in `ignored`, shape (M + 1,), int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Pieces joined to sequences, and sequences to micro-batches."""
+    """Which pieces form a sequence, and which sequences a micro-batch."""
 
     lengths: np.ndarray
     """Tokens of each piece, shape (P,), int32."""
     batches: np.ndarray
     """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
     offsets: np.ndarray | None = None
-    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: each is one."""
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: every piece is a
+    sequence."""
 
     def sizes(self) -> np.ndarray:
-        """Tokens of each sequence, shape (S,)."""
+        """Return the tokens of each sequence, shape (S,)."""
         if self.offsets is None:
             return self.lengths
         return np.asarray(np.add.reduceat(self.lengths, self.offsets[:-1]))
@@ -72,16 +78,17 @@ def lay_out(
     token_targets: np.ndarray | None = None,
     context: np.ndarray | None = None,
 ) -> Layout:
-    """Compute where everything stands.
+    """Compute the layout of a slice.
 
     Args:
-        sequences: What the micro-batches are made of.
-        multiple_of: Padded lengths are rounded up to this.
-        packs: Whether sequences hold several documents.
-        row_targets: Whether a row has one target, and its tokens none.
-        token_targets: The target of each token, shape (N,), `no_target` where it has none; None for
-            the token after it.
-        context: Leading tokens of each piece that are given and no target, shape (P,).
+        sequences: The pieces, sequences and micro-batches of the slice.
+        multiple_of: Padded lengths are rounded up to a multiple of this.
+        packs: Whether a sequence may have several documents.
+        row_targets: Whether each row has one target, and its tokens have none.
+        token_targets: Target of each token, shape (N,), `no_target` for tokens without one. None if
+            the target of a token is the next token.
+        context: Number of leading tokens of each piece that are a prompt, not targets, shape (P,),
+            int64. 0 or less counts as 1, because the first token has no context.
     """
     sizes, batches = sequences.sizes(), sequences.batches
     longest = np.maximum.reduceat(sizes, batches[:-1])
@@ -97,7 +104,7 @@ def lay_out(
     elif token_targets is not None:
         num_targets = np.diff(offsets_of(is_target(token_targets))[tokens])
     elif context is not None:
-        given = np.clip(context, 1, sequences.lengths)  # the first token never has a context
+        given = np.clip(context, 1, sequences.lengths)  # the first token has no context
         ignored = ranges(slots.of_pieces(), given).astype(np.int32)
         ignored_offsets = offsets_of(given)[pieces]
         num_targets = np.diff(tokens) - np.diff(ignored_offsets)
@@ -118,7 +125,7 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Places in the flattened batches."""
+    """Computes slots in the flattened batches."""
 
     sequences: Sequences
     sizes: np.ndarray
@@ -126,14 +133,21 @@ class _Slots:
     pieces: np.ndarray
 
     def of_sequences(self) -> np.ndarray:
-        """The slot of each sequence's first token, shape (S,), int64."""
+        """Return the slot of each sequence's first token, shape (S,), int64.
+
+        In a batch with padded length 8, sequence 0 begins at slot 0, sequence 1 at slot 8.
+        """
         batches = self.sequences.batches
         counts = np.diff(batches)
         nth = np.arange(batches[-1]) - np.repeat(batches[:-1], counts)
         return np.asarray(nth * np.repeat(self.padded, counts))
 
     def of_pieces(self) -> np.ndarray:
-        """The slot of each piece's first token, shape (P,), int64."""
+        """Return the slot of each piece's first token, shape (P,), int64.
+
+        A piece begins at the slot of its sequence plus the tokens before it in the sequence: in
+        the example of the module, at 0, 0 + 3, 8 and 8 + 2.
+        """
         slots, offsets = self.of_sequences(), self.sequences.offsets
         if offsets is None:
             return slots
@@ -142,10 +156,12 @@ class _Slots:
         return np.asarray(starts)
 
     def segments(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots where documents, paddings and the end of the batch begin, and their offsets.
+        """Return the slots where documents and paddings begin and the batch ends, shape (K,), and
+        where each batch begins among them, shape (M + 1,).
 
-        All are sorted at once: in slots of the whole slice, where each batch has one slot more, so
-        that its end comes before the next one's beginning.
+        One sort orders the slots of all batches. For that, slots are counted over the whole slice,
+        with one extra slot per batch for its end: in the example, the next batch begins at 17, so
+        the end of the first batch, 16, sorts before it.
         """
         counts = np.diff(self.sequences.batches)
         bases = offsets_of(counts * self.padded + 1)
@@ -154,7 +170,7 @@ class _Slots:
         paddings = self.of_sequences() + self.sizes + np.repeat(bases[:-1], counts)
         documents = self.of_pieces() + np.repeat(bases[:-1], np.diff(self.pieces))
         marks = np.concatenate([documents, paddings[open_ended], bases[1:] - 1])
-        marks.sort(kind="stable")  # runs that are in order already
+        marks.sort(kind="stable")  # three sorted runs, which a stable sort merges fast
         offsets = np.searchsorted(marks, bases)
         marks -= np.repeat(bases[:-1], np.diff(offsets))
         return marks.astype(np.int32), offsets

@@ -28,14 +28,14 @@ __all__ = ["Gathered", "WindowMaker", "column_of", "gather"]
 
 
 class Gathered(NamedTuple):
-    """What a rank gets of a window."""
+    """One rank's part of a window: its tokens, its pieces and their prompts."""
 
     per_token: dict[str, np.ndarray]
     """See `RankSlice.per_token`."""
     pieces: PieceIndex
     context: np.ndarray | None
-    """Leading tokens of each piece that are given and no target, shape (P,), int64; below 0 where
-    a cut row has given them before."""
+    """Number of leading tokens of each piece that are a prompt, not targets, shape (P,), int64.
+    Negative if the prompt ended in an earlier piece of a cut row."""
 
 
 def gather(window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans) -> Gathered:
@@ -64,8 +64,10 @@ def gather(window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans) -> Ga
 
 
 def column_of(window: Window, role: Role) -> np.ndarray | None:
-    """The column of a window with a value a row that has some role, shape (R,); of two a plan is
-    refused."""
+    """Return the column of a role with one value per row, shape (R,); None if the window has none.
+
+    A plan has at most one column of each role.
+    """
     columns = window.rows.per_row.items()
     return next((values for name, values in columns if role_of(name) == role), None)
 
@@ -73,7 +75,7 @@ def column_of(window: Window, role: Role) -> np.ndarray | None:
 def _pick(
     plan: WindowPlan, rounds: Rounds
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | slice]:
-    """This rank's micro-batches and sequences, as offsets, and which of the plan's pieces they are.
+    """Return offsets of this rank's micro-batches and sequences, and the numbers of their pieces.
 
     A filler has one sequence.
     """
@@ -91,21 +93,22 @@ def _pick(
 
 @dataclass(frozen=True, slots=True)
 class WindowMaker:
-    """Which slice of which plan, and the data to make it from."""
+    """Makes one rank's slices of the windows of a plan."""
 
     plan: Plan
     reader: WindowReader
     rank: int
-    """Among the ranks that have the plan in common: those of one stream."""
+    """Rank among the ranks that share the plan, which are the ranks of one stream."""
     world_size: int
-    """How many these are."""
+    """Number of ranks that share the plan."""
 
     def make(self, position: Position) -> RankSlice:
-        """Decode a window and gather this rank's micro-batches of it, from a position on.
+        """Decode a window and copy this rank's micro-batches, from a position on.
 
         Raises:
-            ShardFormatError: The data are damaged.
-            ResumeError: The window has no such micro-batch.
+            ShardFormatError: The data is damaged.
+            RemoteError: A store cannot be reached or refuses the request.
+            ResumeError: The window has no micro-batch with the number of the position.
         """
         plan, (epoch, nth, first) = self.plan, position
         number = plan.window_number(nth)
@@ -146,7 +149,7 @@ class WindowMaker:
     def _added(
         self, spans: Spans, planned: WindowPlan, rounds: Rounds, digest: np.ndarray
     ) -> RoundIndex:
-        """What each round adds to what was delivered."""
+        """Return the position, digest and tokens of each round."""
         return RoundIndex(
             filler=rounds.filler,
             position=rounds.ends,

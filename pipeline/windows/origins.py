@@ -1,7 +1,7 @@
-"""Origins: the file, the record and the tokens in it that pieces of rows were made from.
+"""Origins: the input file, the record and the token range that a piece of a row was made from.
 
-For people, who want to look at what a micro-batch held; it reads some record batches of each shard
-that has one of the rows, and nothing in a training loop calls it. Torch-free.
+For inspecting a micro-batch. It reads several record batches of each shard that has one of the
+rows, so a training loop should not call it for every batch. Torch-free.
 """
 
 import json
@@ -21,32 +21,32 @@ __all__ = ["Origin", "origins_of"]
 
 
 class Origin(NamedTuple):
-    """Where a piece of a row was made from."""
+    """The input that a piece of a row was made from."""
 
     file: str
-    """The input file, as `pretokenize` was given it."""
+    """The input file, as it was passed to `pretokenize`."""
     record: int
-    """The record in it, counted from 0: in JSON Lines the line."""
+    """Number of the record in the file, from 0; in JSON Lines the line."""
     start: int
-    """First token of the piece, within those of the record."""
+    """First token of the piece, counted in the tokens of the record."""
     stop: int
-    """The token after its last."""
+    """The token after the last one of the piece."""
 
 
 def origins_of(
     sources: tuple[OpenedSplit, ...], rows: np.ndarray, starts: np.ndarray, lengths: np.ndarray
 ) -> list[Origin]:
-    """The origin of each of P pieces.
+    """Return the origin of each of P pieces.
 
     Args:
         sources: The data sets.
-        rows: The row of each piece, counted over all sources, shape (P,).
-        starts: First token of each piece within its row, shape (P,).
+        rows: Number of the row of each piece, over all sources, shape (P,), int64.
+        starts: First token of each piece in its row, shape (P,), int64.
         lengths: Tokens of each piece, shape (P,).
 
     Raises:
         ShardFormatError: A shard is missing or damaged.
-        ManifestError: The list of input files is.
+        ManifestError: The list of input files is missing or damaged.
     """
     wanted, places = np.unique(rows, return_inverse=True)
     found = list(_of_sources(sources, wanted))
@@ -56,7 +56,7 @@ def origins_of(
 
 
 def _of_sources(sources: tuple[OpenedSplit, ...], rows: np.ndarray) -> Iterator[tuple[str, int]]:
-    """File and record of rows, which rise."""
+    """Yield file and record of rows, which ascend."""
     first = 0
     for source in sources:
         own = _between(rows, first, first + source.rows)
@@ -67,7 +67,7 @@ def _of_sources(sources: tuple[OpenedSplit, ...], rows: np.ndarray) -> Iterator[
 
 
 def _names(source: OpenedSplit) -> list[str]:
-    """The input files by their numbers."""
+    """Return the paths of the input files, by number."""
     file = source.manifest.sources.file
     try:
         lines = source.store.read(file).splitlines()
@@ -79,7 +79,7 @@ def _names(source: OpenedSplit) -> list[str]:
 
 
 def _of_source(source: OpenedSplit, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Number of the file, and record, of rows of one source, which rise."""
+    """Yield file number and record of ascending rows of one source."""
     infos = source.split.shards
     starts = offsets_of(np.array([info.rows for info in infos])).tolist()
     only = (INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD)
@@ -91,7 +91,7 @@ def _of_source(source: OpenedSplit, rows: np.ndarray) -> Iterator[tuple[int, int
 
 
 def _of_shard(reader: ShardReader, batches: int, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-    """The same of rows of one shard: finds the record batch of the first of them, and goes on."""
+    """Yield file number and record of ascending rows of one shard, record batch by record batch."""
     low = 0
     while len(rows):
         low, batch, first = _batch_of(reader, low, batches, int(rows[0]))
@@ -102,7 +102,8 @@ def _of_shard(reader: ShardReader, batches: int, rows: np.ndarray) -> Iterator[t
 
 
 def _batch_of(reader: ShardReader, low: int, high: int, row: int) -> tuple[int, Rows, int]:
-    """The record batch from `low` up to `high` that has a row, its number and its first row."""
+    """Find the record batch with a row between batches `low` and `high`: number, rows, first
+    row."""
     while True:
         middle = (low + high) // 2
         batch, first = reader.read(middle)
@@ -115,6 +116,6 @@ def _batch_of(reader: ShardReader, low: int, high: int, row: int) -> tuple[int, 
 
 
 def _between(rows: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """Those of rising rows that are from `first` up to `stop`, counted from there."""
+    """Return the ascending rows in [first, stop), counted from `first`."""
     begin, end = np.searchsorted(rows, (first, stop))
     return rows[begin:end] - first

@@ -23,48 +23,49 @@ __all__ = ["TARGETS", "Header", "Index", "PieceIndex", "RaggedBatch", "RankSlice
 
 @dataclass(frozen=True, slots=True)
 class PieceIndex:
-    """Which pieces of which rows there are, and what belongs to each."""
+    """The pieces of a slice, and what belongs to each."""
 
     numbers: np.ndarray
-    """The row within all sources, shape (P,), int64."""
+    """Number of the row over all sources, shape (P,), int64."""
     lengths: np.ndarray
     """Tokens, shape (P,), int32."""
     batches: np.ndarray
     """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
     starts: np.ndarray | None = None
-    """First token within the row, shape (P,), int64; None: no row was cut."""
+    """First token of the piece in its row, shape (P,), int64; None: no row was cut."""
     sequences: np.ndarray | None = None
-    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: each is one."""
+    """Where each sequence begins among the pieces, shape (S + 1,), int64; None: every piece is a
+    sequence."""
     targets: np.ndarray | None = None
-    """The target of the row, shape (P,), in storage dtype; None: a row has none of its own."""
+    """Target of the row, shape (P,), in storage dtype; None: rows have no target."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundIndex:
-    """What each micro-batch is to all ranks; shape (M,)."""
+    """The round of each micro-batch, over all ranks; shape (M,) each."""
 
     filler: np.ndarray
     """Whether it repeats another rank's sequence, bool."""
     position: np.ndarray
-    """Micro-batches of the window that are delivered after its round, int64."""
+    """Number of the window's micro-batches delivered once its round is complete, int64."""
     ends_step: np.ndarray
-    """Whether its round is the last of a step, bool."""
+    """Whether its round is the last round of a step, bool."""
     digests: np.ndarray
-    """What its round adds to the digest, uint64."""
+    """Digest of its round, uint64; see `digest`."""
     tokens: np.ndarray
     """Tokens of each source in its round, shape (M, sources), int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Everything that stands beside the tokens of a slice."""
+    """All arrays of a slice except the tokens."""
 
     pieces: PieceIndex
     layout: Layout
     rounds: RoundIndex
 
     def arrays(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Every array that there is, by a name like `pieces.lengths`."""
+        """Yield every array, with a name such as `pieces.lengths`."""
         for part in fields(self):
             record = getattr(self, part.name)
             for field in fields(record):
@@ -73,7 +74,7 @@ class Index:
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> "Index":
-        """What `arrays` has given."""
+        """Build the index from the arrays that `arrays` yielded."""
 
         def of_part(part: str, kind: type) -> dict[str, np.ndarray | None]:
             return {field.name: arrays.get(f"{part}.{field.name}") for field in fields(kind)}
@@ -86,47 +87,48 @@ class Index:
 
 
 TARGETS = "labels"
-"""What a column of targets is called in a slice and in a batch, whatever the task's own name is."""
+"""Name of the target column in a slice and in a batch, for every task."""
 _ALIGNMENT = 64  # of each array: a cache line
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a slice is, without its arrays."""
+    """Description of a slice without its arrays: how to read it from a buffer."""
 
     epoch: int
     window: int
     num_per_token: int
-    """How many of the arrays have a value a token; they come first."""
+    """Number of arrays with one value per token. They come first."""
     arrays: tuple[tuple[str, str, tuple[int, ...]], ...]
     """Name, dtype and shape of each array, in the order of the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """Flat arrays of one window."""
+    """One rank's micro-batches of a window, as flat arrays."""
 
     epoch: int
     window: int
     per_token: dict[str, np.ndarray]
-    """`input_ids`, the task's inputs by their names, and `TARGETS` where a token has one; in
-    storage dtype, shape (N,)."""
+    """Columns with one value per token, shape (N,), in storage dtype: `input_ids`, the inputs of
+    the task, and `TARGETS` if tokens have their own targets."""
     index: Index
     staged: Index
-    """The same where a device can copy it from; the same arrays without a buffer."""
+    """The index in the buffer, from which a device can copy. Without a buffer, the same as
+    `index`."""
 
     @property
     def num_batches(self) -> int:
-        """Micro-batches of this slice."""
+        """Number of micro-batches of this slice."""
         return len(self.index.layout.padded)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that `write` fills."""
+        """Number of bytes that `write` fills."""
         return sum(round_up(array.nbytes, _ALIGNMENT) for _, array in self._named())
 
     def write(self, buffer: memoryview) -> Header:
-        """Lay all arrays into a buffer of at least `num_bytes`."""
+        """Write all arrays into a buffer of at least `num_bytes` bytes."""
         at, described = 0, []
         for name, array in self._named():
             described.append((name, array.dtype.str, array.shape))
@@ -136,7 +138,8 @@ class RankSlice:
 
     @classmethod
     def read(cls, header: Header, buffer: memoryview) -> "RankSlice":
-        """The slice in a buffer; all but `index` are views, gone when it is filled again."""
+        """Return the slice in a buffer. `index` is a copy; the other arrays are views, and become
+        invalid when the buffer is written again."""
         at, arrays = 0, []
         for name, dtype, shape in header.arrays:
             array = np.frombuffer(buffer, dtype, prod(shape), at).reshape(shape)
@@ -148,7 +151,7 @@ class RankSlice:
         return cls(header.epoch, header.window, dict(per_token), *indexes)
 
     def batches(self) -> Iterator["RaggedBatch"]:
-        """The micro-batches, as views, unpadded."""
+        """Yield the micro-batches, as views, without padding."""
         return (RaggedBatch(self, number) for number in range(self.num_batches))
 
     def _named(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -157,7 +160,7 @@ class RankSlice:
 
 
 class RaggedBatch:
-    """A micro-batch before padding, as views: B sequences of P pieces, N tokens."""
+    """A micro-batch before padding, as views of its slice: B sequences, P pieces, N tokens."""
 
     __slots__ = (
         "_index",
@@ -183,20 +186,20 @@ class RaggedBatch:
         self._pieces = _between(layout.piece_offsets, number)
         self._sequences = slice(batches[number], batches[number + 1])
         self.token_columns = tuple(rank_slice.per_token)
-        """Names of the columns with a value a token; see `RankSlice.per_token`."""
+        """Names of the columns with one value per token; see `RankSlice.per_token`."""
         self.sequence_lengths = layout.sequence_lengths[self._sequences]
         """Tokens of each sequence, shape (B,), int32."""
         self.padded_length = int(layout.padded[number])
-        """T: the longest sequence, rounded up as the policy says."""
+        """T: tokens of the longest sequence, rounded up to the policy's `multiple_of`."""
         self.is_filler = bool(index.rounds.filler[number])
-        """Whether this repeats another rank's sequence, so that no rank stands idle."""
+        """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
         self.num_tokens = 0 if self.is_filler else self._tokens.stop - self._tokens.start
-        """Tokens delivered; a filler delivers none."""
+        """Number of tokens; 0 for a filler."""
         self.num_targets = 0 if self.is_filler else int(layout.num_targets[number])
-        """Labels that a loss counts."""
+        """Number of labels that a loss counts; 0 for a filler."""
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        """A copy has no tokens, and the index of this micro-batch instead of its whole window's."""
+        """A pickled copy has no tokens, and only its own part of the window's index."""
         state = {name: getattr(self, name) for name in self.__slots__}
         tokens, pieces, sequences = (
             slice(0, each.stop - each.start)
@@ -216,19 +219,19 @@ class RaggedBatch:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no padding."""
+        """Whether the batch has no padding."""
         rows, length = self.shape
         num_tokens: int = self._tokens.stop - self._tokens.start
         return num_tokens == rows * length
 
     @property
     def is_packed(self) -> bool:
-        """Whether a sequence holds several documents."""
+        """Whether a sequence may have several documents."""
         return self._index.layout.segments is not None
 
     @property
     def round(self) -> Round:
-        """What the round of this micro-batch adds to what all ranks have delivered."""
+        """The round of this micro-batch, over all ranks."""
         rounds, number = self._index.rounds, self._number
         return Round(
             int(rounds.position[number]),
@@ -239,22 +242,22 @@ class RaggedBatch:
 
     @property
     def is_last(self) -> bool:
-        """Whether its window ends with it."""
+        """Whether this is the last micro-batch of its window."""
         return self._number + 1 == len(self._index.layout.padded)
 
     @property
     def ends_step(self) -> bool:
-        """Whether a step ends with its round."""
+        """Whether its round is the last round of a step."""
         return bool(self._index.rounds.ends_step[self._number])
 
     def of_tokens(self, name: str) -> np.ndarray:
-        """A column with a value a token, shape (N,), in storage dtype."""
-        assert self._slice, "its tokens were dropped"
+        """Return a column with one value per token, shape (N,), in storage dtype."""
+        assert self._slice, "the tokens were dropped"
         return self._slice.per_token[name][self._tokens]
 
     @property
     def rows(self) -> np.ndarray:
-        """The row of each piece within all sources, shape (P,), int64."""
+        """Number of the row of each piece, over all sources, shape (P,), int64."""
         return self._index.pieces.numbers[self._pieces]
 
     @property
@@ -264,13 +267,13 @@ class RaggedBatch:
 
     @property
     def starts(self) -> np.ndarray | None:
-        """First token of each piece within its row, shape (P,), int64; None: all are 0."""
+        """First token of each piece in its row, shape (P,), int64; None: all are 0."""
         starts = self._index.pieces.starts
         return None if starts is None else starts[self._pieces]
 
     @property
     def row_targets(self) -> np.ndarray | None:
-        """The target of each row, shape (P,); None: rows have none of their own."""
+        """Target of each row, shape (P,), in storage dtype; None: rows have no target."""
         return self._row_targets(self._index)
 
     @property
@@ -282,7 +285,7 @@ class RaggedBatch:
 
     @property
     def ignored(self) -> np.ndarray | None:
-        """Slots of tokens that are no target; None: simply the first of each piece."""
+        """Slots of tokens that are not targets, int32; None: only the first token of each piece."""
         return self._ignored(self._index)
 
     @property
@@ -296,8 +299,8 @@ class RaggedBatch:
         return offsets
 
     def staged(self) -> dict[str, np.ndarray]:
-        """What a device needs to pad and label, besides the tokens, where it can copy it from."""
-        assert self._slice, "its tokens were dropped"
+        """Return the arrays that a device needs besides the tokens, in memory it can copy from."""
+        assert self._slice, "the tokens were dropped"
         index = self._slice.staged
         found = {
             "sequence_lengths": index.layout.sequence_lengths[self._sequences],
@@ -308,7 +311,7 @@ class RaggedBatch:
         return {name: values for name, values in found.items() if values is not None}
 
     def drop_tokens(self) -> None:
-        """Let go of the slice's tokens: the batch was built, their buffer may be filled again."""
+        """Drop the tokens after the batch was built, so that their buffer can be written again."""
         self._slice = None
 
     def _own_index(self) -> Index:

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["Joiner", "Window", "WindowReader"]
 
 _ROOM, _GROWTH = 1.25, 1.5
-"""Times what is foreseen, for parts differ, and times what that was too little for. What nobody
-writes to takes no memory."""
+"""Factors of an array's size: over the expected size, because parts differ; and when it grows.
+Memory that is never written is not allocated by the kernel."""
 
 
 class Joiner:
-    """Joins rows again and again; for one thread. A copy has memory of its own."""
+    """Joins parts to one `Rows`, repeatedly, in reused memory. For one thread. A pickled copy has
+    its own memory."""
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
@@ -42,11 +43,12 @@ class Joiner:
         return Joiner, ()
 
     def join(self, parts: Iterable[Rows], count: int) -> Rows:
-        """One part after the other; all have the same columns, and there is one at least.
+        """Join the parts, in order.
 
         Args:
-            parts: Each is copied when it comes.
-            count: About how many, of about the same size; more and larger ones cost a copy.
+            parts: At least one. All have the same columns. Each part is copied when it is produced.
+            count: Expected number of parts of about the same size. If there are more, or larger
+                ones, the rows are copied once more.
         """
         for column in self._columns.values():
             column.begin()
@@ -69,14 +71,14 @@ class Joiner:
 
 
 class _Column:
-    """An array that grows, in memory that is used again once nobody has anything of it."""
+    """An array that grows. Its memory is reused as soon as no view of it exists."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._size = 0
         self._allocate(0, dtype)
 
     def begin(self) -> None:
-        """Append from the beginning; what was given out stays as it is."""
+        """Start an empty array. Arrays returned before keep their content."""
         self._size = 0
         if self._references() > self._own_references:
             self._allocate(0, self._memory.dtype)
@@ -99,26 +101,25 @@ class _Column:
         self._own_references = self._references()
 
     def _references(self) -> int:
-        """How many have the memory: every array that is a part of it counts, and its parts."""
+        """Return the number of references to the memory; every view of it holds one."""
         return sys.getrefcount(self._memory)
 
 
 _KEPT_TOKENS = 1 << 20
-"""Sources of no more, all together, are decoded once: a few MB, and epochs of milliseconds."""
+"""Sources with at most this many tokens in all are decoded once and kept: a few MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Decoded rows, and which they are."""
+    """Decoded rows and their numbers."""
 
     rows: Rows
     numbers: np.ndarray
-    """Number of each row within all sources, one after the other, shape (R,), int64."""
+    """Number of each row, counted over all sources, shape (R,), int64."""
 
 
 class WindowReader:
-    """Decodes any record batches of some sources; of small sources it keeps all that it has
-    decoded."""
+    """Decodes record batches of the sources of a plan. Keeps the decoded rows of small sources."""
 
     def __init__(
         self,
@@ -130,9 +131,9 @@ class WindowReader:
         """Open nothing yet.
 
         Args:
-            sources: What is read, one after the other.
-            whole_rows: Whether all columns are read; else the ids and the task's own.
-            cache: Keeps what comes from stores; None for memory alone.
+            sources: The sources; record batches and rows are numbered in this order.
+            whole_rows: Whether to read all columns, or only the ids and the columns of the task.
+            cache: Settings of the node cache for data from stores; None for no cache.
         """
         wanted = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
         only = None if whole_rows else wanted
@@ -149,29 +150,30 @@ class WindowReader:
         self._joiner = Joiner()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as a worker gets it, decodes for itself."""
+        """A pickled copy, as a worker gets it, decodes its own rows."""
         return self.__dict__ | {"_kept": {}}
 
     @property
     def fetched(self) -> "Fetched | None":
-        """What this process has asked of stores; None where all sources are local."""
+        """Counts of this process's reads from stores; None if all sources are local."""
         return self._remote.fetched if self._remote else None
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a store is waited for, which will answer or fail in the end."""
+        """Return whether the reader waits for a store. The wait ends with an answer or an error."""
         return self._remote is not None and self._remote.is_waiting
 
     def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
         """Decode record batches, counted over all sources.
 
         Args:
-            batches: Which ones.
-            ahead: Tells what will be read after them, to be fetched from stores meanwhile.
+            batches: Numbers of the record batches, shape (K,).
+            ahead: The plan and its current window, for prefetching from stores.
 
         Raises:
-            ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
-            RemoteError: A store cannot be reached, or refuses.
+            ShardFormatError: A shard or record batch is missing, unreadable or damaged. The message
+                names it.
+            RemoteError: A store cannot be reached or refuses the request.
         """
         if self._remote:
             self._remote.begin(ahead)
@@ -194,13 +196,13 @@ class WindowReader:
         ]
 
     def _numbered(self, batches: np.ndarray, numbers: list[tuple[int, int]]) -> Iterator[Rows]:
-        """Each record batch; `numbers` gets the first of its rows and how many they are."""
+        """Yield the rows of each record batch. Append (first row, number of rows) to `numbers`."""
         for rows, first_row in self._all(batches):
             numbers.append((first_row, len(rows)))
             yield rows
 
     def _all(self, batches: np.ndarray) -> Iterable[tuple[Rows, int]]:
-        """Each record batch, and the number of its first row within all sources."""
+        """Return the rows of each record batch, and the number of the first over all sources."""
         if not self._is_small:
             return self._decoded(batches)
         numbers = batches.tolist()
@@ -216,7 +218,7 @@ class WindowReader:
                 yield rows, first_row + self._row_starts[source]
 
     def _by_source(self, batches: np.ndarray) -> Iterator[tuple[int, list[int]]]:
-        """Runs of record batches of one source, by their numbers in it."""
+        """Yield runs of record batches of one source: the source, and their numbers in it."""
         sources = np.searchsorted(self._batch_starts, batches, side="right") - 1
         edges = np.flatnonzero(np.diff(sources)) + 1
         for part in np.split(np.arange(len(batches)), edges):

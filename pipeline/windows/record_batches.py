@@ -13,39 +13,40 @@ from tokenfeed.pipeline.format.shard import ShardReader
 __all__ = ["LocalBatches", "OpenShards", "SplitBatches"]
 
 _OPEN_SHARDS = 256
-"""Windows come back to the same shards; to open one costs a third of reading a record batch."""
+"""Shards kept open. Opening a shard costs a third of the time to read a record batch."""
 
 
 class SplitBatches(Protocol):
-    """Record batches by their number within the split."""
+    """The record batches of a split, by number."""
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
-        """Decode some, each when it is asked for: its rows, and the number of its first row within
+        """Decode record batches lazily. Yield the rows of each, and the number of its first row in
         the split.
 
         Raises:
-            ShardFormatError: A shard or batch is missing, unreadable or damaged; names it.
+            ShardFormatError: A shard or record batch is missing, unreadable or damaged. The message
+                names it.
         """
         ...
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Bring some nearer, which will be read."""
+        """Prefetch record batches into the cache."""
         ...
 
 
 class OpenShards:
-    """The shards that were read last, of all local sources: files are few that a process may
-    open."""
+    """The most recently read shards of all local sources. A process may open only a limited number
+    of files."""
 
     def __init__(self) -> None:
         self._readers: OrderedDict[tuple[str, str], ShardReader] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as a worker gets it, opens for itself."""
+        """A pickled copy, as a worker gets it, opens its own files."""
         return {"_readers": OrderedDict()}
 
     def reader(self, source: OpenedSplit, shard: int, only: Collection[str] | None) -> ShardReader:
-        """The reader of a shard of a source."""
+        """Return the reader of a shard; open the shard if necessary."""
         info = source.split.shards[shard]
         key = source.name, info.file
         if key not in self._readers:
@@ -57,12 +58,12 @@ class OpenShards:
 
 
 class LocalBatches:
-    """Of shards that are opened like files."""
+    """Record batches of shards in a local folder or a store without ranged reads."""
 
     def __init__(
         self, source: OpenedSplit, only: Collection[str] | None, opened: OpenShards
     ) -> None:
-        """Open nothing yet; `only` these columns are read, or all."""
+        """Open nothing yet. `only` names the columns to read; None for all."""
         self._source = source
         self._only = only
         self._opened = opened
@@ -70,11 +71,11 @@ class LocalBatches:
         self._row_ends = list(accumulate(info.rows for info in source.split.shards))
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
-        """Decode some, one after the other."""
+        """Decode record batches, one after the other."""
         return map(self._decoded, numbers)
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Nothing: the system keeps what a disk has read."""
+        """Do nothing: the operating system caches local files."""
 
     def _decoded(self, number: int) -> tuple[Rows, int]:
         shard = bisect_right(self._batch_ends, number)

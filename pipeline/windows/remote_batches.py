@@ -27,26 +27,26 @@ from tokenfeed.pipeline.windows.remote_shards import DAMAGED, RemoteShard, Remot
 __all__ = ["Prefetcher", "Remote", "RemoteBatches"]
 
 _AT_ONCE = 128
-"""Record batches in memory before they are decoded: as many as keep the threads of a node busy."""
+"""Record batches in memory before decoding: enough to keep the threads busy."""
 _RUN_BYTES = 8 << 20
-"""Neighbouring record batches come in one request of so many bytes, where all will be wanted."""
+"""Bytes of a request for neighbouring record batches, if the whole split will be cached."""
 _log = logging.getLogger(__name__)
 
 Shards = dict[int, RemoteShard]
 
 
 class RemoteBatches:
-    """Safe to use in one thread, and to prefetch in another."""
+    """Record batches of one source in a store. One thread may read while another one prefetches."""
 
     def __init__(
         self, source: OpenedSplit, number: int, only: Collection[str] | None, node: Node
     ) -> None:
-        """Ask for nothing yet.
+        """Send no request yet.
 
         Args:
-            source: The split; its store reads ranges.
-            number: Which of the plan's sources it is.
-            only: Columns to read; None for all. All of them are fetched.
+            source: The split. Its store supports ranged reads.
+            number: Number of the source in the plan.
+            only: Columns to decode; None for all. All columns are fetched.
             node: Threads, counts and cache of this process.
         """
         assert isinstance(source.store, RangedStore)
@@ -59,7 +59,7 @@ class RemoteBatches:
         self._start()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as a worker gets it, knows no footer and has no lock."""
+        """A pickled copy, as a worker gets it, has no footers and no locks."""
         return {"args": (self._source, self._number, self._only, self._node)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,12 +77,12 @@ class RemoteBatches:
 
     @property
     def fetched(self) -> Fetched:
-        """What this process has asked of the store."""
+        """Counts of this process's requests to the store."""
         store = self._store
         return Fetched(store.traffic) if isinstance(store, CountingStore) else Fetched()
 
     def read(self, numbers: Sequence[int]) -> Iterator[tuple[Rows, int]]:
-        """Decode some; those that are not in the cache are asked for many at once."""
+        """Decode record batches. Fetch missing ones concurrently."""
         if self._files:
             self._files.touch()
         for start in range(0, len(numbers), _AT_ONCE):
@@ -94,8 +94,11 @@ class RemoteBatches:
                 yield self._decoded(shards, number, messages[number])
 
     def prefetch(self, numbers: Sequence[int]) -> None:
-        """Put some into the cache, with their neighbours where it holds the whole split; of a store
-        that keeps files itself, bring those that they are in."""
+        """Put record batches into the cache, with their neighbours if the cache holds the whole
+        split.
+
+        A `FetchingStore` keeps whole files itself: fetch the files that contain the record batches.
+        """
         if isinstance(self._store, FetchingStore):
             names = dict.fromkeys(self._infos[self._shard_of(number)].file for number in numbers)
             for _ in self._node.threads_ahead.map(self._store.fetch, names):
@@ -118,19 +121,20 @@ class RemoteBatches:
             rows, first_row = reader.rows(index, message)
         except ShardFormatError:
             message = self._batches.again(number, partial(self._fetch, shards))
-            rows, first_row = reader.rows(index, message)  # raises where the store has it so
+            rows, first_row = reader.rows(index, message)  # raises if the store has it so
             _log.warning(DAMAGED, reader.expected.path, f"record batch {index}")
         return rows, first_row + self._row_ends[shard] - info.rows
 
     def _shards_of(self, numbers: Iterable[int]) -> Shards:
-        """The shards of some record batches, with their footers."""
+        """Return the shards of record batches, with their footers."""
         return self._shards.get(map(self._shard_of, numbers))
 
     def _fetch(self, shards: Shards, number: int) -> bytes:
         return self._shards.read(shards[self._shard_of(number)], self._index(number), 1)
 
     def _fetch_run(self, shards: Shards, run: tuple[int, int]) -> None:
-        """Put neighbouring record batches into the cache, unless another process does just that."""
+        """Put neighbouring record batches into the cache, unless another process is fetching
+        them."""
         files, (first, count) = self._files, run
         assert files
         with files.lock(first, count) as is_mine:
@@ -146,7 +150,7 @@ class RemoteBatches:
                 files.write(files.batch(number), messages[number - wanted[0]])
 
     def _run(self, number: int) -> tuple[int, int]:
-        """The first of the record batches that come with one, and how many they are."""
+        """Return the first record batch of the request that includes `number`, and their count."""
         settings = self._node.settings
         if settings is None or not settings.is_whole:
             return number, 1
@@ -160,22 +164,23 @@ class RemoteBatches:
         return bisect_right(self._batch_ends, number)
 
     def _index(self, number: int) -> int:
-        """The place of a record batch within its shard."""
+        """Return the index of a record batch in its shard."""
         shard = self._shard_of(number)
         return number - self._batch_ends[shard] + self._infos[shard].batches
 
 
 class Prefetcher:
-    """A thread that keeps some windows ahead of the one that was read last.
+    """A thread that prefetches the windows after the current one, in the order of the plan.
 
-    All processes of a node do so for the same windows: what one of them fetches, the others skip.
+    All processes of a node prefetch the same windows. What one of them has fetched, the others
+    skip.
     """
 
     def __init__(self, fetch: Callable[[np.ndarray], None], num_windows: int) -> None:
         """
         Args:
-            fetch: Puts the record batches of a window into the cache.
-            num_windows: How many windows ahead.
+            fetch: Puts record batches into the cache.
+            num_windows: Number of windows to prefetch.
         """
         self._fetch = fetch
         self._num_windows = num_windows
@@ -185,10 +190,10 @@ class Prefetcher:
         threading.Thread(target=self._run, name="tokenfeed prefetches", daemon=True).start()
 
     def follow(self, ahead: Ahead) -> None:
-        """Say which window was read last."""
+        """Set the current window."""
         with self._changed:
             if self._ahead and ahead.position < self._ahead.position:
-                self._done = None  # it begins anew from there
+                self._done = None  # the loader went back: start again from there
             self._ahead = ahead
             self._changed.notify()
 
@@ -209,44 +214,45 @@ class Prefetcher:
                 try:
                     self._fetch(ahead.batches(position))
                 except (OSError, TokenfeedError):
-                    return  # whoever waits for it will be told
+                    return  # the read of this window will raise the error
                 self._done = position
 
 
 class Remote:
-    """One cache, and one thread that fetches ahead, for all of them."""
+    """What the remote sources of a reader share: one cache and one prefetching thread."""
 
     def __init__(self, cache: CacheSettings | None) -> None:
-        """Without a cache nothing is kept, and nothing fetched ahead."""
+        """Without a cache, nothing is prefetched."""
         self._node = Node(cache)
         self._sources: list[RemoteBatches] = []
         self._prefetcher: Prefetcher | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as a worker gets it, fetches for itself."""
+        """A pickled copy, as a worker gets it, has its own thread."""
         return self.__dict__ | {"_prefetcher": None}
 
     def open(self, source: OpenedSplit, number: int, only: Collection[str] | None) -> RemoteBatches:
-        """The record batches of a source; see `RemoteBatches`."""
+        """Return the record batches of a source; see `RemoteBatches`."""
         self._sources.append(RemoteBatches(source, number, only, self._node))
         return self._sources[-1]
 
     @property
     def fetched(self) -> Fetched:
-        """What this process has asked of stores."""
+        """Counts of this process's reads from all stores."""
         return sum((source.fetched for source in self._sources), self._node.counted)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a store is waited for, which will answer or fail in the end."""
+        """Return whether the process waits for a store. The wait ends with an answer or an
+        error."""
         return self._node.is_waiting
 
     def begin(self, ahead: Ahead | None) -> None:
-        """Say what is read now: by that the cache knows what it needs least."""
+        """Set the current window. The cache evicts what the plan reads last after it."""
         self._node.ahead = ahead
 
     def go_on(self, fetch: Callable[[np.ndarray], None]) -> None:
-        """Have `fetch` bring the record batches of coming windows nearer, in a thread."""
+        """Start prefetching the next windows in a thread, with `fetch`."""
         ahead, settings = self._node.ahead, self._node.settings
         if ahead is None or settings is None:
             return

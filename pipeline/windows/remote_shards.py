@@ -1,10 +1,12 @@
-"""The shards of a split in a store: their footers, and that the objects are still those.
+"""The shards of a split in a store: their footers, and checks that no shard was replaced.
 
-A record batch of a shard that took the place of another passes every check of its own where it is
-as long as the one that is meant. So bytes count only where the footer of the same version of the
-object was compared with the manifest; of a version that is new the footer is read first. Equal
-objects may differ in their versions, as those of replicas do. Where no end of new versions is seen,
-they say nothing, and are no longer compared.
+A record batch of a replaced shard can pass all its checksums. So every answer of the store is used
+only if the footer of the same object version was compared with the manifest. For a new version, the
+footer is read and compared first. Replicas of the same object may have different versions. If a
+store reports a new version on almost every request, versions cannot detect a replacement, and they
+are no longer compared. Example: the footer was read at version A. Bytes of version A are accepted.
+Bytes of version B arrive: the footer is read again, of version B, and equals the manifest, so A and
+B are both accepted from then on. If it differs, the shard was replaced: ShardFormatError.
 """
 
 import json
@@ -30,33 +32,36 @@ from tokenfeed.pipeline.remote.objects import VersionedBytes
 
 __all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]
 
-DAMAGED = "%s: %s was damaged in the cache or on its way: it was fetched again, and is whole."
+DAMAGED = "%s: %s was damaged in the cache or on the network. It was fetched again and is correct."
 _OPEN_SHARDS = 2048
-"""Footers in memory, of some 16 KB each; the others are in the cache."""
+"""Footers in memory, about 16 KB each. The other footers are in the cache."""
 _MOST_COMPARISONS, _MOST_READS = 32, 4
-"""Footers of one shard that are read for new versions, and how often bytes are that have another
-one still: more than it takes to meet all replicas."""
+"""Largest number of footers read for new versions of one shard, and of attempts to read bytes of a
+known version. Both exceed the usual number of replicas."""
 _VERSIONS = re.compile(rb"tokenfeed (\[[^\n]*\])\n")
-_UNSTEADY = "%s: has ever new versions: that it is replaced while it is read would not be noticed."
+_UNSTEADY = (
+    "%s: its version changes on every request, so a replacement during reading cannot be detected."
+)
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class RemoteShard:
-    """One shard, whose footer was compared with the manifest."""
+    """A shard whose footer was compared with the manifest."""
 
     number: int
     ranged: RangedShard
     versions: tuple[str, ...]
-    """Those of the object in which it has this footer."""
+    """Versions of the object that have this footer."""
     comparisons: int = 0
     comparing: threading.Lock = field(default_factory=threading.Lock)
     error: Exception | None = None
-    """Why it cannot be compared: who waits for that need not try, who comes later opens it anew."""
+    """Why the comparison failed. Threads that waited for it raise this error; a later `get` opens
+    the shard again."""
 
 
 class RemoteShards:
-    """Safe to use in many threads."""
+    """The shards of one source, with their footers. Safe to use in many threads."""
 
     def __init__(
         self,
@@ -66,14 +71,14 @@ class RemoteShards:
         node: Node,
         files: CacheSet | None,
     ) -> None:
-        """Ask for nothing yet.
+        """Send no request yet.
 
         Args:
             source: The split.
-            store: Its own, which reads ranges.
-            only: Columns to read; None for all.
+            store: The store of the split.
+            only: Columns to decode; None for all.
             node: Threads and counts of this process.
-            files: The cache of the split; None where nothing is kept.
+            files: Cached files of the split; None without a cache.
         """
         self._source, self._store, self._only = source, store, only
         self._ends = SharedPieces(node, files, files.end if files else str, FIRST_END)
@@ -82,10 +87,10 @@ class RemoteShards:
         self._are_steady = True
 
     def get(self, numbers: Iterable[int]) -> dict[int, RemoteShard]:
-        """Some shards, with their footers.
+        """Return shards by number, with their footers.
 
         Raises:
-            ShardFormatError: One is missing, damaged, or another one.
+            ShardFormatError: A shard is missing, damaged, or not the one of the manifest.
         """
         wanted = dict.fromkeys(numbers)
         with self._opening:
@@ -102,10 +107,10 @@ class RemoteShards:
         return found
 
     def read(self, shard: RemoteShard, first: int, count: int) -> bytes:
-        """The bytes of neighbouring record batches, in one request.
+        """Read the bytes of neighbouring record batches in one request.
 
         Raises:
-            ShardFormatError: The shard is missing, or another one has taken its place.
+            ShardFormatError: The shard is missing or was replaced.
         """
         for _ in range(_MOST_READS):
             part = self._part(shard, *shard.ranged.span(first, count))
@@ -122,10 +127,12 @@ class RemoteShards:
             raise self._not_found(shard.number) from error
 
     def _is_its_own(self, shard: RemoteShard, version: str) -> bool:
-        """Whether it has the right footer in this version, as far as versions are steady.
+        """Return whether this version of the object has the footer of the shard.
+
+        Also return True if the store has no versions, or too many to compare.
 
         Raises:
-            ShardFormatError: It has that of another shard.
+            ShardFormatError: The version has another footer.
         """
         if version in ("", *shard.versions) or not self._are_steady:
             return True
@@ -141,10 +148,10 @@ class RemoteShards:
         return version in shard.versions
 
     def _compare(self, shard: RemoteShard) -> None:
-        """Read the footer again, of the version that answers now.
+        """Read the footer of the current version, and compare it.
 
         Raises:
-            ShardFormatError: It is another one.
+            ShardFormatError: The footer differs.
         """
         shard.comparisons += 1
         fetched = self._fetch(shard.number)
@@ -154,13 +161,13 @@ class RemoteShards:
         is_same = np.array_equal(found.edges, shard.ranged.edges)
         if not is_same or end.versions != _End.from_bytes(fetched).versions:
             raise ShardFormatError(
-                f"{shard.ranged.expected.path}: was replaced while it was read. Put back the one "
+                f"{shard.ranged.expected.path}: was replaced while it was read. Restore the shard "
                 "that the manifest names, and start again."
             )
         shard.versions = versions
 
     def _sound(self, number: int, kept: bytes) -> tuple["_End", RangedShard]:
-        """The footer in what the cache or the store has, or in what is fetched once more."""
+        """Decode a footer from the cache or the store; if it is damaged, fetch it again once."""
         info, manifest = self._source.split.shards[number], self._source.manifest
         expected = ExpectedShard.of(
             self._store.path(info.file),
@@ -174,12 +181,12 @@ class RemoteShards:
             return end, RangedShard.from_end(expected, end.data)
         except ShardFormatError:
             end = _End.from_bytes(self._ends.again(number, self._fetch))
-            ranged = RangedShard.from_end(expected, end.data)  # raises where the store has it so
+            ranged = RangedShard.from_end(expected, end.data)  # raises if the store has it so
             _log.warning(DAMAGED, expected.path, "the footer")
             return end, ranged
 
     def _fetch(self, number: int) -> bytes:
-        """The end of a shard, with all of its footer, as the cache keeps it."""
+        """Fetch the end of a shard with its whole footer, in the form that the cache stores."""
         info = self._source.split.shards[number]
         try:
             part = self._store.read_tail(info.file, end_bytes(info))
@@ -200,21 +207,21 @@ class RemoteShards:
 
 
 class _End(NamedTuple):
-    """The end of a shard."""
+    """The last bytes of a shard, and the object versions that have them."""
 
     versions: tuple[str, ...]
-    """Of the object; none where the store tells none, or an older cache has kept it."""
+    """Versions of the object; empty if the store has none."""
     data: bytes
 
     def to_bytes(self) -> bytes:
-        """For the cache: the versions stand first, where who knows footers alone does not look."""
+        """Return the form for the cache: a line with the versions, then the bytes."""
         if not self.versions:
             return self.data
         return b"tokenfeed %s\n%s" % (json.dumps(self.versions).encode(), self.data)
 
     @classmethod
     def from_bytes(cls, kept: bytes) -> Self:
-        """What `to_bytes` gave; what is damaged there has no version, or no footer."""
+        """Decode what `to_bytes` returned. Damaged bytes have no versions, or no valid footer."""
         found = _VERSIONS.match(kept)
         if found is None:
             return cls((), kept)

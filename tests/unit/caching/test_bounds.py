@@ -20,7 +20,7 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache
 from tokenfeed.pipeline.caching import settings as cache_settings
 from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
-from tokenfeed.pipeline.caching.locks import alone, try_lock
+from tokenfeed.pipeline.caching.locks import exclusive, try_lock
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
@@ -88,7 +88,7 @@ def test_a_cache_never_holds_more_than_its_bound(
     total = sum(shard.bytes for shard in split.split.shards)
     bound, most = total // 2, 0
     if num_shards > 1:
-        assert sum(map(end_bytes, split.split.shards)) > bound, "footers alone are more"
+        assert sum(map(end_bytes, split.split.shards)) > bound, "footers exclusive are more"
     rename = os.replace
 
     def watched(source: str, target: str) -> None:
@@ -181,7 +181,7 @@ def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr("tokenfeed.pipeline.caching.locks._PATIENCE_S", 0.2)
     began = time.monotonic()
-    with alone(str(tmp_path / "sum")), alone(str(tmp_path / "sum")):
+    with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
         assert 0.2 <= time.monotonic() - began < 5
 
 
@@ -251,11 +251,13 @@ def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> 
 
 def test_a_bound_above_what_the_disk_has_is_refused_with_numbers(tmp_path: Path) -> None:
     huge = Need(total_bytes=10**18, window_bytes=10)
-    with pytest.raises(ConfigError, match=r"has [\d,]+ bytes free, and 1,[0,]+ would be"):
+    with pytest.raises(
+        ConfigError, match=r"has [\d,]+ bytes free, and the cache would use 1,[0,]+"
+    ):
         resolve_cache(tmp_path, 10**18, huge)
 
 
-def test_memory_alone_is_what_zero_asks_for(tmp_path: Path) -> None:
+def test_memory_exclusive_is_what_zero_asks_for(tmp_path: Path) -> None:
     assert resolve_cache(tmp_path / "cache", 0, NEED) is None
     assert not (tmp_path / "cache").exists()
 
@@ -332,7 +334,7 @@ def test_the_sum_of_a_cache_is_not_known_until_it_was_counted(tmp_path: Path) ->
     assert [budget.read(), budget.add(-2), budget.read()] == [5, 3, 3]
     budget.correct(before=3, counted=10)
     assert budget.read() == 10
-    with alone(str(tmp_path / ".bytes")) as descriptor:
+    with exclusive(str(tmp_path / ".bytes")) as descriptor:
         os.ftruncate(descriptor, 3)
     assert budget.read() == 0, "half a sum is none"
 

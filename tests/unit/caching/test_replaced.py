@@ -202,7 +202,9 @@ def test_versions_that_are_ever_new_say_nothing(
             remote.proxy.seen.clear()
             assert np.array_equal(reader.read(BATCHES).rows.ids, rows_of(folder))
             assert len(requests(remote)) <= asked
-    assert caplog.messages[-1].startswith(f"s3://{remote.prefix}/{SHARD}: has ever new versions")
+    assert caplog.messages[-1].startswith(
+        f"s3://{remote.prefix}/{SHARD}: its version changes on every request"
+    )
 
 
 def requests(remote: Remote) -> list[str]:
