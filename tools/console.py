@@ -113,7 +113,8 @@ def _one_line(box: str) -> str:
         " ".join(line.strip() for line in part.splitlines() if not line.startswith(" " * 8))
         for part in re.split("(?m)^[─-]+$", "\n".join(lines))
     ][0 if has_sides else 1 :]
-    said = f"{found[0].strip().rstrip('.:')}."
+    missing = re.match(r"Missing value for argument '(.*?)'", found[0].strip())
+    said = f"`{missing[1]}`: expected a value." if missing else f"{found[0].strip().rstrip('.:')}."
     for part in map(str.strip, found[1:]):
         if part.startswith("Perhaps you meant:"):
             said += f" Did you mean {part.removeprefix('Perhaps you meant:').strip()}?"

@@ -13,7 +13,6 @@ import signal
 import sys
 from types import FrameType
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.once import reading_once
 from tokenfeed.tools.console import print_json, run_command
 from tokenfeed.tools.train_command import read_command
@@ -80,8 +79,6 @@ def _run() -> int:
         logging.getLogger("tokenfeed").setLevel(logging.WARNING)
     command = read_command()
     config = command.settings()
-    if command.gpu is not None and not command.dry_run:
-        raise ConfigError(f"`--gpu`={command.gpu}: is for --dry-run. Add it, or leave --gpu out.")
     if command.print_config:
         print(command.as_yaml(), end="")
         return 0

@@ -1,7 +1,7 @@
-"""Everything a run is told, in one frozen dataclass: the command line and config.yaml.
+"""The settings of a training run, from the command line and config.yaml: one frozen dataclass.
 
-The field order is the help's order, and each field's docstring is its help text. What contradicts
-itself is refused by `check`, before any file is read or written.
+Each field's docstring is its help text. `check` rejects settings that contradict each other, before
+a run reads or writes any file.
 """
 
 import dataclasses
@@ -11,21 +11,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
-import msgspec
 import yaml
+from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.remote.address import public
-from tokenfeed.trainer.setting_checks import (
-    bounds,
+from tokenfeed.trainer.settings import (
+    AboveZero,
+    Bytes,
+    NotNegative,
+    Positive,
+    Shards,
+    check_multiple,
     check_pattern,
-    keeps,
-    require,
-    require_multiple,
+    check_types,
+    read_settings,
     traced_steps,
 )
-from tokenfeed.trainer.settings import Bytes, read_settings
 
 __all__ = [
     "ALL_LINEAR",
@@ -40,12 +43,10 @@ __all__ = [
     "ObjectiveName",
     "OptimizerName",
     "PhaseSettings",
-    "Positive",
     "PrecisionName",
     "RecomputeName",
     "Resume",
     "ScheduleName",
-    "Shards",
     "TrackerName",
     "TrainConfig",
 ]
@@ -66,18 +67,21 @@ REPORT_FILE = "report.json"
 PAGE_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
-"""A --lora-target: every linear layer but the head."""
+"""The --lora-target for every linear layer but the head."""
 OF_ONE_COMMAND = ("resume", "json", "export")
-"""Settings that config.yaml of a run leaves out: they were for the command that began it."""
-
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-AboveZero = Annotated[float, msgspec.Meta(gt=0)]
-Shards = str | dict[str, AboveZero]
-"""The folder of a data set, or several with their weights."""
-
+"""Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
 _ADDRESSES = ("shards", "upload")
+_LENGTHS = "a whole number of at least 2"
+_NOT_NEGATIVE = "a number of at least 0"
+_Dropout = Annotated[
+    float, Meta(ge=0, lt=1, title="X", description="a number of at least 0 and below 1")
+]
+
+
+def _shown(placeholder: str) -> Meta:
+    """Metadata of a text: how the help shows its value."""
+    return Meta(title=placeholder, description="text")
 
 
 def _public(setting: Shards) -> Shards:
@@ -93,14 +97,14 @@ def _new_run_dir() -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSettings:
-    """What a phase says of itself; all else is as the run says."""
+    """The settings of one phase. The run's settings replace those that are None."""
 
     steps: Positive
-    """Of this phase alone."""
+    """Optimizer steps of this phase alone."""
     trainable: str | None = None
     learning_rate: AboveZero | None = None
     schedule: ScheduleName | None = None
-    """From the phase's first step to its last, as is its warm-up."""
+    """The schedule and its warm-up begin with the phase's first step and end with its last."""
     warmup_steps: NotNegative | None = None
     shards: Shards | None = None
 
@@ -110,124 +114,131 @@ class TrainConfig:
     """The settings of one training run."""
 
     shards: Shards
-    """Output folder of `pretokenize`; or several with their weights, like a=0.7 b=0.3."""
+    """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
     objective: ObjectiveName = "auto"
-    """auto: what the shards are for; masked: fill gaps in documents."""
-    model: str = "tiny"
-    """words (regardless of case), shallow, tiny, mini, small, gpt2 (0, 0.4, 1, 11, 25, 85 M
-    parameters + embedding); hf:FOLDER or hf:ID, of transformers; MODULE:FACTORY, of your own."""
-    dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
-    """Share of values set to 0; by default none in built-in models, and what an hf: model's config
-    says."""
+    """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
+    model: Annotated[str, _shown("NAME")] = "tiny"
+    """A size (words, shallow, tiny, mini, small, gpt2 with 0, 0.4, 1, 11, 25, 85 M parameters +
+    embedding; words ignores case), hf:FOLDER or hf:ID of transformers, or MODULE:FACTORY."""
+    dropout: _Dropout | None = None
+    """Share of values set to 0. Default: 0, or as the config of an hf: model says."""
     from_scratch: bool = False
-    """Of an hf: model take the config only, and draw weights anew."""
+    """Use only the config of an hf: model, and draw new weights."""
     lora: Positive | None = None
-    """Train adapters of this rank, and leave an hf: model's weights as they are."""
-    lora_target: str = ALL_LINEAR
+    """Train LoRA adapters of this rank, and freeze the weights of an hf: model."""
+    lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
-    trainable: str | None = None
-    """Train the weights whose names this regular expression finds; the others stay as they are."""
-    init_from: str | None = None
-    """A run, or an exported folder, to take weights from; what does not fit starts fresh."""
+    trainable: Annotated[str, _shown("PATTERN")] | None = None
+    """Train only weights whose names match this regular expression. Default: all weights."""
+    init_from: Annotated[str, _shown("FOLDER")] | None = None
+    """A run, or an exported folder, to take initial weights from. Weights that do not fit start
+    fresh."""
     steps: Positive = 200
-    """Optimizer steps, earlier ones included."""
+    """Optimizer steps, including those before a resume."""
     phases: tuple[PhaseSettings, ...] = ()
-    """In a file: parts of the steps, each with what it trains, its rate and its shards."""
-    sequence_length: Annotated[int, msgspec.Meta(ge=2)] = 256
-    """Tokens of a row; longer ones are cut, or refused where a row has one label."""
+    """Only in a file: phases of the run, each with its steps, trainable weights, learning rate and
+    shards."""
+    sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
+    """Tokens of a row. Longer rows are cut; rows that have one label are rejected."""
     batching: BatchingName = "auto"
-    """auto: padded where rows or words have labels, else packed."""
+    """How rows fill a micro-batch. auto: padded if rows or words have labels, else packed."""
     attention: AttentionName = "auto"
-    """Of packed rows: within documents, or over the row; auto: rows for lm, else documents."""
+    """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
+    documents."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048
-    """Tokens of one forward and backward; auto: as many as fit, found by trying."""
+    """Tokens of one forward and backward pass. auto: as many as fit in memory, found by trying."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None
-    """Rows of one optimizer step, instead of tokens."""
+    """Rows of one optimizer step, instead of --step-tokens."""
     optimizer: OptimizerName = "adamw"
-    """muon: for matrices of hidden layers; AdamW for the rest."""
+    """Optimizer. muon: Muon for matrices of hidden layers, AdamW for the rest."""
     learning_rate: AboveZero = 2e-3
-    """Peak of the schedule."""
+    """Peak learning rate."""
     learning_rate_reference_tokens: Positive | None = None
-    """Step tokens that --learning-rate is for; scaled to yours by the square root."""
+    """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
+    ratio."""
     schedule: ScheduleName = "cosine"
-    """How the learning rate falls: cosine and linear to a tenth; wsd in the last fifth."""
+    """How the learning rate falls. cosine, linear: to a tenth; wsd: in the last fifth."""
     warmup_steps: NotNegative = 20
-    """Steps until the learning rate's peak."""
-    weight_decay: Annotated[float, msgspec.Meta(ge=0)] = 0.1
-    """On matrices only."""
+    """Steps until the peak learning rate."""
+    weight_decay: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] = 0.1
+    """Weight decay of matrices."""
     clip_norm: AboveZero = 1.0
     """Largest norm of a step's gradient."""
     seed: NotNegative = 0
-    """Decides initial weights and order."""
-    device: str = "auto"
-    """cpu, cuda; auto: cuda where there is one."""
+    """Seed of the initial weights and of the order of the data."""
+    device: Annotated[str, _shown("NAME")] = "auto"
+    """Where to train: cpu, cuda, or auto: cuda if available."""
     precision: PrecisionName = "auto"
-    """auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    """Number format of the computation. auto: bf16 or fp16 on cuda, fp32 on cpu."""
     shard_model: bool = False
-    """Under torchrun: each rank keeps a share of weights and moments (FSDP2); else all."""
+    """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: RecomputeName = "none"
-    """What layers compute again in the backward pass to save memory: what is cheap, or all."""
+    """Layers to compute again in the backward pass to save memory: only cheap ones, or all."""
     compile: bool = False
-    """Slow start, then faster; for cuda."""
+    """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
-    """Loader processes; by default cuda 2, cpu 0."""
+    """Loader processes. Default: 2 on cuda, 0 on cpu."""
     cache_dir: Path | None = None
-    """Folder for what comes from a store; by default $TOKENFEED_CACHE or a temporary one."""
+    """Folder that caches shards from a store. Default: $TOKENFEED_CACHE, or a temporary folder."""
     cache_bytes: Bytes | None = None
-    """Its bound, like 50GB; by default 10 GB or 5 % of the free disk; 0: memory alone."""
+    """Size of the cache, like 50GB; 0: memory only. Default: 10 GB or 5 % of the free disk."""
     eval_every: Positive = 100
-    """Steps between validation losses."""
+    """Steps between evaluations. `train` chooses --eval-every and --eval-tokens so that evaluations
+    take about 5 % of a run."""
     eval_tokens: Positive | None = None
-    """Most tokens of an evaluation, the same ones each time; `train` chooses eval_every and
-    eval_tokens so that evaluations take about 5 % of a run."""
+    """Tokens of an evaluation at most, the same ones each time."""
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2
-    """Latest checkpoints that are kept, besides the best that was evaluated."""
+    """Checkpoints to keep: the latest ones, besides the best one."""
     log_every: Positive = 10
     """Steps between progress lines."""
     track: tuple[TrackerName, ...] = ()
-    """Services that are told what metrics.jsonl is told; several are welcome."""
-    profile: str | None = None
-    """Steps A:B to trace, into profile/trace.json of the run, for perfetto.dev."""
+    """Tracker that receives every record of metrics.jsonl. Can be given several times."""
+    profile: Annotated[str, _shown("A:B")] | None = None
+    """Trace steps A to B into profile/trace.json of the run, for perfetto.dev."""
     run_dir: Path = field(default_factory=_new_run_dir)
-    """Folder of the run."""
+    """Folder of the run. Default: a new one in runs/."""
     export: Path | None = None
-    """Folder to make at the end: the best weights, their config and tokenizer."""
-    upload: str | None = None
-    """URL where the run is copied to meanwhile: s3://..., file://..., all that fsspec knows."""
+    """Write the best weights, their config and tokenizer into this folder at the end."""
+    upload: Annotated[str, _shown("URL")] | None = None
+    """Copy the run to this URL while it trains: s3://..., file://..., all that fsspec knows."""
     resume: Resume = False
-    """Go on from --run-dir, with its settings; auto: if there is a run, in it or at --upload."""
+    """Continue the run in --run-dir with its settings. auto: only if there is a run, in --run-dir
+    or at --upload."""
     json: bool = False
     """Print the report as one line of JSON."""
 
     def check(self) -> None:
         """Raise a ConfigError for the first setting that cannot work."""
-        for name, hint in get_type_hints(type(self), include_extras=True).items():
-            if limits := bounds(hint):
-                require(self, name, *keeps(getattr(self, name), limits))
-            if isinstance(value := getattr(self, name), int):
-                require(self, name, value < 1 << 63, "below 2**63")
-        require(self, "learning_rate", math.isfinite(self.learning_rate), "a finite number")
+        check_types(self)
+        if not math.isfinite(self.learning_rate):
+            raise ConfigError(
+                f"`--learning-rate`: expected a finite number, got {self.learning_rate}."
+            )
         check_pattern(self.trainable)
         if self.step_rows is None and self.micro_batch_tokens != "auto":
-            require_multiple(self, "step_tokens", "micro_batch_tokens")
-        _ = self.profiled_steps  # raises where they are none
+            check_multiple(self, "step_tokens", "micro_batch_tokens")
+        _ = self.profiled_steps  # raises if invalid
         if self.phases:
             total = sum(phase.steps for phase in self.phases)
-            require(self, "steps", self.steps == total, f"the {total} steps of all phases, or none")
+            if self.steps != total:
+                raise ConfigError(
+                    f"`--steps`: expected {total}, the steps of all phases, got {self.steps}. "
+                    "Leave it out."
+                )
             for stage in self.stages:
                 stage.check()
 
     def check_packed(self) -> None:
-        """The same for settings that matter where rows are packed."""
-        require_multiple(self, "micro_batch_tokens", "sequence_length")
+        """Check the settings that matter only for packed rows."""
+        check_multiple(self, "micro_batch_tokens", "sequence_length")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings by name, as YAML and JSON hold them: without secrets in addresses,
-        and without `step_tokens` where `step_rows` replaces it."""
+        """Return the settings by name, for YAML and JSON: without secrets in addresses, and without
+        `step_tokens` if `step_rows` replaces it."""
         found: dict[str, Any] = {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
@@ -240,7 +251,7 @@ class TrainConfig:
         return found | {"phases": phases}
 
     def changes(self, begun: "TrainConfig") -> list[str]:
-        """One line for each setting that differs from those that a run was begun with."""
+        """Return one line for each setting that differs from those the run was started with."""
         before, now = begun.as_dict(), self.as_dict()
         return [
             f"{name} was {before.get(name)}, is {now.get(name)} from now on"
@@ -256,14 +267,14 @@ class TrainConfig:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "TrainConfig | None":
-        """The settings that a run was begun with, set to resume it; None if it left none."""
+        """Read the settings that a run was started with, and set `resume`; None if it has none."""
         path = run_dir / CONFIG_FILE
         if not path.is_file():
             return None
         try:
             values = read_settings(path, get_type_hints(cls, include_extras=True))
             return cls(**values | {"run_dir": run_dir, "resume": True})
-        except (ConfigError, TypeError) as error:  # a TypeError: it says nothing of the shards
+        except (ConfigError, TypeError) as error:  # a TypeError: the file has no shards
             raise ConfigError(
                 f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "
                 "give all settings."
@@ -276,29 +287,29 @@ class TrainConfig:
 
     @property
     def reads_again(self) -> bool:
-        """Whether weights that are never trained are those of the model's name, and are read from
-        there again where a run goes on; else a checkpoint has them too."""
+        """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
+        checkpoint has them."""
         is_given = self.model.startswith("hf:") and not self.from_scratch
         return is_given and (self.lora is not None or self.chooses)
 
     @property
     def chooses(self) -> bool:
-        """Whether patterns say what is trained."""
+        """Whether a pattern selects the trained weights."""
         return any(stage.trainable is not None for stage in self.stages)
 
     @property
     def stages(self) -> "tuple[TrainConfig, ...]":
-        """The settings of each phase, and its steps alone; a run without phases is one."""
+        """The settings of each phase, with the steps of that phase. A run without phases is one."""
         return tuple(self._of_phase(phase) for phase in self.phases) or (self,)
 
     def _of_phase(self, phase: PhaseSettings) -> "TrainConfig":
-        said = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
-        given = {name: value for name, value in said.items() if value is not None}
+        values = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
+        given = {name: value for name, value in values.items() if value is not None}
         return dataclasses.replace(self, **given, phases=())
 
     @property
     def rows(self) -> int:
-        """Rows of a micro-batch that has a fixed number of them: packed, or by --step-rows."""
+        """Rows of a micro-batch, if the number is fixed: packed rows, or --step-rows."""
         fitting = max(1, self.micro_batch_slots // self.sequence_length)
         if self.step_rows is None:
             return fitting
@@ -313,11 +324,11 @@ class TrainConfig:
 
     @property
     def micro_batch_slots(self) -> int:
-        """Token slots of a micro-batch, once `auto` is decided."""
+        """Token slots of a micro-batch, after `auto` was replaced by a number."""
         assert self.micro_batch_tokens != "auto"
         return self.micro_batch_tokens
 
     @property
     def step_slots(self) -> int:
-        """About the token slots of a step."""
+        """Token slots of a step, approximately."""
         return self.accumulation * self.micro_batch_slots

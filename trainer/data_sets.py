@@ -19,7 +19,8 @@ from tokenfeed.pipeline.format.once import read_once
 from tokenfeed.pipeline.format.store import StorePath, open_store
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.remote.address import public
-from tokenfeed.trainer.config import Shards, TrainConfig
+from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.settings import Shards
 
 __all__ = [
     "DataSets",

@@ -8,8 +8,8 @@ import numpy as np
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.pipeline.windows.origins import origins_of
-from tokenfeed.trainer.config import Shards
 from tokenfeed.trainer.data_sets import weights_of
+from tokenfeed.trainer.settings import Shards
 
 __all__ = ["write_origins"]
 

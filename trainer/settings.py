@@ -1,5 +1,11 @@
-"""Settings as people write them, in YAML and on command lines: typed, or refused in one line."""
+"""Convert settings as people write them, on a command line or in YAML, or reject them in one line.
 
+msgspec converts a value to the type of its field and checks the bounds in `Annotated`. The metadata
+there also has the words of errors (`description`: what was expected) and of the help (`title`: the
+placeholder for a value).
+"""
+
+import contextlib
 import dataclasses
 import difflib
 import re
@@ -10,142 +16,227 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import msgspec
 import yaml
+from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.sizes import bytes_meant
 
 __all__ = [
+    "AboveZero",
     "Bytes",
-    "alternatives",
+    "NotNegative",
+    "Positive",
+    "Shards",
+    "check_multiple",
+    "check_pattern",
+    "check_types",
     "expected",
     "flag_of",
-    "is_size",
+    "kinds_of",
     "nearest",
-    "parts_of",
     "read_settings",
-    "takes_weights",
-    "typed",
+    "setting_of",
+    "traced_steps",
 ]
 
-Bytes = Annotated[int, msgspec.Meta(ge=0, extra={"unit": "bytes"})]
-"""A size: a number of bytes, which people may write as 50GB."""
-_SHORT_NUMBER = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)(e[+-]?[0-9]+)?", re.IGNORECASE)
-"""A number without digits before or after its point, which msgspec takes for text."""
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
+Positive = Annotated[int, Meta(ge=1, title="N", description="a whole number of at least 1")]
+NotNegative = Annotated[int, Meta(ge=0, title="N", description="a whole number of at least 0")]
+AboveZero = Annotated[float, Meta(gt=0, title="X", description="a number above 0")]
+Bytes = Annotated[int, Meta(ge=0, title="SIZE", description="a size like 50GB, or 0")]
+"""A number of bytes, which people may write with a unit."""
+Shards = Annotated[
+    str | dict[str, AboveZero],
+    Meta(title="FOLDER [FOLDER=X ...]", description="a folder, or several like a=0.7 b=0.3"),
+]
+"""The folder of a data set, or several with their weights, which are above 0."""
+
+_MOST_TRACED = 100
+"""Steps. The trace of more steps is too large for a viewer."""
+_LARGEST = 2**63
 
 
 def flag_of(name: str) -> str:
-    """How a setting is called on the command line."""
+    """The option on the command line that sets a field."""
     return "--" + name.replace("_", "-")
 
 
-def typed(kind: Any, value: Any, said: str) -> Any:
-    """A value that was written as text or YAML, as its field has it.
-
-    Args:
-        kind: The field's type.
-        value: As it was read.
-        said: Where it was said, for the error.
-
-    Raises:
-        ConfigError: It is of another type, or out of its bounds.
-    """
-    if isinstance(value, list) and (parts := parts_of(kind)):
-        return tuple(_part(parts, entry, f"{said} {n}") for n, entry in enumerate(value, 1))
-    if isinstance(value, list) and takes_weights(kind):
-        value = _weighed([str(word) for word in value], said)
-    if isinstance(value, str) and any(is_size(bounds) for _, bounds in alternatives(kind)):
-        value = value if (size := bytes_meant(value)) is None else size
-    if isinstance(value, str) and _SHORT_NUMBER.fullmatch(value):
-        kinds = [each for each, _ in alternatives(kind)]
-        value = float(value) if float in kinds and str not in kinds else value
-    is_folder = alternatives(kind)[0][0] is Path  # empty, it would be the working directory
-    if value in ("", {}) and (is_folder or takes_weights(kind)):
-        raise ConfigError(f"{said} is empty: expected a folder. Is a shell variable unset?")
-    try:
-        # Not strict: words are text, and YAML takes 1e-3, without a point, for text.
-        return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)
-    except (msgspec.ValidationError, TypeError):
-        hint = " Put it in quotes." if expected(kind) == "text" else ""  # like 20:23 and 1e3
-        raise ConfigError(f"{said}: expected {expected(kind)}, got {value}.{hint}") from None
-
-
-def alternatives(kind: Any) -> list[tuple[Any, msgspec.Meta | None]]:
-    """The types that a field takes besides None, each with its bounds."""
-    if get_origin(kind) in (Union, UnionType):
-        return [found for each in get_args(kind) for found in alternatives(each)]
-    if get_origin(kind) is Annotated:
-        core, *notes = get_args(kind)
-        bounds = next((note for note in notes if isinstance(note, msgspec.Meta)), None)
-        return [(each, bounds) for each, _ in alternatives(core)]
-    return [] if kind is NoneType else [(kind, None)]
-
-
-def is_size(bounds: msgspec.Meta | None) -> bool:
-    """Whether these are the bounds of `Bytes`."""
-    return bounds is not None and bounds.extra is not None and "unit" in bounds.extra
-
-
-def takes_weights(kind: Any) -> bool:
-    """Whether a field takes folders with weights, written as words with = between."""
-    return any(get_origin(each) is dict for each, _ in alternatives(kind))
-
-
-def parts_of(kind: Any) -> Any | None:
-    """The dataclass of whose instances a field takes several, which only a file can say."""
-    inner = get_args(kind)[0] if get_origin(kind) is tuple else None
-    return inner if dataclasses.is_dataclass(inner) else None
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """The types that a field takes, without None."""
+    is_union = get_origin(kind) in (Union, UnionType)
+    return tuple(each for each in get_args(kind) if each is not NoneType) if is_union else (kind,)
 
 
 def expected(kind: Any) -> str:
     """What a field of this type takes, in words."""
-    return " or ".join(_words(each, bounds) for each, bounds in alternatives(kind))
+    return " or ".join(map(_words, kinds_of(kind)))
+
+
+def _words(kind: Any) -> str:
+    if get_origin(kind) is Annotated:
+        return str(kind.__metadata__[0].description)
+    if get_origin(kind) is tuple:
+        part = get_args(kind)[0]
+        return "a list of " + ("settings" if dataclasses.is_dataclass(part) else expected(part))
+    if get_origin(kind) is Literal:
+        names = get_args(kind)
+        return ("one of " if len(names) > 1 else "") + ", ".join(names)
+    return {bool: "true or false", Path: "a path"}.get(kind, "text")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The question whether one of the names was meant; empty where none is like it."""
+    """The question whether the user meant the most similar name; empty if none is similar."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {found[0]}?" if found else ""
 
 
-def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in a YAML file, by the names of their fields; hyphens in names are welcome.
+def setting_of(kind: Any, value: Any, where: str) -> Any:
+    """Convert a value from the command line or YAML to the type of its field.
+
+    Args:
+        kind: The field's type.
+        value: The value as read: text, a list of words, or what YAML has made of it.
+        where: The option, or the file and the setting, for the error.
 
     Raises:
-        ConfigError: No such file, no YAML, a name that is none of `kinds`, or a wrong type.
+        ConfigError: The value has another type, or is out of bounds.
+    """
+    kinds = kinds_of(kind)
+    part = get_args(kind)[0] if get_origin(kind) is tuple else None
+    if isinstance(value, list) and dataclasses.is_dataclass(part):
+        return tuple(_part(part, entry, f"{where} {n}") for n, entry in enumerate(value, 1))
+    if Shards in kinds and isinstance(value, list):
+        value = _weights(list(map(str, value)), where)
+    if Shards in kinds and isinstance(value, dict):
+        value = {
+            folder: setting_of(AboveZero, weight, f"{where}: the weight of {folder}")
+            for folder, weight in value.items()
+        }
+    if value in ("", {}) and (Shards in kinds or Path in kinds):  # "" is the working directory
+        raise ConfigError(f"{where} is empty: expected a folder. Is a shell variable unset?")
+    if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
+        value = size
+    try:
+        found = _converted(kind, value)
+    except (msgspec.ValidationError, TypeError):
+        hint = " Put it in quotes." if expected(kind) == "text" else ""  # like 20:23 and 1e3
+        raise ConfigError(f"{where}: expected {expected(kind)}, got {value}.{hint}") from None
+    if isinstance(found, int) and found >= _LARGEST:
+        raise ConfigError(f"{where}: expected below 2**63, got {value}.")
+    return found
+
+
+def _converted(kind: Any, value: Any) -> Any:
+    try:
+        # Not strict: words are text, and YAML reads 1e-3, which has no point, as text.
+        return msgspec.convert(value, kind, strict=False, dec_hook=_as_path)
+    except msgspec.ValidationError:
+        if isinstance(value, str):  # like .3 and 1.e-1, which are not numbers in JSON
+            with contextlib.suppress(ValueError):
+                return msgspec.convert(float(value), kind)
+        raise
+
+
+def _as_path(kind: type, value: Any) -> Path:
+    return Path(value)
+
+
+def _weights(words: list[str], where: str) -> str | dict[str, str]:
+    """Weights by folder. A single word is a folder, also if its name has a =."""
+    if len(words) < 2:
+        return words[0] if words else ""
+    found: dict[str, str] = {}
+    for word in words:
+        folder, _, weight = word.rpartition("=")
+        if not folder or Path(word).exists():
+            raise ConfigError(
+                f"{where}: {word} has no weight. Several data sets need weights, like {word}=1."
+            )
+        if folder in found:
+            raise ConfigError(f"{where}: {folder} is there twice. Raise its weight instead.")
+        found[folder] = weight
+    return found
+
+
+def _part(kind: Any, content: Any, where: str) -> Any:
+    """A dataclass from a mapping of its settings."""
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where}: expected settings like `steps: 200`, got {content}.")
+    values = _settings(content, get_type_hints(kind, include_extras=True), f"{where}:")
+    for field in dataclasses.fields(kind):
+        if field.name not in values and field.default is dataclasses.MISSING:
+            raise ConfigError(f"{where}: has no {field.name}. Add it.")
+    return kind(**values)
+
+
+def check_types(config: Any) -> None:
+    """Reject the first field of a dataclass whose value has another type or is out of bounds."""
+    for name, kind in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if not (isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0])):
+            setting_of(kind, value, f"`{flag_of(name)}`")
+
+
+def check_multiple(config: Any, name: str, divisor_name: str) -> None:
+    """Reject a setting that is not a multiple of another one."""
+    value, divisor = getattr(config, name), getattr(config, divisor_name)
+    if value % divisor:
+        near = max(1, round(value / divisor)) * divisor
+        raise ConfigError(
+            f"`{flag_of(name)}`: expected a multiple of {flag_of(divisor_name)}={divisor}, got "
+            f"{value}. Try {near}."
+        )
+
+
+def check_pattern(pattern: str | None) -> None:
+    """Reject an invalid regular expression."""
+    try:
+        re.compile(pattern or "")
+    except re.error as error:
+        raise ConfigError(
+            f"`--trainable`={pattern}: invalid regular expression ({error}). Write names, or parts "
+            "of names, with | between them."
+        ) from error
+
+
+def traced_steps(span: str) -> range:
+    """The steps that --profile names, the last one included."""
+    found = re.fullmatch(r"(\d+):(\d+)", span)
+    steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+    if not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
+        raise ConfigError(
+            f"`--profile`={span}: expected the first and last of at most {_MOST_TRACED} steps, "
+            "like 20:23."
+        )
+    return steps
+
+
+def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the settings in a YAML file, by field. Names may have hyphens or underscores.
+
+    Raises:
+        ConfigError: The file is missing or invalid YAML, or has an unknown name or a wrong value.
     """
     return _settings(_read_yaml(path), kinds, f"{path}:")
 
 
-def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], said: str) -> dict[str, Any]:
+def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for written, value in content.items():
         name = str(written).replace("-", "_")
         if name not in kinds:
-            raise ConfigError(f"{said} unknown setting {written}.{nearest(name, kinds)}")
+            raise ConfigError(f"{where} unknown setting {written}.{nearest(name, kinds)}")
         if name in found:
-            raise ConfigError(f"{said} {name} is there twice. Leave one out.")
-        found[name] = typed(kinds[name], value, f"{said} {written}")
+            raise ConfigError(f"{where} {name} is there twice. Leave one out.")
+        found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
 
 
-def _part(kind: Any, content: Any, said: str) -> Any:
-    """One of several parts, from a mapping of its settings."""
-    if not isinstance(content, dict):
-        raise ConfigError(f"{said}: expected settings like `steps: 200`, got {content}.")
-    values = _settings(content, get_type_hints(kind, include_extras=True), f"{said}:")
-    for field in dataclasses.fields(kind):
-        if field.name not in values and field.default is dataclasses.MISSING:
-            raise ConfigError(f"{said}: has no {field.name}. Add them.")
-    return kind(**values)
-
-
 class _Repetition(Exception):
-    """A name that a mapping has twice."""
+    """A mapping has a name twice."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses what YAML forbids and its readers let pass: of two values the last would count."""
+    """Reject repeated names, of which PyYAML keeps the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -167,49 +258,9 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: is nested too deeply to be settings.") from None
     except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: is no YAML ({' '.join(str(error).split())}).") from error
+        raise ConfigError(f"{path}: invalid YAML ({' '.join(str(error).split())}).") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected settings, one a line, like `steps: 200`.")
     return content
-
-
-def _weighed(words: list[str], said: str) -> str | dict[str, str]:
-    """Weights by folder. One word alone is a folder, whatever is in its name."""
-    if len(words) == 1:
-        return words[0]
-    found: dict[str, str] = {}
-    for word in words:
-        folder, _, weight = word.rpartition("=")
-        if not folder or Path(word).exists():
-            raise ConfigError(f"{said}: {word} has no weight. Of several each has, like {word}=1.")
-        if folder in found:
-            raise ConfigError(f"{said}: {folder} is there twice. Raise its weight instead.")
-        found[folder] = weight
-    return found
-
-
-def _words(kind: Any, bounds: msgspec.Meta | None) -> str:
-    if parts_of(kind):
-        return "a list of settings"
-    if get_origin(kind) is dict:
-        return "folders with weights above 0, like a=0.7 b=0.3"
-    if get_origin(kind) is tuple:
-        return f"a list: {expected(get_args(kind)[0])}"
-    if get_origin(kind) is Literal:
-        names = get_args(kind)
-        return ("one of " if len(names) > 1 else "") + ", ".join(names)
-    if is_size(bounds):
-        return "a size like 50GB, or 0"
-    return _KINDS.get(kind, "text") + (_within(bounds) if bounds else "")
-
-
-def _within(bounds: msgspec.Meta) -> str:
-    if bounds.gt is not None:
-        return f" above {bounds.gt}"
-    return f" of at least {bounds.ge}" + ("" if bounds.lt is None else f" and below {bounds.lt}")
-
-
-def _as_path(kind: type, value: Any) -> Path:
-    return Path(value)

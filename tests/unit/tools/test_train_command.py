@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from training import make_config, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import train
-from tokenfeed.tools.train_command import _GROUPS, _KINDS, Command, _over, parse_config
+from tokenfeed.tools.train_command import FILE_KINDS, GROUPS, Command, layered, parse_config
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.gpus import GPUS
 from tokenfeed.trainer.presets import PRESETS
-from tokenfeed.trainer.settings import expected, read_settings, typed
+from tokenfeed.trainer.settings import expected, read_settings, setting_of
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
@@ -65,7 +66,7 @@ def test_what_is_written_to_yaml_is_read_again(
     path = tmp_path_factory.mktemp("yaml") / "some.yaml"
     config = TrainConfig(shards="out", **{"run_dir": Path("run")} | settings)
     path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
-    assert TrainConfig(**read_settings(path, _KINDS)) == config
+    assert TrainConfig(**read_settings(path, FILE_KINDS)) == config
 
 
 @given(settings_of_runs)
@@ -73,13 +74,14 @@ def test_flags_and_yaml_mean_the_same_by_the_same_text(settings: dict[str, Any])
     for name, value in settings.items():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         if value is not None:
-            assert typed(_KINDS[name], text, name) == value
+            assert setting_of(FILE_KINDS[name], text, name) == value
 
 
 @given(settings_of_runs, settings_of_runs, settings_of_runs)
 def test_layers_can_be_laid_in_any_grouping(one: Any, two: Any, three: Any) -> None:
-    assert _over(_over(one, two), three) == _over(one, _over(two, three))
-    assert _over(one, two).items() >= two.items()
+    assert layered(layered(one, two), three) == layered(one, layered(two, three))
+    assert layered(one, two, three) == layered(layered(one, two), three)
+    assert layered(one, two).items() >= two.items()
 
 
 def test_flags_come_before_the_file_and_the_file_before_the_preset(
@@ -175,7 +177,7 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
         ("config: other.yaml", "unknown setting config"),
         ("- steps", "expected settings, one a line, like `steps: 200`"),
-        ("steps: [1", "is no YAML"),
+        ("steps: [1", "invalid YAML"),
         (f"shards: {'[' * 5000}", "is nested too deeply to be settings"),
     ],
 )
@@ -197,7 +199,7 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--stepps=3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
         (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
-        (["--steps"], "--steps: expected one argument"),
+        (["--steps"], r"`--steps`: expected a value\. See train --help"),
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
         (
             ["--precision", "int8"],
@@ -208,7 +210,11 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
         (["--shards", ""], "`--shards` is empty"),
         (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
-        (["--compile=yes"], "ignored explicit argument 'yes'"),
+        (["--compile=yes"], r"`--compile=yes`: --compile takes no value\. See train --help"),
+        (["--compile", "yes"], "`yes`: unexpected word"),
+        (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
+        (["--shards"], "`--shards` is empty"),
+        (["--track", "x"], "`--track`: expected a list of one of tensorboard, wandb, trackio"),
         ([], "`--shards` is needed"),
     ],
 )
@@ -268,29 +274,41 @@ def test_every_preset_is_in_the_table_of_the_page() -> None:
     assert all(f"| `{name}` |" in page for name in PRESETS)
 
 
-def test_groups_of_the_help_begin_with_fields() -> None:
-    names = [field.name for field in dataclasses.fields(Command)]
-    assert [name for name in names if name in _GROUPS] == list(_GROUPS)
-    assert names[0] in _GROUPS
+def test_every_option_is_in_one_group_of_the_help() -> None:
+    grouped = list(itertools.chain(*GROUPS.values()))
+    fields = [field.name for field in dataclasses.fields(Command) if field.name != "phases"]
+    assert sorted(grouped) == sorted(fields)  # only files have phases
 
 
-def test_the_help_says_all_of_every_field(
+def test_help_shows_every_option_with_its_default(
     capsys: pytest.CaptureFixture[str], told: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with pytest.raises(SystemExit, match="0"):
         told("--help")
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr().out
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
     for field in dataclasses.fields(Command):
-        is_option = f"  --{field.name.replace('_', '-')} " in shown
-        assert is_option or field.type is bool or field.name == "phases"  # which files say
-    assert all(f"\n{title}:\n" in shown for title in _GROUPS.values())
-    assert len(shown.splitlines()) <= 100
+        if field.name != "phases":
+            assert f" --{field.name.replace('_', '-')}" in shown
+    assert all(f" {title} options " in shown for title in GROUPS)
+    assert " --compile, --no-compile " in shown
+    assert " --dry-run, " not in shown  # a file cannot turn it on
+    assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
+    assert len(printed.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("name", _KINDS)
+@pytest.mark.parametrize("pair", [("steps", "epochs"), ("step_tokens", "step_rows")])
+def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> None:
+    one, other = pair
+    assert layered({one: 1}, {other: 2}) == {other: 2}
+    assert layered({other: 1}, {one: 2}) == {one: 2}
+    assert layered({one: 1}, {one: None, other: 2}) == {one: None, other: 2}
+
+
+@pytest.mark.parametrize("name", FILE_KINDS)
 def test_every_setting_can_be_described(name: str) -> None:
-    assert expected(_KINDS[name])
+    assert expected(FILE_KINDS[name])
 
 
 def test_presets_of_gpus_name_gpus_that_can_be_planned_for() -> None:

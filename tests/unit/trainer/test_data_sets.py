@@ -167,8 +167,11 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(
     ("words", "message"),
     [
         (["code", "prose=1"], "code has no weight"),
-        (["code=1", "prose=0"], "--shards`: expected text or folders with weights above 0"),
-        (["code=1", "prose=much"], "--shards`: expected"),
+        (["code=1", "prose=0"], "--shards`: the weight of prose: expected a number above 0, got 0"),
+        (
+            ["code=1", "prose=much"],
+            "--shards`: the weight of prose: expected a number above 0, got much",
+        ),
         (["code=1", "code=2"], "there twice"),
     ],
 )
@@ -186,7 +189,7 @@ def test_weights_that_say_nothing_are_refused_in_one_line(
         ({"code": 1, "other": 1}, "a mixture needs one tokenizer"),
         ({"code": 1, "classes": 1}, "one task: .*code has lm, .*classes has classify. Train on"),
         ({"code": 1, "nowhere": 1}, "nowhere"),
-        ({"code": 1, "prose": -1}, "the weight of .*prose is -1"),
+        ({"code": 1, "prose": -1}, "the weight of .*prose: expected a number above 0, got -1"),
     ],
 )
 def test_data_sets_that_do_not_fit_are_refused_in_one_line(

@@ -283,7 +283,7 @@ def test_an_empty_run_dir_is_refused(words: list[str], monkeypatch: pytest.Monke
         ("steps", "many", "steps: expected a whole number of at least 1, got many"),
         ("seed", [1], "seed"),
         ("precision", "int8", "expected one of auto, fp32, bf16, fp16, got int8"),
-        ("shards", 3, "shards: expected text or folders with weights .*, got 3"),
+        ("shards", 3, "shards: expected a folder, or several like .*, got 3"),
         ("stepps", 3, "unknown setting stepps. Did you mean steps?"),
     ],
 )

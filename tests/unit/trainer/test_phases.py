@@ -237,9 +237,9 @@ def test_a_file_says_phases_and_their_steps_are_the_run_s(
         ("phases: [{steps: 3}, {steps: 0}]", "phases 2: steps: expected a whole number of at"),
         ("phases: [3]", "phases 1: expected settings"),
         ("phases: 3", "phases: expected a list of settings, got 3"),
-        ("{phases: [{steps: 3}], steps: 4}", "`--steps`: expected the 3 steps"),
+        ("{phases: [{steps: 3}], steps: 4}", "`--steps`: expected 3, the steps of all phases"),
         ("{phases: [{steps: 3}], epochs: 4}", "`--epochs`"),
-        ("phases: [{steps: 3, trainable: '('}]", "no regular expression"),
+        ("phases: [{steps: 3, trainable: '('}]", "invalid regular expression"),
     ],
 )
 def test_phases_that_cannot_be_are_refused_in_one_line(

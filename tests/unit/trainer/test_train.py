@@ -221,10 +221,10 @@ def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(shards: Path, tmp_path: Pat
 
 
 BAD_SETTINGS = [
-    ({"steps": 0}, r"`--steps`: expected at least 1, got 0\."),
+    ({"steps": 0}, r"`--steps`: expected a whole number of at least 1, got 0\."),
     ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
-    ({"num_workers": -1}, r"`--num-workers`: expected at least 0, got -1\."),
-    ({"sequence_length": 1}, r"`--sequence-length`: expected at least 2"),
+    ({"num_workers": -1}, r"`--num-workers`: expected a whole number of at least 0, got -1\."),
+    ({"sequence_length": 1}, r"`--sequence-length`: expected a whole number of at least 2"),
     (
         {"micro_batch_tokens": 100, "step_tokens": 100},
         r"multiple of --sequence-length=32, got 100\. Try 96\.",
@@ -304,7 +304,7 @@ def test_resume_with_other_weight_decay_uses_it(
 def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.yaml").write_text("steps: [1")
     monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
-    with pytest.raises(ConfigError, match=r"is no YAML .* is not the config\.yaml of a run"):
+    with pytest.raises(ConfigError, match=r"invalid YAML .* is not the config\.yaml of a run"):
         parse_config()
 
 

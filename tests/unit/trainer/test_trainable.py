@@ -74,7 +74,7 @@ def test_a_run_does_not_go_on_with_other_weights(shards: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("pattern", "words"),
-    [("blocks.0.feedin", "nearest are .*blocks.0.feed_in"), ("(", "no regular expression")],
+    [("blocks.0.feedin", "nearest are .*blocks.0.feed_in"), ("(", "invalid regular expression")],
 )
 def test_a_pattern_that_finds_nothing_is_refused_in_one_line(
     pattern: str, words: str, shards: Path, tmp_path: Path
