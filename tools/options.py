@@ -1,48 +1,69 @@
-"""The options of `pretokenize`: what the command line says, and what it means.
-
-tyro turns the dataclass into the command line: a field's docstring is its help, unless the help
-depends on what is registered.
-"""
+"""The options of `pretokenize`: a dataclass whose docstrings are the help, and its checks."""
 
 import dataclasses
-import functools
 import inspect
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
+from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.sizes import bytes_of
-from tokenfeed.tools.console import parse_words
+from tokenfeed.tools.command_line import read_command_line
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.patterns import is_split_name
 from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
-from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
 from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
-from tokenfeed.tools.machines import check_machines
 from tokenfeed.tools.outputs.output import Output, open_output
-from tokenfeed.tools.run.clusters import Runner
+from tokenfeed.tools.run.clusters import Runner, check_installed
+from tokenfeed.tools.run.records import Part
+from tokenfeed.trainer.settings import NotNegative, Positive, check_types, flag_of
 
-__all__ = ["Options", "parse_options"]
+__all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "records_of_tasks"]
 
+_GROUPS = {
+    "task and tokenizer": (
+        *("task", "field", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
+    ),
+    "input": ("split", "validation", "exclude", "strict", "max_rejects"),
+    "speed and output": ("workers", "engine", "json"),
+    "cluster and job array": ("runner", "part", "finish"),
+    "rarely needed": (
+        *("special_tokens_in_text", "shard_size", "max_record", "verify_ids", "seed"),
+    ),
+}
+"""The options by the title of their group in the help."""
 _LARGEST_VOCABULARY = 10_000_000
 _LONGEST_SPLIT = 255
 """Bytes in the name of a folder."""
 _TRAINING = ("vocab_size", "seed")
 """Options of a tokenizer that is trained."""
-_FIELD = (
-    "The fields or columns that hold what a task reads, where they have other names than these; "
-    f"those in brackets are read only if named. {fields_of_tasks()} Labels and tags are names or "
-    "whole numbers."
-)
+
+_VocabSize = Annotated[
+    int,
+    Meta(
+        ge=SMALLEST_VOCABULARY,
+        le=_LARGEST_VOCABULARY,
+        title="N",
+        description=f"a whole number from {SMALLEST_VOCABULARY} (every byte has an id) to "
+        f"{_LARGEST_VOCABULARY:,}",
+    ),
+]
+_Share = Annotated[float, Meta(ge=0, lt=1, title="SHARE", description="a share from 0 up to 1")]
+
+
+def _text(placeholder: str) -> Meta:
+    """Metadata of a text: how the help shows its value."""
+    return Meta(title=placeholder, description="text")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,80 +73,60 @@ class Options:
     The same command continues a run that was interrupted.
     """
 
-    paths: tyro.conf.Positional[
-        Annotated[
-            tuple[str, ...],
-            tyro.conf.arg(metavar="CORPUS... OUT", help_behavior_hint="(required)"),
-        ]
-    ]
-    """Folders, read recursively, and files; then a new or empty folder for the data set, or the one
-    of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
-    task: Annotated[Task, tyro.conf.arg(help=f"What a record is. {records_of_tasks()}")] = "lm"
-    tokenizer: Annotated[
-        str | None,
-        tyro.conf.arg(metavar="FILE|FOLDER|HUB-ID", help_behavior_hint="(default: train one)"),
-    ] = None
-    """A tokenizer.json, a folder that holds one, the address of either, or a hub id, perhaps with
-    @REVISION."""
-    vocab_size: int = 32_768
-    """Ids of a tokenizer that is trained on a sample of the corpus."""
-    end_token: Annotated[
-        str | None, tyro.conf.arg(metavar="TOKEN", help_behavior_hint="(default: by usual names)")
-    ] = None
-    """Ends every document and completion."""
+    paths: tuple[str, ...]
+    """Files, and folders to search for files; then a new or empty folder for the data set, or the
+    folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
+    task: Task = "lm"
+    """What a record is."""
+    field: tuple[tuple[Annotated[str, _text("NAME=FIELD ...")], ...], ...] = ()
+    """Names of the fields or columns that the task reads, if they differ from the names below.
+    Names in brackets are read only if given here. Labels and tags are names or whole numbers."""
+    tokenizer: Annotated[str, _text("FILE|FOLDER|HUB-ID")] | None = None
+    """A tokenizer.json, a folder that contains one, the address of either, or a hub id, with
+    @REVISION if you like. Default: train a tokenizer on a sample of the corpus."""
+    vocab_size: _VocabSize = 32_768
+    """Number of ids of a tokenizer that is trained."""
+    end_token: Annotated[str, _text("TOKEN")] | None = None
+    """Token after every document and completion. Default: found by its usual names."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
-    special_tokens_in_text: Literal["plain", "split"] = "plain"
-    """Special-token text inside a document: plain text, or split into its id."""
-    field: Annotated[
-        tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]],
-        tyro.conf.arg(metavar="NAME=FIELD ...", help=_FIELD),
-    ] = ()
-    split: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="NAME=GLOB")
-    ] = ()
-    """Put files into the split NAME, by their names or paths below the given folders."""
-    validation: Annotated[
-        float | None,
-        tyro.conf.arg(
-            metavar="PART",
-            help_behavior_hint="(default: 0.01, about 10 M tokens at most; 0 with splits)",
-        ),
-    ] = None
-    """Part of the other records put aside for validation, by a hash of their text."""
-    exclude: Annotated[
-        tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="GLOB")
-    ] = ()
-    """Leave out names, or paths below the given folders."""
-    shard_size: str = "auto"
-    """Text in a shard, like 256MB; auto: a 64th of the input, from 8MB to 256MB."""
-    max_record: str = f"{MAX_RECORD_BYTES // 10**6}MB"
-    """Longest record in its file. A longer one is dropped while it is read, and rejected."""
-    workers: int | Literal["auto"] = "auto"
-    """Processes; auto: one for each core that the machine or container grants. No influence on
-    the output."""
-    runner: Runner = "local"
-    """Who encodes: processes of this machine, or the workers of a Ray or Dask cluster, which must
-    share CORPUS, and OUT if it is a folder. No influence on the output."""
-    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
-    """auto: the fast gigatoken where it gives the same ids as tokenizers, which is checked."""
-    verify_ids: bool = False
-    """Encode everything by tokenizers too, and compare: takes as long as without gigatoken."""
+    split: tuple[Annotated[str, _text("NAME=GLOB")], ...] = ()
+    """Put the files whose names or paths match GLOB into the split NAME. Can be given several
+    times."""
+    validation: _Share | None = None
+    """Share of the other records for the validation split, chosen by a hash of their text. Default:
+    0.01 and at most about 10 M tokens, or 0 if --split is given."""
+    exclude: tuple[Annotated[str, _text("GLOB")], ...] = ()
+    """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False
-    """End at the first record that cannot be used."""
-    max_rejects: Annotated[
-        int | None, tyro.conf.arg(metavar="N", help_behavior_hint="(default: any number)")
-    ] = None
-    """End when more records than this cannot be used."""
-    part: Annotated[str | None, tyro.conf.arg(metavar="I/N", help_behavior_hint="")] = None
-    """Encode only part I, counted from 0, of N: for job arrays and shells on machines that share
-    CORPUS, and OUT if it is a folder. `--finish` makes the data set of all parts."""
-    finish: bool = False
-    """Encode nothing: make the data set of what all parts have left."""
-    seed: int = 0
-    """Draws the sample for training a tokenizer."""
+    """Stop at the first rejected record."""
+    max_rejects: NotNegative | None = None
+    """Stop after more than N rejected records. Default: no limit."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Number of processes. auto: one for each usable core. The output does not depend on it."""
+    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
+    """auto: the fast gigatoken if it returns the same ids as tokenizers, which is checked."""
     json: bool = False
     """Print the summary as JSON."""
+    runner: Runner = "local"
+    """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. They
+    must share CORPUS, and OUT if it is a folder. The output does not depend on it."""
+    part: Annotated[str, _text("I/N")] | None = None
+    """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
+    and OUT if it is a folder. --finish makes the data set of all parts."""
+    finish: bool = False
+    """Encode nothing. Make the data set from the output of all parts."""
+    special_tokens_in_text: Literal["plain", "split"] = "plain"
+    """How to encode the text of a special token inside a document: as plain text, or as its id."""
+    shard_size: Annotated[str, _text("SIZE|auto")] = "auto"
+    """Text in a shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
+    max_record: Annotated[str, _text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
+    """Largest record, measured in its file. Larger records are rejected while they are read."""
+    verify_ids: bool = False
+    """Encode everything with tokenizers too and compare the ids. Takes as long as without
+    gigatoken."""
+    seed: NotNegative = 0
+    """Seed of the sample that trains a tokenizer."""
 
     @property
     def corpus(self) -> tuple[str, ...]:
@@ -134,55 +135,55 @@ class Options:
 
     @property
     def out(self) -> Path:
-        """The output folder: the last path, which is no address then."""
+        """The output folder: the last path, if it is not an address."""
         return Path(self.paths[-1])
 
     @property
     def output(self) -> Output:
-        """The place that the last path names."""
+        """The folder or store that the last path names."""
         return open_output(self.paths[-1])
 
     @property
     def shard_bytes(self) -> int | None:
-        """Bytes that `shard_size` means; None for auto."""
+        """`shard_size` in bytes; None for auto."""
         if self.shard_size == "auto":
             return None
         return bytes_of(self.shard_size, flag="--shard-size", otherwise="auto")
 
     @property
     def max_record_bytes(self) -> int:
-        """Bytes that `max_record` means."""
+        """`max_record` in bytes."""
         return bytes_of(self.max_record, flag="--max-record")
 
     @property
     def num_workers(self) -> int:
-        """Processes that `workers` means here."""
+        """Number of processes on this machine."""
         return usable_cores() if self.workers == "auto" else self.workers
 
     @property
     def splits(self) -> tuple[tuple[str, str], ...]:
-        """Splits, each with a pattern of names or paths whose files belong to it."""
+        """Splits, each with the pattern of its files."""
         parted = (given.partition("=") for given in self.split)
         return tuple((name, glob) for name, _, glob in parted)
 
     @property
     def allowed_rejects(self) -> int | None:
-        """Records that may be unusable; None for any number."""
+        """Largest number of rejected records; None for no limit."""
         return 0 if self.strict else self.max_rejects
 
     @property
     def fields(self) -> dict[str, str]:
-        """The fields that were given, by the task's own names for them."""
+        """The given fields, by the names that the task uses."""
         parted = (given.partition("=") for given in self._given_fields())
         return {own: name for own, _, name in parted}
 
     def make_task(self) -> TaskEncoder:
-        """The task, with its fields; labels have no numbers yet."""
+        """Make the task with its fields. Labels have no numbers yet."""
         given: dict[str, Any] = {**self.fields}
         return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
 
     def check(self) -> None:
-        """Refuse what cannot work, before anything is read.
+        """Reject options that cannot work, before any file is read.
 
         Raises:
             ConfigError: Names the option.
@@ -193,22 +194,9 @@ class Options:
                 "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
             )
         if "" in self.paths:
-            raise ConfigError("a path is empty: expected CORPUS... OUT; is a variable not set?")
-        self._check_meaning()
-        if self.validation is not None and not 0 <= self.validation < 1:
-            raise ConfigError(f"`--validation` {self.validation}: expected a part from 0 up to 1.")
-        if not SMALLEST_VOCABULARY <= self.vocab_size <= _LARGEST_VOCABULARY:
-            raise ConfigError(
-                f"`--vocab-size` {self.vocab_size}: expected {SMALLEST_VOCABULARY} (every byte has "
-                f"an id) to {_LARGEST_VOCABULARY:,}."
-            )
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"`--seed` {self.seed}: expected 0 to 2^64 - 1.")
-        if self.num_workers < 1:
-            raise ConfigError(f"`--workers` {self.workers}: expected at least 1, or auto.")
-        for name in ("tokenizer", "end_token"):
-            if getattr(self, name) == "":
-                raise ConfigError(f"`{_flag(name)}` is empty: expected a name.")
+            raise ConfigError("a path is empty: expected CORPUS... OUT. Is a shell variable unset?")
+        check_types(self)
+        self._check_together()
         for given in self.split:
             name, _, glob = given.partition("=")
             if len(os.fsencode(name)) > _LONGEST_SPLIT:
@@ -220,20 +208,11 @@ class Options:
                 raise ConfigError(
                     f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
                 )
-        if self.max_rejects is not None and (self.max_rejects < 0 or self.strict):
-            raise ConfigError(
-                f"`--max-rejects` {self.max_rejects}: expected at least 0, and no `--strict`."
-            )
-        if self.verify_ids and self.engine == "tokenizers":
-            raise ConfigError(
-                "`--verify-ids` compares with what `--engine tokenizers` makes: leave one of them "
-                "out."
-            )
         _ = self.shard_bytes, self.max_record_bytes  # raise if not a size
         self._check_tokenizer()
 
     def _check_fields(self) -> None:
-        """Refuse fields that the task does not read, and those named twice or not at all."""
+        """Reject fields that the task does not read, or that are named twice or not at all."""
         own_names = TASK_CLASSES[self.task].kinds
         seen: set[str] = set()
         for given in self._given_fields():
@@ -253,55 +232,98 @@ class Options:
             )
 
     def _given_fields(self) -> list[str]:
-        """What stands behind each `--field`, one after the other."""
+        """The words after every `--field`, in order."""
         return [given for together in self.field for given in together or ("",)]
 
-    def _check_meaning(self) -> None:
-        """Refuse options that have no effect on this command."""
+    def _check_together(self) -> None:
+        """Reject options that contradict each other, or have no effect on this command."""
         given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
         for name in _TRAINING:
             if name in given and self.tokenizer:
                 raise ConfigError(
-                    f"`{_flag(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
+                    f"`{flag_of(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
                     "and `--tokenizer` names one. Leave one of them out."
                 )
-        check_machines(
-            runner=self.runner,
-            part=self.part,
-            finish=self.finish,
-            given=given,
-            is_stdin=STANDARD_INPUT in self.corpus,
-        )
+        if self.strict and self.max_rejects is not None:
+            raise ConfigError(
+                f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
+            )
+        if self.verify_ids and self.engine == "tokenizers":
+            raise ConfigError(
+                "`--verify-ids` compares with the ids of `--engine tokenizers`: leave one of them "
+                "out."
+            )
+        sharing = {
+            "runner": f"--runner {self.runner}",
+            "part": f"--part {self.part}",
+            "finish": "--finish",
+        }
+        used = [words for name, words in sharing.items() if name in given]
+        if not used:
+            return
+        check_installed(self.runner)
+        if self.part is not None:
+            Part.from_text(self.part)
+        if used[1:]:
+            raise ConfigError(f"`{used[0]}` and `{used[1]}`: leave one of them out.")
+        if STANDARD_INPUT in self.corpus:
+            raise ConfigError(
+                f"`-`: only this machine has standard input, and `{used[0]}` needs files that all "
+                "machines share. Write it to a file there."
+            )
+        if "workers" in given and not self.part:
+            raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
 
     def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
         return bool(getattr(self, field.name) != field.default)
 
     def _check_tokenizer(self) -> None:
-        """Refuse a tokenizer that is no regular file: reading a pipe might never end."""
+        """Reject a tokenizer that is not a regular file: reading a pipe might never end."""
         path = Path(self.tokenizer or "")
         path = path / TOKENIZER_FILE if path.is_dir() else path
         if self.tokenizer and path.exists() and not path.is_file():
             raise ConfigError(
-                f"`--tokenizer` {self.tokenizer}: is no regular file. Give a tokenizer.json, a "
+                f"`--tokenizer` {self.tokenizer}: not a regular file. Give a tokenizer.json, a "
                 "folder that holds one, or a hub id."
             )
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 def parse_options() -> Options:
-    """Read the command line. tyro takes only paths that stand together; the others are added."""
-    parse = functools.partial(
-        tyro.cli,
+    """Read the command line."""
+    given = read_command_line(
         Options,
-        prog="pretokenize",
-        description=f"{inspect.getdoc(Options)} {input_formats()}",
-        config=(tyro.conf.FlagCreatePairsOff,),
+        _GROUPS,
+        "pretokenize",
+        f"{inspect.getdoc(Options)} {input_formats()}",
+        paths="CORPUS... OUT",
+        more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
     )
-    options: Options
-    options, others = parse_words(lambda: parse(return_unknown_args=True))
-    if any(other.startswith("-") and other != "-" for other in others):
-        parse_words(parse)  # raises: the message has what may have been meant
-    return dataclasses.replace(options, paths=(*options.paths, *others))
+    return Options(**given)
+
+
+def input_formats() -> str:
+    """The formats of a corpus, each by its first file ending."""
+    formats = [format_ for format_ in FORMATS.values() if format_ is not FALLBACK]
+    lines = [format_.endings[0] for format_ in formats if format_.is_compressible]
+    others = [format_.endings[0] for format_ in formats if not format_.is_compressible]
+    return (
+        f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
+        f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; - for standard input; "
+        "hub:OWNER/NAME[@REVISION]; hf://datasets/OWNER/NAME[@REVISION][/PATH]."
+    )
+
+
+def records_of_tasks() -> str:
+    """What a record is in each task."""
+    return "; ".join(f"{name}: {task.record}" for name, task in TASK_CLASSES.items()) + "."
+
+
+def fields_of_tasks() -> str:
+    """The fields that each task reads; those in brackets are read only if they are named."""
+    lists = (f"{name}: {', '.join(_fields(task))}" for name, task in TASK_CLASSES.items())
+    return "; ".join(lists) + "."
+
+
+def _fields(task: type[TaskEncoder]) -> Iterator[str]:
+    read = task().named
+    return (own if own in read else f"[{own}]" for own in task.kinds)

@@ -78,4 +78,4 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, executor: Executor, num_workers:
         yield Cluster(executor, lambda: num_workers)
 
     monkeypatch.setitem(CLUSTERS, "dask", opened)
-    monkeypatch.setattr("tokenfeed.tools.machines.check_installed", lambda runner: None)
+    monkeypatch.setattr("tokenfeed.tools.options.check_installed", lambda runner: None)

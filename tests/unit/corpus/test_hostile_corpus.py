@@ -211,7 +211,7 @@ def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
     save(tmp_path / "saved", "train.clean", "dev.v1.0")
     found = find(tmp_path / "saved", out=tmp_path / "out")
     assert [source.split for source in found.sources] == ["train.clean", "dev.v1.0"]
-    paths = (Path("in"), Path("out"))
+    paths = ("in", "out")
     Options(paths=paths, split=("train.clean=*.txt",)).check()
     for name in ("", ".", "..", ".hidden", "-x", "a/b", "manifest.json", "x.tmp"):
         assert not is_split_name(name)

@@ -224,13 +224,13 @@ def test_options_that_say_two_things_are_refused(
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tokenfeed.tools.machines.check_installed", lambda runner: None)
+    monkeypatch.setattr("tokenfeed.tools.options.check_installed", lambda runner: None)
     with pytest.raises(ConfigError, match=words):
         make(tmp_path, tmp_path / "out", tokenizer, **options)
 
 
 def test_standard_input_is_of_one_machine(tmp_path: Path, tokenizer: Path) -> None:
-    with pytest.raises(ConfigError, match="standard input is on this machine only"):
+    with pytest.raises(ConfigError, match="only this machine has standard input"):
         part("0/2", Path("-"), tmp_path / "out", tokenizer)
 
 

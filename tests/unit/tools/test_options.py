@@ -1,4 +1,4 @@
-"""The help of `pretokenize` names every format and every task, also one that was just added."""
+"""Options of `pretokenize`: their help and their errors."""
 
 import re
 from dataclasses import dataclass, replace
@@ -7,13 +7,18 @@ from typing import Any, ClassVar
 import pytest
 from command import call
 
+from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import pretokenize, report, shards
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.described import fields_of_tasks, input_formats, records_of_tasks
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Lm
-from tokenfeed.tools.options import parse_options
+from tokenfeed.tools.options import (
+    fields_of_tasks,
+    input_formats,
+    parse_options,
+    records_of_tasks,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,13 +58,17 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("main", "words", "message"),
     [
-        (pretokenize.main, "a o --text-field x", "Unrecognized options: --text-field, x."),
+        (pretokenize.main, "a o --text-field x", "Unknown option `--text-field`."),
         (
             pretokenize.main,
             "a o --validaton 0",
-            "Unrecognized options: --validaton, 0. Did you mean --validation PART?",
+            "Unknown option `--validaton`. Did you mean --validation?",
         ),
-        (pretokenize.main, "a o --task foo", "invalid choice 'foo' for argument '--task'."),
+        (
+            pretokenize.main,
+            "a o --task foo",
+            "`--task`: expected one of lm, classify",
+        ),
         (shards.main, "inspct o", "Unrecognized options: inspct, o. Available subcommands:"),
         (shards.main, "verify", "Missing from shards verify: OUT. See shards verify --help."),
         (report.main, "", "Missing from report: RUN. See report --help."),
@@ -75,4 +84,39 @@ def test_wrong_words_are_one_line(
     assert ended.stdout == ""
     assert ended.stderr.startswith(f"error: {message}")
     assert ended.stderr.count("\n") == 1
-    assert ended.stderr.endswith("--help.\n")
+    assert ended.stderr.endswith("--help.\n") or "expected" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "two paths are needed"),
+        ("--workers abc", "`--workers`: expected a whole number of at least 1 or auto, got abc."),
+        ("--workers 0", "`--workers`: expected a whole number of at least 1 or auto, got 0."),
+        ("--validation 1", "`--validation`: expected a share from 0 up to 1, got 1."),
+        ("--vocab-size 9", "`--vocab-size`: expected a whole number from "),
+        ("--max-rejects -1", "`--max-rejects`: expected a whole number of at least 0, got -1."),
+        ("--max-rejects 1 --strict", "`--max-rejects` 1 and `--strict`: leave one of them out."),
+        ("--tokenizer=", "`--tokenizer` is empty: expected text. Is a shell variable unset?"),
+        ("--strict=yes", "`--strict=yes`: --strict takes no value."),
+        ("--shard-size 5G", "`--shard-size` '5G': expected a size like 256MB, or auto."),
+    ],
+)
+def test_pretokenize_rejects_wrong_value_in_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ["corpus", "out"] if words else []
+    monkeypatch.setattr("sys.argv", ["pretokenize", *paths, *words.split()])
+    with pytest.raises(ConfigError) as caught:
+        parse_options().check()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "a --strict b --exclude *.md c --exclude *.txt --workers=3 -"
+    monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])
+    options = parse_options()
+    assert options.paths == ("a", "b", "c", "-")
+    assert options.exclude == ("*.md", "*.txt")
+    assert (options.workers, options.strict, options.json) == (3, True, False)
