@@ -97,11 +97,19 @@ def test_bad_input_is_one_line_and_writes_nothing(
             "nor could it be had from the hub",
         ),
         ((corpus, out, *given, "--end-token", "<x>"), 2, "'<x>' is not in the vocabulary"),
-        ((corpus, out, *given, "--validation", "1"), 2, "`--validation` 1.0"),
+        (
+            (corpus, out, *given, "--validation", "1"),
+            2,
+            "`--validation`: expected a share from 0 up to 1, got 1.",
+        ),
         ((corpus, out, *given, "--shard-size", "big"), 2, "`--shard-size` 'big'"),
         ((corpus, out, *given, "--shard-size", "0MB"), 2, "`--shard-size` 0"),
-        ((corpus, out, *given, "--workers", "0"), 2, "`--workers` 0"),
-        ((corpus, out, "--vocab-size", "10"), 2, "`--vocab-size` 10"),
+        (
+            (corpus, out, *given, "--workers", "0"),
+            2,
+            "`--workers`: expected a whole number of at least 1 or auto",
+        ),
+        ((corpus, out, "--vocab-size", "10"), 2, "`--vocab-size`: expected a whole number from 25"),
         ((corpus,), 2, "two paths are needed"),
         ((corpus, corpus / "00.txt", *given), 2, "is not a folder"),
         ((corpus, corpus, *given), 2, "already holds other data (00.txt)"),
@@ -146,7 +154,7 @@ def test_help_needs_no_torch() -> None:
     *lines, heavy = result.stdout.splitlines()
     assert heavy.endswith("False False"), heavy
     assert "usage" in lines[0]
-    for words in ("CORPUS... OUT", "--tokenizer", "(default: 0.01, ", "(default: 32768)", "--json"):
+    for words in ("CORPUS... OUT", "--tokenizer", "Default: 32768.", "--json"):
         assert words in result.stdout
 
 
