@@ -158,7 +158,7 @@ class _Settings(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(saved, cls)
         except msgspec.ValidationError as error:
-            raise ResumeError(f"this is no loader state ({error}).") from error
+            raise ResumeError(f"this is not a loader state ({error}).") from error
 
 
 def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:

@@ -1,1 +1,1 @@
-"""The plan: which rows come when, as a pure function of manifests, seed and policy. No torch."""
+"""The plan: the order of rows, as a pure function of manifests, seed and policy. No torch."""

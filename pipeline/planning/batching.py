@@ -1,21 +1,21 @@
-"""From the row lengths of a window to micro-batches in steps: pure functions.
+"""Plan the micro-batches of a window from its row lengths: pure functions.
 
-    rows -> pieces           a row longer than a micro-batch may be is cut, never dropped
+    rows -> pieces           a row longer than a micro-batch is cut, never dropped
     pieces -> sequences      one piece each (padded), or several (packed)
-    sequences -> steps       so many that they become `step_size` micro-batches; see the policies
-    step -> micro-batches    dealt like cards
+    sequences -> steps       as many as fill `step_size` micro-batches; see the policies
+    step -> micro-batches    dealt in turn: sequence j to micro-batch j % step_size
 
-Because a step is dealt like cards, its micro-batches differ by at most one sequence. Where a
-sequence is one row (Padded, Fixed), they differ in tokens by at most one row's length; packed, they
-have equal slots, of which some are fuller than others. So whoever takes them at the same time has
-the same work. Two steps of 5 and 3 sequences, with 2 micro-batches a step:
+So the micro-batches of a step differ by at most one sequence. With one row per sequence (Padded,
+Fixed), their tokens differ by at most one row. Packed micro-batches have equally many slots, with
+more or less padding. So ranks that take them at the same time have equal work. Two steps of 5 and 3
+sequences, with 2 micro-batches per step:
 
     sequences        0 1 2 3 4 | 5 6 7
     micro-batches    0 2 4   1 3 | 5 7   6
 
-A window's tail is an ordinary step with fewer sequences, and with fewer micro-batches where
-sequences are too few. Nothing here knows ranks: a step is what an optimizer step is made of,
-whoever takes part in it. Every result depends on the arguments only. Torch-free.
+The last step of a window may have fewer sequences, and fewer micro-batches if there are too few
+sequences. Ranks do not matter here: `rounds` deals micro-batches to ranks. Every result depends on
+the arguments only. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -35,11 +35,12 @@ class WindowPlan:
     """All micro-batches of a window."""
 
     cut: Pieces
-    """What the rows were cut into."""
+    """The pieces of the rows."""
     pieces: np.ndarray
     """All pieces in the order of delivery, shape (P,), int64."""
     sequence_offsets: np.ndarray | None
-    """Where each sequence begins in `pieces`, shape (S + 1,), int64; None: every piece is one."""
+    """Where each sequence begins in `pieces`, shape (S + 1,), int64; None: every piece is a
+    sequence."""
     batch_offsets: np.ndarray
     """Where each micro-batch begins among the sequences, shape (M + 1,), int64."""
     step_offsets: np.ndarray
@@ -68,13 +69,13 @@ def plan_window(
         lengths: Tokens of each row of the window, shape (R,), every value at least 1.
         batching: The policy.
         step_size: Micro-batches of a step.
-        draw: The window's randomness; None for none.
-        labels: The label of each row, shape (R,), where each has one; such rows are not cut.
+        draw: The random numbers of the window; None without shuffling.
+        labels: Label of each row, shape (R,); None if rows have none. Labelled rows are not cut.
 
     Raises:
-        ConfigError: The policy leaves out rows, or repeats some.
+        ConfigError: The policy omits or repeats rows.
 
-    Cost: O(R log R), one sort; a Python step per step or per distinct length, none per row.
+    Cost: O(R log R), one sort. Python loops run per step or per distinct length, not per row.
     """
     arranged = batching.arrange(lengths, step_size, draw, labels)
     arranged.check(lengths, batching)
@@ -92,14 +93,14 @@ def _deal(
     """Deal the sequences of each step to its micro-batches: sequence j to number j % step_size.
 
     Returns:
-        Which sequence comes where, shape (S,), or None where all stay in place; batch offsets over
-        the sequences; step offsets over the micro-batches.
+        The new order of the sequences, shape (S,), or None if it is unchanged; offsets of the
+        micro-batches over the sequences; offsets of the steps over the micro-batches.
     """
     if step_size == 1:
         return None, step_offsets, np.arange(len(step_offsets))
     sizes = np.diff(step_offsets)
-    hands = np.minimum(sizes, step_size)  # micro-batches: none is left without a sequence
-    steps = offsets_of(hands)
+    counts = np.minimum(sizes, step_size)  # micro-batches of each step: each gets a sequence
+    steps = offsets_of(counts)
     nth = np.arange(step_offsets[-1]) - np.repeat(step_offsets[:-1], sizes)
-    hand = np.repeat(steps[:-1], sizes) + nth % np.repeat(hands, sizes)
-    return np.argsort(hand, kind="stable"), offsets_of(np.bincount(hand)), steps
+    batch = np.repeat(steps[:-1], sizes) + nth % np.repeat(counts, sizes)
+    return np.argsort(batch, kind="stable"), offsets_of(np.bincount(batch)), steps

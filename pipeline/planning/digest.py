@@ -1,8 +1,9 @@
-"""The digest: what was delivered, as one number that any two runs can compare.
+"""The digest of the delivered rows: one number that two runs can compare.
 
-The digest is a sum over micro-batches of a scrambled hash of (epoch, window, place, rows, spans).
-Sums do not care who adds them, so it is the same on every rank, whatever the number of ranks and
-workers; and each term holds its place, so another order is another digest. Torch-free.
+It is the sum, modulo 2**64, of a hash of (epoch, window, place, rows, spans) of every micro-batch.
+The order of summation does not matter, so the digest is the same on every rank, for any number of
+ranks and workers. Every term includes the place of its micro-batch, so another order of rows gives
+another digest. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -25,22 +26,22 @@ _ROW, _START, _LENGTH = (
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """What each piece of a window is, in the order of delivery, for all ranks; shape (P,) each."""
+    """Row and token range of each piece of a window, in delivery order; shape (P,) each."""
 
     numbers: np.ndarray
-    """The row within all sources, int64."""
+    """Number of the row over all sources, int64."""
     starts: np.ndarray | None
-    """The first token within the row, int64; None: no row was cut."""
+    """First token of the piece in its row, int64; None: no row was cut."""
     lengths: np.ndarray
     """Tokens, int32."""
 
     @classmethod
     def from_plan(cls, plan: WindowPlan, numbers: np.ndarray, lengths: np.ndarray) -> "Spans":
-        """The spans of a planned window.
+        """Return the spans of a planned window.
 
         Args:
             plan: The window's plan.
-            numbers: Number of each row within all sources, shape (R,), int64.
+            numbers: Number of each row over all sources, shape (R,), int64.
             lengths: Tokens of each row, shape (R,), int64.
         """
         cut, pieces = plan.cut, plan.pieces
@@ -53,14 +54,15 @@ class Spans:
 
 
 def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: int) -> np.ndarray:
-    """What each round adds to the digest, over the micro-batches of all ranks, (rounds,), uint64.
+    """Return the digest of each round, over the micro-batches of all ranks, shape (rounds,),
+    uint64.
 
     Args:
-        spans: What every piece of the window is.
+        spans: The spans of the window.
         plan: The window's plan.
-        rounds: The rounds, of any rank.
-        epoch: Which epoch.
-        window: Which window of it.
+        rounds: The rounds of any rank.
+        epoch: Number of the epoch.
+        window: Number of the window in the epoch.
     """
     first = int(rounds.starts[0])
     offsets = plan.batch_piece_offsets[first:]
@@ -75,7 +77,7 @@ def digests(spans: Spans, plan: WindowPlan, rounds: Rounds, epoch: int, window: 
 
 
 def _hashes(spans: Spans, block: slice) -> np.ndarray:
-    """A scrambled hash of each of some spans."""
+    """Return a hash of each span of a block."""
     hashes = spans.numbers[block].view(np.uint64) * _ROW
     if spans.starts is not None:
         hashes += spans.starts[block].view(np.uint64) * _START
@@ -89,18 +91,20 @@ def _hashes(spans: Spans, block: slice) -> np.ndarray:
 def tokens_by_source(
     spans: Spans, plan: WindowPlan, rounds: Rounds, row_ends: np.ndarray
 ) -> np.ndarray:
-    """Tokens of each source in each round, over the micro-batches of all ranks.
+    """Return the tokens of each source in each round, over the micro-batches of all ranks.
 
     Args:
-        spans: What every piece of the window is.
+        spans: The spans of the window.
         plan: The window's plan.
-        rounds: The rounds, of any rank.
-        row_ends: Where each source's rows end among all, shape (sources,).
+        rounds: The rounds of any rank.
+        row_ends: Running total of the rows of the sources, shape (sources,).
 
     Returns:
         Shape (rounds, sources), int64.
     """
-    first = plan.batch_piece_offsets[rounds.starts]  # piece of each round; the last has the rest
+    first = plan.batch_piece_offsets[
+        rounds.starts
+    ]  # first piece of each round; the last round has the rest
     tokens = np.empty((len(rounds.starts), len(row_ends)), np.int64)
     source = np.searchsorted(row_ends, spans.numbers, side="right") if len(row_ends) > 1 else 0
     for number in range(len(row_ends)):

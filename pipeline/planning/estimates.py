@@ -23,12 +23,12 @@ __all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unm
 
 
 def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: int) -> int:
-    """About how many rounds an epoch has: micro-batches that each rank gets.
+    """Return the estimated number of rounds in an epoch: the micro-batches of each rank.
 
-    Cost: that of planning one window.
+    Cost: planning one window.
     """
     lengths = _window_lengths(plan, sources)
-    draw = plan.order.draw(0, 0)  # bands pad, and so decide how many micro-batches there are
+    draw = plan.order.draw(0, 0)  # shuffling adds padding, and so micro-batches
     window = plan_window(lengths, plan.batching, step_size=plan.micro_batches_per_step, draw=draw)
     rounds = deal_rounds(
         window.step_offsets, plan.micro_batches_per_step, first=0, rank=0, world_size=world_size
@@ -37,10 +37,10 @@ def estimate_rounds(plan: Plan, sources: tuple[OpenedSplit, ...], world_size: in
 
 
 def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
-    """So many rows as a split may have, its longest row and its histogram as they are.
+    """Return `count` row lengths that fit the histogram, the longest row and the tokens of a split.
 
-    Within a bin a row's length is lo + (hi - lo) * u**p, with u even between 0 and 1, and with the
-    one p for all bins that gives the tokens of the split.
+    In a bin from lo to hi, lengths are lo + (hi - lo) * u**p with u evenly spaced in [0, 1]. One p
+    for all bins gives the number of tokens of the split.
 
     Returns:
         Ascending, shape (count,), int64.
@@ -62,7 +62,7 @@ def likely_lengths(split: SplitInfo, count: int) -> np.ndarray:
 
 
 def _window_lengths(plan: Plan, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
-    """Rows of a window of average size, from every source as many as an epoch reads of it."""
+    """Return the row lengths of an average window, with the epoch's share of every source."""
     read = zip(sources, plan.order.batches_read, strict=True)
     counts = [
         max(1, round(source.rows * batches / source.batches / plan.order.num_windows))
@@ -73,22 +73,24 @@ def _window_lengths(plan: Plan, sources: tuple[OpenedSplit, ...]) -> np.ndarray:
 
 
 STEP_TOKENS = 1_000_000
-"""Of the training steps that the estimate is for."""
+"""Tokens of the training step that `deviation` is about."""
 _LARGE_TOKENS = 100 * STEP_TOKENS
-"""A smaller epoch is over before a drift could matter."""
+"""Smallest epoch for a warning: in a smaller epoch, poor mixing does not matter."""
 _FAR = 6.0
+"""Deviation at which `unmixed` warns."""
 _TENTH = 0.1
 _SAMPLE = 1000
 
 
 def deviation(plan: Plan, sources: tuple[OpenedSplit, ...]) -> float | None:
-    """How far a step of `STEP_TOKENS` is from the whole corpus, over how far a full shuffle is.
+    """Return how far a step of `STEP_TOKENS` is from the whole corpus, relative to a full shuffle.
 
-    It is the standard deviation of the share of a tenth of a source whose rows stand together, for
-    the source where that is largest. 1 is a full shuffle.
+    It is the standard deviation of the share of one tenth of a source whose rows are neighbours,
+    relative to the same after a full shuffle, for the source with the largest value. 1 is as good
+    as a full shuffle.
 
     Returns:
-        1.0 where an epoch is one window; None without shuffling.
+        1.0 if an epoch is one window; None without shuffling.
     """
     if not plan.order.shuffle:
         return None
@@ -98,33 +100,33 @@ def deviation(plan: Plan, sources: tuple[OpenedSplit, ...]) -> float | None:
 
 
 def unmixed(plan: Plan, sources: tuple[OpenedSplit, ...]) -> str | None:
-    """A warning for a large epoch with a source that is far from mixed; None for any other.
+    """Return a warning if an epoch is large and a source is poorly mixed; else None.
 
-    A source of less than a tenth of the epoch is itself what stands together: how much of it comes
-    is for the weights to say, and which part of it matters little to a step.
+    Sources of less than a tenth of the epoch are ignored: the weights decide their share in a step,
+    and it matters little which of their rows a step has.
     """
     of_window = _window_tokens(plan, sources)
     whole = sum(of_window)
     if plan.order.num_windows == 1 or whole * plan.order.num_windows < _LARGE_TOKENS:
         return None
     found = zip(sources, of_window, _deviations(sources, of_window), strict=True)
-    told = [
+    candidates = [
         (ratio, tokens * source.batches / source.tokens, source.name)
         for source, tokens, ratio in found
         if tokens >= _TENTH * whole
     ]
-    ratio, places, name = max(told, default=(1.0, 0.0, ""))
+    ratio, places, name = max(candidates, default=(1.0, 0.0, ""))
     if not plan.order.shuffle or ratio < _FAR:
         return None
     return (
-        f"a window takes rows from {places:,.0f} places of {name} only: if that is in any order, "
-        f"steps stray {ratio:.0f} times as far from the whole as after a full shuffle. Raise "
-        "`window_tokens`."
+        f"a window takes rows from only {places:,.0f} places of {name}: if its rows are sorted in "
+        f"any way, steps deviate {ratio:.0f} times as far from the whole corpus as after a full "
+        "shuffle. Raise `window_tokens`."
     )
 
 
 def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> list[float]:
-    """For each source; see `deviation`."""
+    """Return the deviation of each source; see `deviation`."""
     return [
         _deviation(source, tokens, STEP_TOKENS * tokens / sum(of_window))
         for source, tokens in zip(sources, of_window, strict=True)
@@ -132,7 +134,7 @@ def _deviations(sources: tuple[OpenedSplit, ...], of_window: list[float]) -> lis
 
 
 def _window_tokens(plan: Plan, sources: tuple[OpenedSplit, ...]) -> list[float]:
-    """Tokens of each source in a window of average size."""
+    """Return the tokens of each source in an average window."""
     read = zip(sources, plan.order.batches_read, strict=True)
     return [
         source.tokens * batches / source.batches / plan.order.num_windows
@@ -141,13 +143,15 @@ def _window_tokens(plan: Plan, sources: tuple[OpenedSplit, ...]) -> list[float]:
 
 
 def _deviation(source: OpenedSplit, window_tokens: float, step_tokens: float) -> float:
-    """For one source, given how many of its tokens a window and a step have."""
+    """Return the deviation of one source, from its tokens in a window and in a step."""
     lengths = likely_lengths(source.split, min(_SAMPLE, source.rows)).astype(np.float64)
     by_chance = _TENTH * (1 - _TENTH) * (lengths**2).sum() / lengths.sum() / step_tokens
     strata = source.batches * window_tokens / source.tokens
     if strata >= source.batches or step_tokens < source.tokens / source.batches:
-        return 1.0  # a window has all of it; or a step less than a record batch, whatever is done
+        return 1.0  # a window has the whole source, or a step less than one record batch
     windows = max(1.0, step_tokens / window_tokens)
-    by_strata = min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows  # all of it, or nothing
-    rest = max(0.0, 1 - step_tokens / window_tokens)  # no row of a window comes twice
+    by_strata = (
+        min(1 / 3 / strata**2, _TENTH * (1 - _TENTH)) / windows
+    )  # at most: all of the tenth, or nothing
+    rest = max(0.0, 1 - step_tokens / window_tokens)  # sampling without replacement in a window
     return float(np.sqrt(max(1.0, rest + by_strata / by_chance)))

@@ -28,26 +28,27 @@ from tokenfeed.pipeline.planning.order import Draw, blocks, mix64
 __all__ = ["sort_by_length", "steps_by_length"]
 
 _LENGTHS_PER_SPREAD = 2.5
-"""A band holds no rows shorter than longest * (1 - this * spread):
-long rows are few, and far from each other in length."""
+"""A band has no rows shorter than longest * (1 - this * spread), because long rows are rare and
+their lengths differ much."""
 _LABEL_VARIANCE = 2.5
-"""Of the labels in a micro-batch, over that of a random one: with more, bands are made wider."""
+"""Largest variance of the labels in a micro-batch, relative to a random micro-batch. Above it,
+bands are made wider."""
 
 
 class SizesByLength(Protocol):
-    """What a policy says of micro-batches of rows of about one length."""
+    """Sizes of micro-batches whose rows have similar lengths, from the policy."""
 
     @property
     def spread(self) -> float:
-        """How wide bands are; see `policies.SPREAD`."""
+        """Width of the bands; see `policies.SPREAD`."""
         ...
 
     def rows_of(self, longest: int) -> int:
-        """Rows of a micro-batch whose longest row is `longest`."""
+        """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
         ...
 
     def batches_of(self, lengths: np.ndarray) -> float:
-        """About how many micro-batches rows of some lengths become."""
+        """Return the approximate number of micro-batches of rows with these lengths."""
         ...
 
 
@@ -63,10 +64,10 @@ def steps_by_length(
 
     Args:
         lengths: Tokens of each piece, shape (P,).
-        batching: The policy; its `spread` says how wide bands are.
+        batching: The policy; its `spread` is the width of the bands.
         step_size: Micro-batches of a step.
-        draw: The window's randomness; None for a strict order.
-        labels: The label of each piece, shape (P,), where each has one.
+        draw: The random numbers of the window; None for strict order.
+        labels: Label of each piece, shape (P,); None if pieces have none.
 
     Returns:
         The pieces, shape (P,), and where each step begins in them, shape (steps + 1,); int64.
@@ -75,7 +76,7 @@ def steps_by_length(
     spread = _of_window(batching.spread, draw)
     label = None if labels is None else np.unique(labels, return_inverse=True)[1]
     while draw and label is not None and 0 < spread < 1:
-        some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, and so is what it decides
+        some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, so the width is too
         cut = _cut(lengths, batching, step_size, some, num_steps, spread)
         if _label_variance(label, *cut, step_size) <= _LABEL_VARIANCE:
             break
@@ -84,11 +85,11 @@ def steps_by_length(
 
 
 def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
-    """Indices by ascending length, ties in random order, or for None in that of the indices.
+    """Return indices by ascending length; ties in random order, or by index for `key`=None.
 
-    Sorts one 64-bit word each: length, then random bits, then the index itself, which breaks the
-    last ties and is read back from the sorted words: faster than an argsort, and the same on every
-    machine.
+    It sorts one 64-bit word per row: length, random bits, index. The index breaks the last ties and
+    is read back from the sorted words. That is faster than argsort, and the same on every machine.
+    Example with 4 rows: row 2 of length 7 is the word 7 | random bits | 2.
     """
     index_bits = max(len(lengths) - 1, 1).bit_length()
     length_bits = int(lengths.max()).bit_length()
@@ -110,7 +111,7 @@ def sort_by_length(lengths: np.ndarray, key: int | None) -> np.ndarray:
 
 
 def _scramble(index: np.ndarray, key: int) -> np.ndarray:
-    """Random high bits for consecutive integers: half the passes of `mix64`, which is for few."""
+    """Return random high bits for consecutive integers, in half the passes of `mix64`."""
     values = index * np.uint64(0x9E3779B97F4A7C15)
     values += np.uint64(key)
     values ^= values >> np.uint64(32)
@@ -121,7 +122,8 @@ def _scramble(index: np.ndarray, key: int) -> np.ndarray:
 
 
 def _of_window(spread: float, draw: Draw | None) -> float:
-    """In an epoch of W windows about a W-th, for chance decides already which rows share one."""
+    """Return the spread in a window: about a W-th in an epoch of W windows, because the shuffle of
+    the windows already decides which rows meet."""
     return 0.0 if draw is None else 1 - (1 - spread) ** (1 / draw.num_windows)
 
 
@@ -133,12 +135,13 @@ def _cut(
     num_steps: float,
     spread: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Cut bands of steps from the longest down, and deal each one's pieces."""
+    """Cut bands of steps from the longest rows down, and deal the pieces of each band to its
+    steps."""
     most = len(lengths) if spread >= 1 else int(num_steps * spread)
     if draw is None or most < 2:
         pieces = sort_by_length(lengths, draw.key if draw else None)
         return pieces, _strict_steps(lengths, pieces, batching, step_size)
-    # Ties keep their order for a cycle where the same rows come again and few are of one length.
+    # Ties keep their order for a cycle if the same rows come again and few have equal length.
     comes_again = draw.num_windows == 1 and len(np.unique(lengths)) * most > len(lengths)
     pieces = sort_by_length(lengths, draw.cycle_key if comes_again else draw.key)
     ascending = lengths[pieces]
@@ -146,11 +149,15 @@ def _cut(
     while (stop := edges[-1]) > 0:
         longest = int(ascending[stop - 1])
         rows = step_size * batching.rows_of(longest)
-        least = ceil(longest * (1 - _LENGTHS_PER_SPREAD * spread))  # an int, or all would be cast
+        least = ceil(
+            longest * (1 - _LENGTHS_PER_SPREAD * spread)
+        )  # an int: a float would cast the whole array
         near = stop - np.searchsorted(ascending, least)
         count = max(1, min(most, ceil_div(int(near), rows), stop // rows))
         start = max(0, stop - count * rows)
-        if count > 1 and (comes_again or ascending[start] < longest):  # else chance dealt them
+        if count > 1 and (
+            comes_again or ascending[start] < longest
+        ):  # else the random ties dealt them
             pieces[start:stop] = _deal(pieces[start:stop], count, draw)
         edges += range(stop - rows, start, -rows)
         edges.append(start)
@@ -160,7 +167,7 @@ def _cut(
 def _strict_steps(
     lengths: np.ndarray, pieces: np.ndarray, batching: SizesByLength, step_size: int
 ) -> np.ndarray:
-    """Step offsets over pieces in ascending length, cut from the longest down."""
+    """Return step offsets over pieces in ascending length, cut from the longest down."""
     edges = [len(pieces)]
     while edges[-1] > 0:
         rows = step_size * batching.rows_of(int(lengths[pieces[edges[-1] - 1]]))
@@ -169,12 +176,13 @@ def _strict_steps(
 
 
 def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:
-    """The pieces of a band in the order of its steps, given in order of length."""
+    """Deal the pieces of a band, sorted by length, to its steps; return them in the order of
+    steps."""
     strata = band.reshape(-1, num_steps)
     stratum = np.arange(len(strata))
     begins = mix64(stratum.astype(np.uint64) ^ np.uint64(draw.cycle_key)) >> np.uint64(33)
-    moved = (begins.astype(np.int64) + stratum * draw.turn) % num_steps
-    taken = np.arange(num_steps)[:, None] - moved  # by each step, of each stratum
+    moved = (begins.astype(np.int64) + stratum * draw.cycle_epoch) % num_steps
+    taken = np.arange(num_steps)[:, None] - moved  # which piece of each stratum each step takes
     taken += (taken < 0) * num_steps
     return np.asarray(strata[stratum, taken].ravel())
 
@@ -182,10 +190,10 @@ def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:
 def _label_variance(
     label: np.ndarray, pieces: np.ndarray, step_offsets: np.ndarray, step_size: int
 ) -> float:
-    """How much the labels in a micro-batch vary, over how much those of a random one would.
+    """Return the variance of the labels in a micro-batch, relative to a random micro-batch.
 
-    Of a step's rows every micro-batch gets its share, so what a step has too much of is divided
-    among its micro-batches.
+    A step deals its rows to its micro-batches, so an excess of one label in a step is divided among
+    them: hence the division by `step_size`.
     """
     sizes = np.diff(step_offsets)
     share = np.bincount(label) / len(label)

@@ -1,9 +1,8 @@
 """Mixture: several data sets read as one, in proportion to weights by tokens.
 
-A window takes record batches from every source in proportion, so sorting, packing and steps mix the
-sources inside a micro-batch, and a mixture is planned, resumed and resized like a single data set:
-how many record batches a source has given before window k is computed, never remembered.
-Torch-free.
+Every window has record batches of all sources in proportion, so sorting, packing and steps mix the
+sources inside a micro-batch. A mixture is planned, resumed and resized like a single data set: the
+number of record batches that a source gave before window k is computed, not stored. Torch-free.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,14 +23,14 @@ __all__ = ["Exhausted", "Mixture", "mix", "paths_of", "proportions"]
 Exhausted = Literal["repeat", "stop", "continue"]
 """What happens when a source runs out while others do not.
 
-    repeat    it begins again, newly shuffled; the epoch ends when every source was read whole
-    stop      the epoch ends; the other sources are not read to their end
-    continue  the others go on without it; the epoch is every row of every source once
+    repeat    the source starts again, newly shuffled; the epoch ends when all sources were read
+    once stop      the epoch ends; the other sources are not read to their end continue  the others
+    continue without it; the epoch has every row of every source once
 """
 
 
 _LARGEST_RATIO = 10**9
-"""Of two weights: with more, an epoch that repeats one of them has no end in sight."""
+"""Largest ratio of two weights. Above it, an epoch that repeats a source takes too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +38,13 @@ class Mixture:
     """Data sets and their weights: `Mixture({"code/": 0.7, "prose/": 0.3})`."""
 
     weights: Mapping[StorePath, float]
-    """Folder -> share of the tokens; only proportions matter."""
+    """Folder or URL -> share of the tokens. Only the proportions matter."""
     exhausted: Exhausted = "repeat"
+    """What happens when a source runs out: "repeat", "stop" or "continue"."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.weights, Mapping):
-            raise checks.refusal("weights", self.weights, "a folder and its weight each, as a dict")
+            raise checks.refusal("weights", self.weights, "a dict from folders to weights")
         if not self.weights:
             raise ConfigError("a Mixture needs at least one data set.")
         weights = {folder: _weight(folder, weight) for folder, weight in self.weights.items()}
@@ -52,7 +52,7 @@ class Mixture:
         most = max(weights, key=weights.__getitem__)
         if weights[most] / _LARGEST_RATIO > weights[least]:
             raise ConfigError(
-                f"the weight of {most} is {weights[most]}, that of {least} {weights[least]}: no "
+                f"{most} has weight {weights[most]} and {least} has weight {weights[least]}: no "
                 f"weight may be more than {_LARGEST_RATIO:,} times another. Leave {least} out."
             )
         object.__setattr__(self, "weights", weights)
@@ -61,17 +61,17 @@ class Mixture:
 
 
 def paths_of(path: StorePath | Mixture) -> list[StorePath]:
-    """Where the data sets of a mixture are, or the one that is no mixture.
+    """Return the paths of a mixture's data sets, or the one path.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: `path` is neither a path nor a Mixture.
     """
     return [_path(each) for each in (path.weights if isinstance(path, Mixture) else [path])]
 
 
 def proportions(weights: Iterable[float]) -> list[Fraction]:
-    """Each one's exact share of the whole."""
-    shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is a tenth
+    """Return the exact share of each weight in their sum."""
+    shares = [Fraction(str(weight)) for weight in weights]  # as written: 0.1 is exactly a tenth
     return [share / sum(shares) for share in shares]
 
 
@@ -81,7 +81,7 @@ def mix(
     exhausted: Exhausted,
     window_tokens: int,
 ) -> tuple[Phase, ...]:
-    """Plan an epoch: how many record batches each source gives, and in how many windows.
+    """Plan an epoch: the record batches of each source, and the number of windows.
 
     Two sources of 60 and 40 record batches of equal tokens, weights 1 to 1:
 
@@ -89,8 +89,8 @@ def mix(
         stop      40 + 40
         continue  40 + 40, then 20 + 0: two phases
 
-    Tokens are those of the manifest, so the proportions of an epoch are exact up to one record
-    batch a source, and where a source is read whole, to the last row.
+    Proportions come from the tokens in the manifest. They are exact up to one record batch per
+    source, and exact to the row for a source that is read whole.
     """
     tokens = [Fraction(source.tokens) for source in sources]
     shares = proportions(weights)
@@ -124,18 +124,18 @@ def mix(
 
 
 def _weight(folder: object, weight: object) -> float:
-    """A weight as a float that reads as it was written, so that 0.7 of any type is the same."""
+    """Return a weight as a float with the same decimal form, so that 0.7 of any type is equal."""
     _path(folder)
     try:
         read = float(Fraction(str(weight)))
-    except (ValueError, OverflowError):  # Fraction knows no nan and no infinity
+    except (ValueError, OverflowError):  # nan and infinity
         read = 0.0
     if isinstance(weight, bool) or not isinstance(weight, Real) or not read > 0:
-        raise ConfigError(f"the weight of {folder} is {weight!r}: it must be a number above 0.")
+        raise ConfigError(f"the weight of {folder} is {weight!r}: expected a number above 0.")
     return read
 
 
 def _path(path: object) -> StorePath:
     if not isinstance(path, str | PathLike | Store):
-        raise checks.refusal("path", path, "a folder, or a Mixture of several")
+        raise checks.refusal("path", path, "a folder, a URL or a Mixture")
     return path

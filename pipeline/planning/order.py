@@ -1,20 +1,20 @@
-"""Order without memory: which record batches make up which window, as a pure function.
+"""The order of an epoch: the record batches of each window, as a pure function.
 
-A window is a sample of the whole source, stratified: in V windows, the record batches are cut into
-strata of V neighbours, and every window takes one of each stratum, by the stratum's own
-permutation. So a corpus that is sorted by source, date or length stands in every window as it
-stands in the whole. 12 record batches in 3 windows, one epoch:
+A window is a stratified sample of the source. With V windows, the record batches are cut into
+strata of V neighbours, and every window takes one batch of each stratum, in an order of the
+stratum's own. So even if a corpus is sorted by source, date or length, every window represents the
+whole corpus. One epoch of 12 record batches in 3 windows:
 
     strata           0 1 2 | 3 4 5 | 6 7 8 | 9 10 11
     first window         2   3         7     9
     second window    0           5   6          10
     third window       1       4         8         11
 
-Permutations are keyed Feistel networks evaluated only where they are asked (Black and Rogaway,
-"Ciphers with arbitrary finite domains", 2002), so a start, a resume or a new epoch costs the same
-for a thousand rows as for a trillion. All randomness is integer arithmetic of our own, not a
-library generator whose stream may change with its version: order is part of a saved state.
-Torch-free and free of I/O.
+Permutations are keyed Feistel networks, evaluated only at the required places (Black and Rogaway,
+"Ciphers with arbitrary finite domains", 2002). So a start, a resume or a new epoch costs the same
+for a thousand rows as for a trillion. All random numbers come from the integer arithmetic below,
+not from a library generator that may change with its version, because the order is part of a saved
+state. Torch-free, no I/O.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,20 +39,20 @@ __all__ = [
 
 _ROUNDS = 6
 CYCLE = 8
-"""Epochs after which the strata of bands begin anew; see `bands`."""
+"""Epochs after which the strata of bands get new random starts; see `length_bands`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
 _BLOCK = 1 << 13
-"""Words that stay in a core's cache while several passes are made over them."""
+"""Words that fit into a core's cache during several passes."""
 
 
 def blocks(count: int) -> Iterator[slice]:
-    """Cut range(count) into blocks that stay in the cache: half the time, where passes are many."""
+    """Cut range(count) into blocks that fit into the cache: half the time for many passes."""
     return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit integers, one to one: the finalizer of SplitMix64 (Steele et al., 2014)."""
+    """Scramble 64-bit integers, invertibly: the finalizer of SplitMix64 (Steele et al., 2014)."""
     values = values.astype(np.uint64)
     values ^= values >> np.uint64(30)
     values *= np.uint64(0xBF58476D1CE4E5B9)
@@ -63,7 +63,7 @@ def mix64(values: np.ndarray) -> np.ndarray:
 
 
 def derive_key(*parts: int) -> int:
-    """One 64-bit key out of several integers (seed, epoch, window, ...); their order matters."""
+    """Return a 64-bit key from integers (seed, epoch, window, ...). Their order matters."""
     key = 0
     for part in parts:
         key = _mix_one((key + _GOLDEN + part) & _WORD)
@@ -71,30 +71,30 @@ def derive_key(*parts: int) -> int:
 
 
 def _mix_one(value: int) -> int:
-    """What `mix64` makes of a single integer: in Python alone, a tenth of the time."""
+    """Return `mix64` of one integer, in pure Python: a tenth of the time."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _WORD
     return value ^ value >> 31
 
 
 def permute(positions: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """Where a keyed permutation of range(size) sends each position.
+    """Apply a keyed permutation of range(size) to positions.
 
     Args:
         positions: Any shape, every value in [0, size).
         size: Length of the permuted range.
-        key: 64 bits; another key is another permutation. Or one for each position, uint64.
+        key: 64 bits; every key gives another permutation. Or one key per position, uint64.
 
     Returns:
-        int64, the shape of `positions`.
+        The permuted positions: int64, the shape of `positions`.
 
-    Cost: O(len(positions)), whatever `size` is: a value takes fewer than four walks on average.
+    Cost: O(len(positions)) for any `size`: fewer than four passes of the network on average.
     """
     return _walk(_feistel, positions, size, key)
 
 
 def unpermute(values: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """The positions that `permute` sends to some values; at the same price."""
+    """Invert `permute`, at the same cost."""
     return _walk(_unfeistel, values, size, key)
 
 
@@ -104,7 +104,13 @@ def _walk(
     size: int,
     key: int | np.ndarray,
 ) -> np.ndarray:
-    """Go through a network, again and again until each value is below `size`."""
+    """Apply a network repeatedly, until every value is below `size`.
+
+    The network permutes range(4 ** half_bits), which includes range(size). A value that leaves
+    range(size) is permuted again until it returns ("cycle walking"), so the result is a permutation
+    of range(size). Example with size 5, half_bits 2, so range(16): if the
+    network sends 3 to 11 and 11 to 4, the result for 3 is 4.
+    """
     half_bits = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     begun = next_keys(0, key)
     keys = [next_keys(begun, number) for number in range(_ROUNDS)]
@@ -116,7 +122,8 @@ def _walk(
 
 
 def _feistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np.ndarray:
-    """Send values below 4 ** half_bits to each other; a key for each round, for all or for each."""
+    """Permute values below 4 ** half_bits. `keys` has a key per round, or a key per round and
+    value."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -134,12 +141,12 @@ def _unfeistel(values: np.ndarray, half_bits: int, keys: list[np.ndarray]) -> np
 
 
 def derive_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
-    """What `derive_key(key, part)` is, for many keys or parts."""
+    """Return `derive_key(key, part)` for many keys or parts."""
     return next_keys(next_keys(0, keys), part)
 
 
 def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
-    """What `derive_key(*parts, part)` is, given those of `parts`; for many of them."""
+    """Return `derive_key(*parts, part)`, where `keys` are the keys of `parts`; for many of them."""
     sums = np.atleast_1d(np.asarray(keys, np.uint64)) + np.asarray(part, np.uint64)
     made: np.ndarray = mix64(sums + np.uint64(_GOLDEN))
     return made
@@ -147,16 +154,17 @@ def next_keys(keys: np.ndarray | int, part: np.ndarray | int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What chance is made of within one window."""
+    """The random keys of one window."""
 
     key: int
-    """64 bits, other ones in every epoch."""
+    """64 bits that differ in every epoch."""
     cycle_key: int
-    """64 bits that stay the same for a cycle of epochs, so that one epoch can avoid the other."""
-    turn: int
-    """The epoch's number within its cycle."""
+    """64 bits that stay the same for a cycle of epochs, so that an epoch can differ from the one
+    before on purpose."""
+    cycle_epoch: int
+    """Number of the epoch in its cycle."""
     num_windows: int
-    """Windows of the epoch: where there are many, chance decides already which rows share one."""
+    """Windows of the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +172,9 @@ class Phase:
     """A part of an epoch in which the sources keep one proportion."""
 
     begins: tuple[int, ...]
-    """Record batches of each source that came before it in the epoch."""
+    """Record batches of each source in the phases before."""
     batches: tuple[int, ...]
-    """Record batches of each source in it; more than the source has where it is repeated."""
+    """Record batches of each source in the phase; a repeated source has more than its size."""
     num_windows: int
     """At most the largest of `batches`, so that no window is empty."""
 
@@ -178,31 +186,31 @@ class EpochOrder:
     sizes: tuple[int, ...]
     """Record batches of each source."""
     phases: tuple[Phase, ...]
-    """An epoch, one after the other; a single source has one."""
+    """The phases of an epoch, in order; a single source has one phase."""
     seed: int
     shuffle: bool
-    """False: record batches in the order of the files, every epoch the same."""
+    """False: every epoch has the record batches in file order."""
 
     @classmethod
     def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
-        """The order of a single source."""
+        """Return the order of a single source."""
         return cls((num_batches,), (Phase((0,), (num_batches,), num_windows),), seed, shuffle)
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch."""
+        """Number of windows of an epoch."""
         return sum(phase.num_windows for phase in self.phases)
 
     @property
     def batches_read(self) -> tuple[int, ...]:
-        """Record batches of each source in an epoch; more than it has where it is repeated."""
+        """Record batches of each source in an epoch; a repeated source has more than its size."""
         return tuple(map(sum, zip(*(phase.batches for phase in self.phases), strict=True)))
 
     def window(self, epoch: int, window: int) -> np.ndarray:
-        """Record batches of one window, counted over all sources one after the other, (K,), int64.
+        """Return the record batches of a window, counted over all sources, shape (K,), int64.
 
-        Ascending in a source, so that a shard is opened once. Windows are as even as can be: in a
-        phase K differs by at most one for each source.
+        They ascend in each source, so that a shard is opened once. In a phase, the number of
+        batches of a source differs by at most one between windows.
         """
         for phase in self.phases:
             if window < phase.num_windows:
@@ -219,26 +227,32 @@ class EpochOrder:
         return np.concatenate(parts)
 
     def draw(self, epoch: int, window: int) -> Draw | None:
-        """All randomness inside one window; None without any."""
+        """Return the random keys of a window; None without shuffling."""
         if not self.shuffle:
             return None
-        cycle, turn = divmod(epoch, CYCLE)
+        cycle, cycle_epoch = divmod(epoch, CYCLE)
         cycle_key = derive_key(self.seed, cycle, window, CYCLE)
-        return Draw(derive_key(self.seed, epoch, window), cycle_key, turn, self.num_windows)
+        key = derive_key(self.seed, epoch, window)
+        return Draw(key, cycle_key, cycle_epoch, self.num_windows)
 
     def _batches(self, source: int, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Places `start` up to `stop` of a source's epoch; beyond its size it begins again."""
+        """Return the record batches at places `start` to `stop` - 1 of a source's epoch.
+
+        Places beyond the size of the source are further readings of it. Example with size 5 and
+        places 3 to 6: places 3 and 4 of reading 0, then places 0 and 1 of reading 1, which has its
+        own permutation.
+        """
         size = self.sizes[source]
-        turn, place = np.divmod(np.arange(start, stop), size)
+        reading, place = np.divmod(np.arange(start, stop), size)
         if start == stop or not self.shuffle:
             return place
-        keys = next_keys(derive_key(self.seed, epoch, source), turn)
-        offset = derive_keys(keys, 3) % np.uint64(size)  # strata lie elsewhere in every epoch
+        keys = next_keys(derive_key(self.seed, epoch, source), reading)
+        offset = derive_keys(keys, 3) % np.uint64(size)  # every epoch has other strata
         batches: np.ndarray = _stratified(place, size, self.rounds_of(source), keys)
         return (batches + offset.astype(np.int64)) % size
 
     def rounds_of(self, source: int) -> int:
-        """Windows in which a source is read once, at the pace of the first that reads it."""
+        """Return the number of windows that read a source once, at the rate of its first phase."""
         size = self.sizes[source]
         windows, batches = next(
             (phase.num_windows, phase.batches[source])
@@ -249,23 +263,30 @@ class EpochOrder:
 
 
 def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray) -> np.ndarray:
-    """A permutation of range(size) of which every round, a run of places, has one of each stratum.
+    """Permute range(size) so that every round, a run of places, has one value of each stratum.
 
-    Round r has the places from size * r // num_rounds on. Strata are runs of `num_rounds` values;
-    the last may be shorter, and then has a value for some of the rounds only. Which stratum comes
-    first within a round is random too, for a window may end within one.
+    Round r has the places from size * r // num_rounds on. A stratum is `num_rounds` consecutive
+    values. The last stratum may be shorter, and then only some rounds have a value of it. The order
+    of the strata in a round is random too, because a window may end inside a round.
+
+    Example with size 7 and 3 rounds: strata 0 1 2 | 3 4 5 | 6, and rounds of places 0 1 | 2 3 |
+    4 5 6. With one key, places 0 to 6 have the values 3 2 | 4 1 | 6 5 0. Only the last round has a
+    value of the short stratum.
 
     Args:
-        places: Which places, shape (K,), int64.
+        places: Places, shape (K,), int64.
         size: Length of the permuted range.
-        num_rounds: At most `size`.
-        keys: 64 bits for each place, uint64; another key is another permutation.
+        num_rounds: Number of rounds, at most `size`.
+        keys: 64-bit key of each place, shape (K,), uint64. Every key gives another permutation.
+
+    Returns:
+        The value at each place, shape (K,), int64.
     """
     rounds = (num_rounds * (places + 1) - 1) // size
     begins = size * rounds // num_rounds
     sizes = size * (rounds + 1) // num_rounds - begins
     strata = np.empty(len(places), np.int64)
-    for count in np.unique(sizes).tolist():  # two at most
+    for count in np.unique(sizes).tolist():  # at most two different sizes
         chosen = sizes == count
         of_round = derive_keys(derive_keys(keys[chosen], 0), rounds[chosen])
         strata[chosen] = permute((places - begins)[chosen], count, of_round)
@@ -274,7 +295,7 @@ def _stratified(places: np.ndarray, size: int, num_rounds: int, keys: np.ndarray
     is_full = strata < full
     of_stratum = derive_keys(derive_keys(keys[is_full], 1), strata[is_full])
     values[is_full] = permute(rounds[is_full], num_rounds, of_stratum)
-    nth = (begins - rounds * full)[~is_full]  # rounds before that had a value of the last stratum
+    nth = (begins - rounds * full)[~is_full]  # rounds before it with a value of the last stratum
     values[~is_full] = permute(nth, max(1, size % num_rounds), derive_keys(keys[~is_full], 2))
     made: np.ndarray = strata * num_rounds + values
     return made

@@ -1,16 +1,16 @@
-"""Packing: documents into sequences of one length, by best fit or by plain concatenation.
+"""Pack documents into sequences of one length, by best fit or by concatenation.
 
 Best-fit-decreasing works on length counts: pieces of equal length are interchangeable, so bins and
-pieces are handled in groups. The Python loop runs once per (length, group of like bins), not once
-per piece, and the pieces are dealt out with a few vector operations. Six pieces of 6, 4, 4, 4, 3
-and 2 tokens in bins of 10:
+pieces are handled in groups. The Python loop runs once per (length, group of equal bins), not once
+per piece, and a few vector operations assign the pieces. Six pieces of 6, 4, 4, 4, 3 and 2 tokens
+in bins of 10:
 
     length 6, once      bin 0: 6                        4 left
     length 4, 3 times   bin 0: 6 4    bin 1: 4 4        0 and 2 left
     length 3, once                    bin 2: 3          7 left
     length 2, once                    bin 1: 4 4 2      0 left
 
-Nothing is dropped; on real text bins come out over 99.9 % full. Source: best-fit packing for
+Nothing is dropped. On real text, bins are over 99.9 % full. Source: best-fit packing for
 language models, arXiv 2404.10830. Pure: numpy in, numpy out.
 """
 
@@ -29,12 +29,13 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         lengths: Piece lengths, descending, shape (P,), every value in [1, capacity].
-        capacity: Tokens a bin holds.
+        capacity: Tokens per bin.
 
     Returns:
-        Pieces in bin order, shape (P,), int64; and the bins' offsets into it, shape (S + 1,).
+        The pieces in bin order, shape (P,), int64; and the offsets of the bins into them, shape
+        (S + 1,), int64.
 
-    Cost: O(D log D) Python steps for D distinct lengths plus O(P) vector work.
+    Cost: O(D log D) Python steps for D distinct lengths, plus O(P) vector operations.
     """
     bins = _OpenBins(capacity)
     distinct, counts = np.unique(lengths, return_counts=True)
@@ -46,30 +47,32 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 def concatenate(
     lengths: np.ndarray, order: np.ndarray, capacity: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lay rows one after the other and split them wherever a bin is full.
+    """Concatenate rows and cut them wherever a bin is full.
 
     Args:
         lengths: Tokens of each row, shape (R,).
-        order: In which order the rows are laid, a permutation of range(R).
-        capacity: Tokens a bin holds; only the last bin may hold fewer.
+        order: Order of concatenation, a permutation of range(R).
+        capacity: Tokens per bin. Only the last bin may have fewer.
 
     Returns:
-        Row of each piece (P,) and the pieces' offsets (P + 1,), both in the order of the rows; the
-        pieces in bin order (P,), and the bins' offsets into them (S + 1,); all int64.
+        Row of each piece (P,) and offsets of the pieces (P + 1,), both in the order of the rows;
+        the pieces in bin order (P,), and offsets of the bins into them (S + 1,); all int64.
     """
     laid = lengths[order]
     ends = np.cumsum(laid)
     bin_starts = np.arange(0, ends[-1], capacity)
-    place = np.searchsorted(ends, bin_starts, side="right")  # of the row that each bin begins in
-    into = bin_starts - (ends - laid)[place]  # how far into that row: 0 where nothing is cut
+    place = np.searchsorted(
+        ends, bin_starts, side="right"
+    )  # place of the row in which each bin begins
+    into = bin_starts - (ends - laid)[place]  # tokens of that row before the bin; 0: no cut
     is_cut = into > 0
     place_cut = place[is_cut]
     cuts = np.bincount(place_cut, minlength=len(laid))
-    nth = is_cut.astype(np.int64)  # piece of its row that each bin begins with
+    nth = is_cut.astype(np.int64)  # number of the bin's first piece in its row
     nth[is_cut] += np.arange(len(place_cut)) - offsets_of(cuts)[place_cut]
     counts = np.empty_like(cuts)
     counts[order] = cuts + 1
-    first = offsets_of(counts)[:-1]  # piece, by row
+    first = offsets_of(counts)[:-1]  # first piece of each row
     offsets = np.full(len(laid) + len(place_cut) + 1, ends[-1])
     offsets[first] = offsets_of(lengths)[:-1]
     cut_rows = order[place_cut]
@@ -81,37 +84,37 @@ def concatenate(
 
 
 class _Group(NamedTuple):
-    """Bins with the same history: consecutive numbers, as many pieces in each."""
+    """Bins with equal content: consecutive numbers, equally many pieces."""
 
     first: int
     bins: int
     filled: int
-    """Pieces that each bin holds."""
+    """Pieces in each bin."""
 
 
 class _Placed(NamedTuple):
-    """Pieces of one length that were put into a group."""
+    """Pieces of one length that were put into a group of bins."""
 
     first: int
     bins: int
     each: int
-    """Pieces that each bin was given."""
+    """Pieces added to each bin."""
     filled: int
-    """Pieces that each bin held before."""
+    """Pieces in each bin before."""
 
 
 class _OpenBins:
-    """Bins that have room left, in groups."""
+    """Groups of bins with free space."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._num_bins = 0
-        self._room: list[int] = []  # distinct free capacities of open groups, ascending
-        self._groups: dict[int, list[_Group]] = {}  # by the room that each of their bins has
+        self._room: list[int] = []  # distinct free space of groups, ascending
+        self._groups: dict[int, list[_Group]] = {}  # by the free space of each bin
         self._placed: list[_Placed] = []
 
     def place(self, length: int, count: int) -> None:
-        """Put `count` pieces of one length into the tightest bins that take them."""
+        """Put `count` pieces of one length into the fullest bins with enough space."""
         while count:
             at = bisect_left(self._room, length)
             room = self._room[at] if at < len(self._room) else self._capacity
@@ -128,16 +131,16 @@ class _OpenBins:
             count -= full * each + rest
 
     def deal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Number the slots that were filled, in the order of the pieces; see `pack`."""
+        """Return the pieces in bin order and the offsets of the bins; see `pack`."""
         first, bins, each, filled = np.array(self._placed, np.int64).reshape(-1, 4).T
-        filled_bins = ranges(first, bins)  # a bin once for every record that fills it
+        filled_bins = ranges(first, bins)  # each bin once per record that fills it
         each, filled = np.repeat(each, bins), np.repeat(filled, bins)
         sizes = np.zeros(self._num_bins, np.int64)
         np.add.at(sizes, filled_bins, each)
         offsets = offsets_of(sizes)
-        slots = ranges(offsets[filled_bins] + filled, each)
-        order = np.empty(len(slots), np.int64)
-        order[slots] = np.arange(len(slots))
+        places = ranges(offsets[filled_bins] + filled, each)
+        order = np.empty(len(places), np.int64)
+        order[places] = np.arange(len(places))
         return order, offsets
 
     def _fill(self, first: int, bins: int, each: int, filled: int, room: int) -> None:
@@ -154,7 +157,7 @@ class _OpenBins:
         groups.append(_Group(first, bins, filled))
 
     def _new_bins(self, count: int, each: int) -> _Group:
-        """As many empty bins as some pieces need, with so many pieces in each."""
+        """Open the bins for `count` pieces, with `each` pieces per bin."""
         new = _Group(self._num_bins, ceil_div(count, each), 0)
         self._num_bins += new.bins
         return new

@@ -1,7 +1,4 @@
-"""Pieces: rows, or what long rows are cut into; and groups of consecutive items, by their offsets.
-
-Pure: numpy in, numpy out.
-"""
+"""Pieces: whole rows, and the parts of rows that are too long. Pure functions on numpy arrays."""
 
 from dataclasses import dataclass
 
@@ -15,25 +12,25 @@ __all__ = ["Pieces", "cut_rows", "random_order", "regroup"]
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Rows, or the parts they are cut into, in the order of the rows."""
+    """The pieces of a window, in the order of its rows."""
 
     offsets: np.ndarray
-    """Where they cut the window's tokens, shape (P + 1,), int64."""
+    """Where each piece begins in the tokens of the window, and the end, shape (P + 1,), int64."""
     lengths: np.ndarray
-    """Tokens of each, shape (P,), int64."""
+    """Tokens of each piece, shape (P,), int64."""
     cut_from: np.ndarray | None
-    """Row of the window each is cut from, shape (P,), int64; None: none was cut, P = R."""
+    """Row of each piece, shape (P,), int64; None: no row was cut, and P = R."""
 
     @property
     def beginnings(self) -> np.ndarray:
-        """Numbers of the pieces that begin a row, shape (R,), int64; for rows cut in order."""
+        """First piece of each row, shape (R,), int64."""
         if self.cut_from is None:
             return np.arange(len(self.lengths))
         return np.flatnonzero(np.diff(self.cut_from, prepend=-1))
 
     @property
     def rows(self) -> np.ndarray:
-        """Row of the window each is of, shape (P,), int64."""
+        """Row of each piece, shape (P,), int64."""
         return np.arange(len(self.lengths)) if self.cut_from is None else self.cut_from
 
 
@@ -55,11 +52,11 @@ def regroup(
     """Take groups of consecutive items in another order, keeping the order inside each.
 
     Returns:
-        The items, and the groups' offsets into them, shape (len(order) + 1,).
+        The items, and the offsets of the groups into them, shape (len(order) + 1,).
     """
     starts, sizes = offsets[:-1][order], np.diff(offsets)[order]
     new_offsets = offsets_of(sizes)
-    if len(items) > 64 * len(offsets):  # few and large: a copy each is cheaper than an index each
+    if len(items) > 64 * len(offsets):  # few large groups: a copy per group is cheaper
         pairs = zip(starts.tolist(), (starts + sizes).tolist(), strict=True)
         taken = [items[start:stop] for start, stop in pairs]
         return np.concatenate(taken) if taken else items[:0], new_offsets
@@ -67,6 +64,6 @@ def regroup(
 
 
 def random_order(count: int, key: int) -> np.ndarray:
-    """A permutation of range(count), int64: another one for every 64-bit key."""
+    """Return a permutation of range(count), int64, that depends on a 64-bit key."""
     keys = mix64(np.arange(count, dtype=np.uint64) ^ np.uint64(key))
-    return np.argsort(keys)  # no two are equal, so any sort gives the same order
+    return np.argsort(keys)  # all keys differ, so every sort gives the same order

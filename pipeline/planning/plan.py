@@ -1,8 +1,8 @@
-"""The plan: everything about which rows come when, from the manifests and a few settings.
+"""The plan: the order of all rows, from the manifests and a few settings.
 
-Nothing is remembered: a position of three integers says where a run stands, and the plan computes
-the rest. Two loaders with equal plans deliver the same micro-batches in the same order, whatever
-their ranks, workers, prefetching and devices are. Torch-free.
+A run's position is three integers, and the plan computes the rest from them. Two loaders with equal
+plans deliver the same micro-batches in the same order, for any ranks, workers, prefetching and
+devices. Torch-free.
 """
 
 import math
@@ -23,48 +23,52 @@ from tokenfeed.pipeline.planning.policy import Batching, LongRows
 __all__ = ["Plan", "Position", "default_window_tokens"]
 
 _LEAST_WINDOW_TOKENS, _MOST_WINDOW_TOKENS = 1 << 23, 1 << 25
-"""At least 128 record batches: rows of as many places of the corpus are mixed."""
+"""Smallest and largest default window in tokens. The smallest has about 128 record batches, so it
+mixes rows of 128 places of the corpus."""
 _WINDOW_ROWS = 400_000
-"""More are not worth a least window: a row takes time and memory beside its tokens."""
+"""Largest number of rows of the smallest default window, because rows cost time and memory too."""
 _WINDOW_STEPS = 256
+"""Number of steps in a default window."""
 _WINDOW_BATCHES, _MOST_FOR_SOURCES = 5, 1 << 24
-"""Record batches of a mixture's smallest source, and tokens that a window may have for them."""
+"""Record batches of a mixture's smallest source in a default window, if that takes at most this
+many tokens."""
 
 
 class Position(NamedTuple):
-    """Where a run stands: what is to be delivered next, counted over all ranks."""
+    """Position of the next micro-batch, counted over all ranks."""
 
     epoch: int
     window: int
     micro_batch: int
-    """Micro-batches of the window that were delivered."""
+    """Number of delivered micro-batches of the window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which rows come when."""
+    """The order of all rows."""
 
     data: tuple[str, ...]
     """Fingerprint of each source's manifest."""
     weights: tuple[float, ...]
-    """Weight of each source; only proportions matter."""
+    """Weight of each source. Only the proportions matter."""
     row_ends: tuple[int, ...]
-    """Where each source's rows end among all rows."""
+    """Running total of the rows of the sources."""
     epoch_tokens: tuple[int | None, ...]
-    """Tokens of each source in an epoch; None where the last reading of it is a part."""
+    """Tokens of each source in an epoch; None if the plan does not know them."""
     split: str
     batching: Batching
     micro_batches_per_step: int
     order: EpochOrder
     stream: int
-    """Which of the windows: those whose number is `stream` modulo `num_streams`."""
+    """The stream has the windows whose number is `stream` modulo `num_streams`."""
     num_streams: int
     window_tokens: int
-    """Tokens that a window was to have."""
+    """Intended tokens of a window."""
     exhausted: Exhausted
     """What ends an epoch of a mixture."""
     described_policy: str = field(init=False)
-    """Made once: a signal handler that came while a dataclass makes its repr would get `...`."""
+    """The repr of `batching`, made once. A signal handler that interrupts a dataclass repr and
+    calls it again would get `...`."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "described_policy", repr(self.batching))
@@ -84,10 +88,10 @@ class Plan:
         stream: int = 0,
         num_streams: int = 1,
     ) -> Self:
-        """The plan over some sources.
+        """Make the plan of some sources.
 
         Raises:
-            ConfigError: The settings do not fit each other or the data.
+            ConfigError: The settings contradict each other or do not fit the data.
         """
         _check_policy(batching)
         step_size = checks.whole(
@@ -124,22 +128,22 @@ class Plan:
         )
 
     def window_number(self, nth: int) -> int:
-        """Which of the epoch's windows is the nth one of this stream."""
+        """Return the number in the epoch of the nth window of this stream."""
         return self.stream + nth * self.num_streams
 
     @property
     def num_windows(self) -> int:
-        """Windows of an epoch, of this stream."""
+        """Number of windows of this stream in an epoch."""
         return len(range(self.stream, self.order.num_windows, self.num_streams))
 
     def next_window(self, position: Position) -> Position:
-        """The beginning of the window after."""
+        """Return the position of the beginning of the next window."""
         if position.window + 1 < self.num_windows:
             return Position(position.epoch, position.window + 1, 0)
         return Position(position.epoch + 1, 0, 0)
 
     def settings(self) -> dict[str, Any]:
-        """What has to be equal for two plans to be: JSON-serialisable, part of a saved state."""
+        """Return the settings that define the plan, JSON-serialisable, for a saved state."""
         return {
             "data": list(self.data),
             "split": self.split,
@@ -163,9 +167,13 @@ def default_window_tokens(
     batching: Batching,
     step_size: int,
 ) -> int:
-    """Tokens of a window: some hundred steps, so that few of them hold rows of unlike length, of a
-    mixture some record batches of every source, so that it comes about as often in every window,
-    and few enough that a worker holds several windows and the first is ready in some 100 ms."""
+    """Return the default tokens of a window.
+
+    A window has 256 steps, so that rows in a step have similar lengths. For a mixture it has at
+    least 5 record batches of every source, so that each source has about the same share in every
+    window. And it is small enough that a worker can hold several windows and the first is ready
+    after about 100 ms.
+    """
     rows = sum(source.rows for source in sources)
     mean_tokens = sum(source.tokens for source in sources) / rows
     tokens = batching.tokens_per_batch(mean_tokens)
@@ -181,8 +189,11 @@ def default_window_tokens(
 def _epoch_tokens(
     sources: tuple[OpenedSplit, ...], order: EpochOrder, batching: Batching, num_streams: int
 ) -> tuple[int | None, ...]:
-    """Tokens of each source in an epoch, if it is read a whole number of times; None if the plan
-    does not know them, as for truncated rows."""
+    """Return the tokens of each source in an epoch; None if the plan does not know them.
+
+    The plan knows them if the source is read a whole number of times, in one stream, and no row is
+    truncated.
+    """
     longest = max(source.split.longest_row for source in sources)
     truncates = batching.long_rows == "truncate" and longest > batching.longest_piece
     if num_streams > 1 or truncates:
@@ -198,13 +209,13 @@ def _check_epoch(sources: tuple[OpenedSplit, ...], order: EpochOrder, num_stream
     for source, batches in zip(sources, order.batches_read, strict=True):
         if not batches:
             raise ConfigError(
-                f"{source.name} is so small, or weighs so little, that nothing of it would be "
+                f"{source.name} is too small, or its weight too low: no record batch of it is "
                 "read. Raise its weight, or choose `exhausted`='continue'."
             )
     if order.num_windows < num_streams:
         raise ConfigError(
-            f"`num_streams`={num_streams}, but an epoch has {order.num_windows} windows only. "
-            "Lower it, or `window_tokens`."
+            f"`num_streams`={num_streams}, but an epoch has only {order.num_windows} windows. "
+            "Lower `num_streams` or `window_tokens`."
         )
 
 
@@ -214,8 +225,8 @@ def _check_policy(batching: Batching) -> None:
     described = getattr(batching, "__dataclass_params__", None)
     if not (described and described.frozen):
         raise ConfigError(
-            f"`batching`={batching!r}: a state is saved with all that a policy says, so its class "
-            "has to be a dataclass that cannot change. Write `@dataclass(frozen=True)` above it."
+            f"`batching`={batching!r}: a saved state contains all policy fields, so the class "
+            "must be a frozen dataclass. Write `@dataclass(frozen=True)` above it."
         )
     checks.whole("multiple_of", batching.multiple_of, least=1, most=checks.MOST)
     checks.whole("longest_piece", batching.longest_piece, least=1)
@@ -223,13 +234,13 @@ def _check_policy(batching: Batching) -> None:
 
 
 def _check_columns(source: OpenedSplit) -> None:
-    """Refuse what a batch has no second place for; sources of a mixture have the same columns."""
+    """Reject two columns of one role. All sources of a mixture have the same columns."""
     for role in ("target", "context"):
         named = [c.name for c in source.manifest.columns if role_of(c.name) == role]
         if len(named) > 1:
             raise ConfigError(
-                f"{source.name}: has the {role}s {' and '.join(named)}, and a batch has one. Make "
-                "a data set of each."
+                f"{source.name}: has the {role}s {' and '.join(named)}, but a batch has one. "
+                "Make a data set for each."
             )
 
 
@@ -237,8 +248,8 @@ def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
     longest = max(source.split.longest_row for source in sources)
     if batching.long_rows == "refuse" and longest > batching.longest_piece:
         raise ConfigError(
-            f"the longest row has {longest:,} tokens, but {batching} takes "
-            f"{batching.longest_piece:,}. Raise that, or let rows be cut (`long_rows`='cut')."
+            f"the longest row has {longest:,} tokens, but {batching} allows at most "
+            f"{batching.longest_piece:,}. Raise the limit, or cut long rows (`long_rows`='cut')."
         )
     manifest = sources[0].manifest
     if not any(c.per == "row" and role_of(c.name) == "target" for c in manifest.columns):
@@ -246,10 +257,11 @@ def _check_fit(sources: tuple[OpenedSplit, ...], batching: Batching) -> None:
     if batching.packs:
         unpacked = (policy for policy in POLICIES if not policy.packs)
         raise ConfigError(
-            f"a label a row cannot be packed: use {offered(unpacked)} for `{manifest.task}`."
+            f"rows with one label each cannot be packed: use {offered(unpacked)} for the task "
+            f"`{manifest.task}`."
         )
     if longest > batching.longest_piece:
         raise ConfigError(
-            f"the longest row has {longest:,} tokens, but {batching} takes "
-            f"{batching.longest_piece:,}, and a row with one label cannot be cut. Raise that."
+            f"the longest row has {longest:,} tokens, but {batching} allows at most "
+            f"{batching.longest_piece:,}, and a row with one label cannot be cut. Raise the limit."
         )

@@ -1,7 +1,7 @@
-"""How micro-batches are made: the policies a user chooses among.
+"""The batching policies: Padded, Fixed and Packed.
 
-Each says what a micro-batch may be, and arranges the rows of a window for it. Frozen, hashable, and
-part of a saved state. Torch-free.
+A policy limits the size of a micro-batch and arranges the rows of a window in micro-batches.
+Policies are frozen, hashable, and part of a saved state. Torch-free.
 """
 
 import ast
@@ -24,27 +24,33 @@ from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, Lon
 __all__ = ["POLICIES", "Fixed", "Packed", "Padded", "described_policy", "offered", "policy_of"]
 
 SPREAD = 0.033
-"""The part of a window's micro-batches, neighbours in length, among which rows are dealt anew in
-every epoch. 0 is strictly by length, with the least padding; 1 a random order, with the most. An
-epoch of several windows needs less, and takes it: there chance decides which rows share a window.
-A data set of labelled rows takes more where the labels in a micro-batch would be too much alike."""
+"""Default width of a length band, as a share of the window's micro-batches. Every epoch deals the
+rows of a band to its micro-batches anew. 0 is strict order by length, with the least padding; 1 is
+random order, with the most. An epoch of several windows uses a smaller width, because the shuffle
+of the windows already mixes rows. Labelled rows use a larger width if the labels in a micro-batch
+would be too similar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padded(ByLength):
-    """Rows of like length side by side, as many as a token budget allows."""
+    """Micro-batches of rows with similar lengths, as many as fit a token budget.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
 
     max_tokens: int
-    """Rows x padded length of a micro-batch never exceed this."""
+    """Largest number of rows times padded length of a micro-batch, in tokens."""
     multiple_of: int = 1
-    """Padded lengths are rounded up to this; 8 suits tensor cores, at some padding."""
+    """Padded lengths are rounded up to a multiple of this. 8 suits tensor cores. Default: 1."""
     long_rows: LongRows = "cut"
-    """A row of more than `max_tokens` is cut into pieces; "truncate" drops all but its first
-    piece, "refuse" makes no loader."""
+    """What happens to a row that is too long. "cut" (default): it is cut into pieces. "truncate":
+    only its first piece is used. "refuse": the loader raises a ConfigError."""
     spread: float = SPREAD
-    """How far rows may be from their place in order of length, to meet others in every epoch."""
+    """Width of a length band, from 0 (strict order by length) to 1 (random order). Default:
+    0.033."""
     sequence_length: int | None = None
-    """A row of more than this counts as too long; by default one of more than `max_tokens`."""
+    """Tokens above which a row is too long. Default: `max_tokens`."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "max_tokens", "multiple_of")
@@ -60,31 +66,36 @@ class Padded(ByLength):
 
     @property
     def longest_piece(self) -> int:
-        """Rows are cut into pieces of this many tokens."""
+        """Largest number of tokens of a piece."""
         fitting = self.max_tokens // self.multiple_of * self.multiple_of
         return min(fitting, self.sequence_length or fitting)
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
-        """The token budget."""
+        """Return the token budget."""
         return self.max_tokens
 
     def rows_of(self, longest: int) -> int:
-        """Rows of a micro-batch whose longest row is `longest`."""
+        """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
         return self.max_tokens // round_up(longest, self.multiple_of)
 
     def batches_of(self, lengths: np.ndarray) -> float:
-        """About how many micro-batches rows of some lengths become."""
+        """Return the approximate number of micro-batches of rows with these lengths."""
         return float(lengths.sum()) / self.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Fixed(ByLength):
-    """A fixed number of rows of like length; rows are never cut, so memory follows the longest."""
+    """Micro-batches with a fixed number of rows of similar lengths. Rows are never cut, so the
+    memory depends on the longest row.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
 
     batch_size: int
-    """Rows of a micro-batch."""
+    """Number of rows of a micro-batch."""
     multiple_of: int = 1
-    """Padded lengths are rounded up to this."""
+    """Padded lengths are rounded up to a multiple of this. Default: 1."""
     spread: float = SPREAD
     """See `Padded.spread`."""
 
@@ -99,36 +110,41 @@ class Fixed(ByLength):
 
     @property
     def longest_piece(self) -> int:
-        """Rows are not cut."""
+        """No limit: rows are not cut."""
         return np.iinfo(np.int32).max
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
-        """The rows of a micro-batch, as long as rows are."""
+        """Return the average tokens of a micro-batch."""
         return int(self.batch_size * mean_tokens)
 
     def rows_of(self, longest: int) -> int:
-        """Rows of a micro-batch, whatever their length."""
+        """Return the number of rows of a micro-batch, for any length."""
         return self.batch_size
 
     def batches_of(self, lengths: np.ndarray) -> float:
-        """About how many micro-batches rows of some lengths become."""
+        """Return the approximate number of micro-batches of rows with these lengths."""
         return len(lengths) / self.batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Packed(Batching):
-    """Documents packed into sequences of one length, by best fit or by plain concatenation."""
+    """Micro-batches of sequences of one length, packed from documents.
+
+    Raises:
+        ConfigError: A value is out of range, or `split` contradicts `long_rows`.
+    """
 
     packs = True
     sequence_length: int
+    """Tokens of a sequence."""
     batch_size: int
-    """Sequences of a micro-batch; fewer at a window's tail."""
+    """Number of sequences of a micro-batch; the last ones of a window may have fewer."""
     split: bool = False
-    """False: best fit, and only documents longer than a sequence are cut. True: documents one after
-    the other, split wherever a sequence is full, as most pre-training does."""
+    """False (default): best fit; only documents longer than a sequence are cut. True: concatenate
+    the documents and cut wherever a sequence is full, as most pre-training does."""
     long_rows: LongRows = "cut"
-    """A document longer than a sequence is cut into pieces; "truncate" drops all but its first
-    piece, "refuse" makes no loader."""
+    """What happens to a document longer than a sequence. "cut" (default): it is cut into pieces.
+    "truncate": only its first piece is used. "refuse": the loader raises a ConfigError."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "sequence_length", "batch_size")
@@ -136,27 +152,28 @@ class Packed(Batching):
         _check_long_rows(self)
         if self.split and self.long_rows != "cut":
             raise ConfigError(
-                f"`split`=True cuts documents, `long_rows`={self.long_rows!r} forbids it."
+                f"`split`=True cuts documents, but `long_rows`={self.long_rows!r} forbids cutting. "
+                "Use `long_rows`='cut'."
             )
 
     @property
     def longest_piece(self) -> int:
-        """Documents are cut into pieces of at most this many tokens."""
+        """Largest number of tokens of a piece."""
         return self.sequence_length
 
     @property
     def multiple_of(self) -> int:
-        """Every sequence is padded to the one length."""
+        """Every sequence is padded to `sequence_length`."""
         return self.sequence_length
 
     def tokens_per_batch(self, mean_tokens: float) -> int:
-        """Full sequences."""
+        """Return the tokens of a full micro-batch."""
         return self.sequence_length * self.batch_size
 
     def arrange(
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
-        """Pack by best fit, or lay rows one after the other; sequences come in random order."""
+        """Pack by best fit or concatenation, and put the sequences in random order."""
         cut, packed = self._split(lengths, draw) if self.split else self._fit(lengths, draw)
         count = len(packed[1]) - 1
         order = random_order(count, draw.key ^ 1) if draw else np.arange(count)
@@ -186,23 +203,24 @@ class Packed(Batching):
 
 
 POLICIES: tuple[type[Batching], ...] = (Padded, Packed, Fixed)
-"""Ours, as messages offer them. A class elsewhere that is called like one changes no state."""
+"""The policies of tokenfeed. A class of another project with the same name does not replace
+them."""
 _NO_LITERALS = (SyntaxError, TypeError, ValueError, MemoryError, RecursionError)
-"""What `ast` raises of text that is no Python, is no literal, or is too deep."""
+"""Errors of `ast` for text that is not Python, not a literal, or nested too deeply."""
 
 
 def offered(policies: Iterable[type[Batching]] = POLICIES) -> str:
-    """Policies as a message offers them: Padded, Packed or Fixed."""
+    """Return the names of policies for a message: Padded, Packed or Fixed."""
     *others, last = (policy.__name__ for policy in policies)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
-    """The class name and the value of every field that the repr of a policy says; None where it is
-    the repr of none that is known here.
+    """Return the class name and all field values of a policy, from its repr; None if the repr is
+    not that of a known policy.
 
-    A field that it does not name has its default, so that a policy saved before the field came is
-    the same as one that leaves it alone.
+    A field that the repr lacks has its default. So a policy saved before a field was added equals a
+    policy with the default of this field.
     """
     try:
         call = ast.parse(str(described), mode="eval").body
@@ -219,23 +237,23 @@ def described_policy(described: object) -> tuple[str, dict[str, Any]] | None:
 
 
 def policy_of(described: object) -> Batching:
-    """The policy that a repr describes, as a saved state has it.
+    """Return the policy of a repr, as in a saved state.
 
     Raises:
-        ConfigError: There is none of that name here, or it does not take what the repr says.
+        ConfigError: The name is unknown, or the class rejects the values.
     """
     if found := described_policy(described):
         name, values = found
         with contextlib.suppress(KeyError, TypeError, ValueError):
             return _policies()[name](**values)
     raise ConfigError(
-        f"{described}: is no policy that is known here. Use {offered()}, or a program that imports "
-        "its class."
+        f"{described}: unknown policy. Use {offered()}, or a program that imports the class of the "
+        "policy."
     )
 
 
 def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
-    """Every policy with fields by its name, those of other projects too; ours keep their names."""
+    """Return all policies by name, with subclasses in other projects. tokenfeed's names win."""
     found: dict[str, type[Batching]] = {}
     for policy in family.__subclasses__():
         found |= _policies(policy) | ({policy.__name__: policy} if is_dataclass(policy) else {})
@@ -245,7 +263,7 @@ def _policies(family: type[Batching] = Batching) -> dict[str, type[Batching]]:
 def _check_sizes(policy: Padded | Packed | Fixed, *names: str) -> None:
     for name in names:
         size = checks.whole(name, getattr(policy, name), least=1, most=checks.MOST)
-        object.__setattr__(policy, name, size)  # a plain int, whatever was given
+        object.__setattr__(policy, name, size)  # a plain int, also for numpy integers
 
 
 def _check_spread(policy: Padded | Fixed) -> None:

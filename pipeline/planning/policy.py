@@ -1,6 +1,6 @@
-"""What a batching policy is: one class, which arranges the rows of a window.
+"""The base classes of batching policies. A policy arranges the rows of a window in sequences.
 
-`batching` deals out what a policy has arranged; `policies` has those that users choose among.
+`policies` has the policies of tokenfeed; `batching` makes micro-batches of what they arrange.
 Torch-free.
 """
 
@@ -17,59 +17,61 @@ from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order, r
 __all__ = ["Arranged", "Batching", "ByLength", "LongRows"]
 
 LongRows = Literal["cut", "truncate", "refuse"]
-"""What happens to a row that is longer than a micro-batch may be. cut: it becomes pieces, each of
-which continues where the one before ends. truncate: the first piece is kept, the others are
-dropped. refuse: the data set is refused at the start."""
+"""What happens to a row that is too long for a micro-batch. "cut": it becomes several pieces.
+"truncate": only the first piece is used. "refuse": the loader raises a ConfigError."""
 
 
 class Arranged(NamedTuple):
-    """The sequences of a window in the order of delivery, and which of them form a step."""
+    """The sequences of a window in delivery order, and which of them form a step."""
 
     cut: Pieces
-    """What the rows were cut into."""
+    """The pieces of the rows."""
     order: np.ndarray
-    """All sequences, shape (S,), int64. Unless they are packed, a sequence is a piece of `cut`."""
+    """Numbers of all sequences, shape (S,), int64. Without packing, a sequence is a piece of
+    `cut`."""
     step_offsets: np.ndarray
     """Where each step begins in `order`, shape (steps + 1,), int64."""
     packed: tuple[np.ndarray, np.ndarray] | None = None
-    """The pieces of all sequences, shape (P,), and where each sequence begins in them, (S + 1,)."""
+    """With packing: the pieces of all sequences, shape (P,), and where each sequence begins in
+    them, shape (S + 1,)."""
 
     def check(self, lengths: np.ndarray, batching: "Batching") -> None:
-        """Refuse what leaves out or repeats a part of the rows: whoever wrote the policy is told.
+        """Check that every row is arranged exactly once. It reports errors in custom policies.
 
         Raises:
-            ConfigError: Names the policy and what is wrong.
+            ConfigError: A part of a row is missing or repeated. The message names the policy.
         """
         count, sequences = len(self.cut.lengths), len(self.order)
         kept = self.cut.beginnings if batching.long_rows == "truncate" else np.arange(count)
-        wholes = {
-            "`cut` does not hold every token once": self.cut.offsets[-1] == lengths.sum(),
+        checks = {
+            "`cut` does not have every token once": self.cut.offsets[-1] == lengths.sum(),
             "`step_offsets` do not cut `order` into steps": _cuts(self.step_offsets, sequences),
         }
         if self.packed:
             pieces, offsets = self.packed
-            wholes["`packed` does not hold every piece once"] = _once(pieces, kept)
-            wholes["`packed` has an empty sequence"] = _cuts(offsets, len(pieces))
+            checks["`packed` does not have every piece once"] = _once(pieces, kept)
+            checks["`packed` has an empty sequence"] = _cuts(offsets, len(pieces))
             kept = np.arange(len(offsets) - 1)
-        wholes["`order` does not hold every sequence once"] = _once(self.order, kept)
-        for name, is_whole in wholes.items():
-            if not is_whole:
+        checks["`order` does not have every sequence once"] = _once(self.order, kept)
+        for name, is_right in checks.items():
+            if not is_right:
                 raise ConfigError(
-                    f"{batching}: what it arranges is not every row once: {name}. Mend `arrange`."
+                    f"{batching}: `arrange` does not return every row once: {name}. Correct it."
                 )
 
 
 class Batching(ABC):
-    """What a policy is; its class is a frozen dataclass, for a saved state has its repr."""
+    """Base class of batching policies. A policy is a frozen dataclass: a saved state has its
+    repr."""
 
     __slots__ = ()
     packs: ClassVar[bool] = False
-    """Whether a sequence holds several documents, kept apart by their positions."""
+    """Whether a sequence may have several documents."""
 
     @property
     @abstractmethod
     def multiple_of(self) -> int:
-        """Padded lengths are rounded up to this."""
+        """Padded lengths are rounded up to a multiple of this."""
 
     @property
     @abstractmethod
@@ -79,50 +81,55 @@ class Batching(ABC):
     @property
     @abstractmethod
     def longest_piece(self) -> int:
-        """Rows are cut into pieces of at most this many tokens."""
+        """Largest number of tokens of a piece."""
 
     @abstractmethod
     def tokens_per_batch(self, mean_tokens: float) -> int:
-        """About how many tokens a micro-batch has, of rows of `mean_tokens`: sizes a window."""
+        """Return the approximate tokens of a micro-batch, if rows have `mean_tokens` on average.
+
+        It determines the default size of a window.
+        """
 
     @abstractmethod
     def arrange(
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
-        """Cut the rows of a window, join them to sequences, and these to steps.
+        """Cut the rows of a window into pieces, and arrange these in sequences and steps.
 
-        A pure function: what it depends on is in the arguments.
+        A pure function: the result must depend on the arguments only.
 
         Args:
             lengths: Tokens of each row, shape (R,), every value at least 1.
             step_size: Micro-batches of a step.
-            draw: The window's randomness; None for none.
-            labels: The label of each row, shape (R,), where each has one; such rows are not cut.
+            draw: The random keys of the window; None without shuffling.
+            labels: Label of each row, shape (R,); None if rows have none. Labelled rows are not
+                cut.
         """
 
 
 class ByLength(Batching):
-    """What Padded and Fixed share: a sequence is a row, and its neighbours are about as long."""
+    """Base class of Padded and Fixed: a sequence is a row, and a micro-batch has similar
+    lengths."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def spread(self) -> float:
-        """How far rows may be from their place in order of length."""
+        """Width of a length band, from 0 to 1."""
 
     @abstractmethod
     def rows_of(self, longest: int) -> int:
-        """Rows of a micro-batch whose longest row is `longest`."""
+        """Return the number of rows of a micro-batch whose longest row has `longest` tokens."""
 
     @abstractmethod
     def batches_of(self, lengths: np.ndarray) -> float:
-        """About how many micro-batches rows of some lengths become."""
+        """Return the approximate number of micro-batches of rows with these lengths."""
 
     def arrange(
         self, lengths: np.ndarray, step_size: int, draw: Draw | None, labels: np.ndarray | None
     ) -> Arranged:
-        """Sort by length, in bands; steps come in random order."""
+        """Sort by length, deal length bands to steps, and put the steps in random order."""
         cut = cut_rows(lengths, self.longest_piece)
         kept = cut.beginnings if self.long_rows == "truncate" else slice(None)
         pieces, step_offsets = steps_by_length(
@@ -137,10 +144,12 @@ class ByLength(Batching):
 
 
 def _once(numbers: np.ndarray, wanted: np.ndarray) -> bool:
-    """Whether `numbers` are those of `wanted`, which ascend, each once, in some order."""
+    """Return whether `numbers` is a permutation of `wanted`, which ascends."""
     numbers = np.asarray(numbers).astype(np.int64, casting="safe", copy=False)
     count = int(wanted[-1]) + 1
-    if len(numbers) != len(wanted) or numbers.view(np.uint64).max() >= count:  # as is what is < 0
+    if (
+        len(numbers) != len(wanted) or numbers.view(np.uint64).max() >= count
+    ):  # also catches numbers < 0
         return False
     seen = np.zeros(count, np.bool_)
     seen[numbers] = True
@@ -148,6 +157,6 @@ def _once(numbers: np.ndarray, wanted: np.ndarray) -> bool:
 
 
 def _cuts(offsets: np.ndarray, count: int) -> bool:
-    """Whether `offsets` cut range(count) into parts of which none is empty."""
+    """Return whether `offsets` cut range(count) into non-empty parts."""
     whole = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == count
     return bool(whole and (np.diff(offsets) > 0).all())

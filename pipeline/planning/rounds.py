@@ -1,9 +1,10 @@
-"""Rounds: which micro-batches the ranks take at the same time.
+"""Deal the micro-batches of a window to ranks, in rounds.
 
-The micro-batches of a window stand in one order, whoever delivers them. A round takes the next few,
-one for each rank; it never reaches beyond a step, unless there are ranks for several whole steps.
-So the ranks of a round have equal work, and a step is the same rows on any number of ranks. Where a
-step is not a multiple of the ranks, some get a filler: a copy of one sequence that no loss counts.
+The order of the micro-batches does not depend on the ranks. A round takes the next micro-batches,
+one per rank. A round ends with a step, unless there are enough ranks for several whole steps. So
+the ranks of a round have equal work, and a step has the same rows on any number of ranks. If the
+micro-batches of a step are not a multiple of the ranks, some ranks get a filler: a copy of one
+sequence that no loss counts.
 
 A window of two steps, with 4 and 3 micro-batches, for 3 ranks; f is a filler:
 
@@ -11,8 +12,8 @@ A window of two steps, with 4 and 3 micro-batches, for 3 ranks; f is a filler:
     rounds            0 1 2     3 f f     4 5 6
     position after        3         4         7
 
-What is next depends only on how many micro-batches were delivered, not on who delivered them: that
-one number is the position within a window. Torch-free.
+The next micro-batch depends only on the number of delivered micro-batches, not on who delivered
+them. That number is the position in a window. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ __all__ = ["Round", "Rounds", "deal_rounds"]
 
 
 class Round(NamedTuple):
-    """One round over all ranks: what everybody's micro-batch of it adds to what was delivered."""
+    """One round over all ranks: what it adds to the delivered rows."""
 
     position: int
-    """Micro-batches of the window that are delivered after it."""
+    """Number of the window's micro-batches delivered after the round."""
     ends_window: bool
     digest: int
-    """See `digest`."""
+    """Digest of the round; see `digest`."""
     tokens: tuple[int, ...]
     """Tokens of each source."""
 
@@ -42,11 +43,11 @@ class Rounds:
     starts: np.ndarray
     """First micro-batch of each round, shape (rounds,), int64."""
     ends: np.ndarray
-    """The micro-batch after it: the position when the round was delivered."""
+    """Position after each round, shape (rounds,), int64."""
     mine: np.ndarray
-    """The micro-batch that this rank takes, shape (rounds,), int64."""
+    """Micro-batch of this rank in each round, shape (rounds,), int64."""
     filler: np.ndarray
-    """Whether it is only a filler, shape (rounds,), bool."""
+    """Whether this rank gets a filler, shape (rounds,), bool."""
     ends_step: np.ndarray
     """Whether the round is the last of its step, shape (rounds,), bool."""
     takes_all: bool
@@ -61,9 +62,9 @@ def deal_rounds(
     Args:
         step_offsets: Where each step begins among the micro-batches, shape (steps + 1,).
         step_size: Micro-batches in a full step.
-        first: Micro-batches of this window that were delivered before.
-        rank: Whose rounds.
-        world_size: Ranks that take part.
+        first: Number of micro-batches of this window delivered before.
+        rank: Rank of this process.
+        world_size: Number of ranks.
     """
     num_batches = int(step_offsets[-1])
     batches = np.arange(first, num_batches)

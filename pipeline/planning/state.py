@@ -1,7 +1,7 @@
-"""What a run has delivered, and the state that is saved of it.
+"""What a run has delivered, and its saved state.
 
-A state is a few integers, the settings of the plan they belong to, and a digest of everything that
-was delivered. It does not know ranks, workers, prefetching or devices, so it continues on any.
+A state has a few integers, the settings of their plan, and a digest of all delivered rows. It does
+not contain ranks, workers, prefetching or devices, so a run can continue with other ones.
 Torch-free.
 """
 
@@ -29,12 +29,14 @@ __all__ = [
 ]
 
 _VERSION = 3
-"""Another plan is another version: the same position in it has another past."""
+"""Version of the row order. A change of the order changes it, because the same position then has
+other rows before it."""
 _WORD = (1 << 64) - 1
 _START = Position(0, 0, 0)
 
 _TO_MAKE_AGAIN = ("window_tokens", "exhausted")
-"""Settings that serve to make a plan again; other ones may make the same plan."""
+"""Settings for making the plan again. Other values may make an equal plan, so they are not
+compared."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
@@ -42,10 +44,10 @@ _Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Everything that all ranks together have delivered, up to some round.
+    """Everything that all ranks together have delivered, up to a round.
 
-    It never changes: every round makes another one. So it can be read at any moment and from any
-    thread, and what is read belongs together.
+    It is immutable: every round makes a new object. So any thread can read it at any time, and all
+    its fields belong to the same round.
     """
 
     plan: Plan
@@ -53,21 +55,22 @@ class Delivered:
     digest: int = 0
     """Sum over all micro-batches; see `digest`."""
     tokens: tuple[int, ...] = ()
-    """Tokens of each source in the present epoch."""
+    """Tokens of each source in the current epoch."""
     last_epoch_tokens: tuple[int, ...] = ()
-    """The same for the epoch before; empty where this process did not see its end."""
+    """Tokens of each source in the last epoch; empty if this process did not see its end."""
     trail: tuple[tuple[int, int], ...] = ()
-    """(windows, digest after them) at distances that double: where two runs still agreed."""
+    """(number of windows, digest after them), at distances that double, to find where two runs
+    differ."""
 
     def __post_init__(self) -> None:
         if not self.tokens:
             object.__setattr__(self, "tokens", (0,) * len(self.plan.data))
 
     def after(self, done: Round) -> "Delivered":
-        """The same and one more round.
+        """Return what is delivered after one more round.
 
         Raises:
-            LoaderError: The round ends an epoch that did not have the tokens of the manifest.
+            LoaderError: The round ends an epoch whose tokens differ from the manifest.
         """
         plan, last = self.plan, self.last_epoch_tokens
         digest = (self.digest + done.digest) & _WORD
@@ -83,7 +86,7 @@ class Delivered:
         return Delivered(plan, position, digest, last_epoch_tokens=tokens, trail=trail)
 
     def state(self) -> dict[str, Any]:
-        """As a JSON-serialisable dict."""
+        """Return the saved state, a JSON-serialisable dict."""
         return {
             "version": _VERSION,
             "plan": self.plan.settings(),
@@ -97,10 +100,11 @@ class Delivered:
     def from_state(
         cls, plan: Plan, state: dict[str, Any], names: Sequence[str] = ()
     ) -> "Delivered":
-        """What a saved state of this same plan says. `names` are those of the plan's data sets.
+        """Read a saved state of this plan. `names` are the names of the plan's data sets.
 
         Raises:
-            ResumeError: The state is damaged or belongs to another plan; says what differs.
+            ResumeError: The state is damaged or belongs to another plan. The message names the
+                difference.
         """
         saved = _read(state)
         if difference := first_difference(plan.settings(), saved.plan):
@@ -108,14 +112,17 @@ class Delivered:
             where = f" (fingerprint of {', '.join(names)})" if name == "data" and names else ""
             raise ResumeError(
                 f"cannot resume: the state was saved with {name}={theirs!r}, this loader has "
-                f"{name}={ours!r}{where}. Use the same, or start a new run."
+                f"{name}={ours!r}{where}. Use the same setting, or start a new run."
             )
         position, counted = (
             Position(saved.epoch, saved.window, saved.micro_batch),
             len(saved.tokens),
         )
         if position.window >= plan.num_windows or counted != len(plan.data):
-            raise ResumeError(f"cannot resume: no such {position} of {counted} sources.")
+            raise ResumeError(
+                f"cannot resume: the plan has no {position} with {counted} sources. Use the state "
+                "of this run, or start a new run."
+            )
         return cls(
             plan,
             position,
@@ -125,11 +132,15 @@ class Delivered:
         )
 
     def checkpoints(self) -> dict[int, int]:
-        """Digests by the number of windows they cover, as far as they are remembered."""
+        """Return the kept digests, by the number of windows that they cover."""
         return dict(self.trail)
 
     def _trail_to(self, position: Position, digest: int) -> tuple[tuple[int, int], ...]:
-        """For each power of two the last multiple of it, and the one before."""
+        """Return the trail with a new entry; keep the last two multiples of every power of two.
+
+        After 13 windows it has the digests after 8, 10, 12 and 13 windows. Of the multiples of 1 it
+        keeps 12 and 13, of 2: 10 and 12, of 4: 8 and 12, of 8: 8.
+        """
         windows = position.epoch * self.plan.num_windows + position.window
         steps = [1 << bit for bit in range(windows.bit_length())]
         kept = {windows // step * step - back for step in steps for back in (0, step)}
@@ -137,7 +148,7 @@ class Delivered:
 
 
 class _Saved(msgspec.Struct, frozen=True):
-    """A state as it was saved."""
+    """A saved state."""
 
     version: int
     plan: dict[str, Any]
@@ -152,10 +163,10 @@ class _Saved(msgspec.Struct, frozen=True):
 def first_difference(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[str, object, object] | None:
-    """Name and both values of the first setting in which two plans differ.
+    """Return the name and both values of the first different setting of two plans; None if equal.
 
-    Values are compared by what they mean: weights by their proportions, policies field by field.
-    Phases and windows say what `window_tokens` and `exhausted` have made of the data.
+    Weights are compared by proportion, policies field by field. `window_tokens` and `exhausted` are
+    not compared; their effects, the phases and the number of windows, are.
     """
     for name in dict.fromkeys([*ours, *theirs]):
         if name in _TO_MAKE_AGAIN:
@@ -167,8 +178,7 @@ def first_difference(
 
 
 def saved_step_size(state: dict[str, Any]) -> int | None:
-    """Micro-batches per step that a state was saved with; None if it says none, which is found out
-    later."""
+    """Return the micro-batches per step of a saved state; None if the state is not valid."""
     try:
         step_size = checks.as_int(state["plan"]["micro_batches_per_step"])
     except (KeyError, TypeError, AttributeError):
@@ -177,23 +187,26 @@ def saved_step_size(state: dict[str, Any]) -> int | None:
 
 
 def plan_settings_of(state: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the plan that a state was saved with.
+    """Return the settings of a saved state's plan.
 
     Raises:
-        ResumeError: It is no state.
+        ResumeError: `state` is not a loader state.
     """
     return _read(state).plan
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One state out of those of all streams; any rank loads its own part of it.
+    """Merge the states of all streams into one state that every rank can load.
 
     Args:
-        states: `state_dict` of at least one rank of every stream, in any order; taken after the
+        states: `state_dict` of at least one rank of every stream, in any order, saved after the
             same number of steps.
 
+    Returns:
+        One JSON-serialisable state for `ShardLoader.load_state_dict`, which uses its own part.
+
     Raises:
-        ResumeError: A stream is missing, or they belong to different plans.
+        ResumeError: A stream is missing, or the states belong to different plans.
     """
     by_stream = {_stream_setting(plan_settings_of(state), "stream"): state for state in states}
     plans = [plan_settings_of(state) | {"stream": 0} for state in by_stream.values()]
@@ -204,12 +217,14 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     count = _stream_setting(plans[0], "num_streams") if plans else 1
     missing = next((stream for stream in range(count) if stream not in by_stream), None)
     if missing is not None:
-        raise ResumeError(f"no state of stream {missing} of {count} was given.")
+        raise ResumeError(
+            f"the state of stream {missing} of {count} is missing. Pass a state of every stream."
+        )
     return {"streams": [by_stream[stream] for stream in sorted(by_stream)]}
 
 
 def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
-    """The part of a merged state for one stream; any other state itself."""
+    """Return the part of a merged state for one stream, or `state` if it is not merged."""
     streams = state.get("streams") if isinstance(state, dict) else None
     if not isinstance(streams, list):
         return state
@@ -217,9 +232,11 @@ def own_stream(state: dict[str, Any], stream: int) -> dict[str, Any]:
 
 
 def _read(state: object) -> _Saved:
-    """A saved state, its types and ranges checked."""
+    """Check the types and ranges of a saved state."""
     if not isinstance(state, Mapping) or "version" not in state:
-        raise ResumeError("cannot resume: this is no loader state, as `state_dict` gives it.")
+        raise ResumeError(
+            "cannot resume: this is not a loader state. Load what `state_dict` returned."
+        )
     if state["version"] != _VERSION:
         raise ResumeError(
             f"cannot resume: the state has version {state['version']!r}, this is version "
@@ -229,18 +246,18 @@ def _read(state: object) -> _Saved:
     try:
         return msgspec.convert(dict(state), _Saved)
     except msgspec.ValidationError as error:
-        raise ResumeError(f"cannot resume: this is no loader state ({error}).") from error
+        raise ResumeError(f"cannot resume: this is not a loader state ({error}).") from error
 
 
 def _stream_setting(plan: dict[str, Any], name: str) -> int:
     number = checks.as_int(plan.get(name))
     if number is None:
-        raise ResumeError(f"this is no loader state: {name} is {plan.get(name)!r}.")
+        raise ResumeError(f"this is not a loader state: {name} is {plan.get(name)!r}.")
     return number
 
 
 def _meaning(name: str, value: Any) -> object:
-    """What a setting says, where it can be said in several ways; junk says itself."""
+    """Return a normal form of a setting, for comparing; an invalid value stays unchanged."""
     if name == "batching":
         return described_policy(value) or value
     if name != "weights" or not isinstance(value, list | tuple):
@@ -255,6 +272,6 @@ def _check_epoch(plan: Plan, epoch: int, tokens: tuple[int, ...]) -> None:
     for source, (had, due) in enumerate(zip(tokens, plan.epoch_tokens, strict=True)):
         if due is not None and had != due:
             raise LoaderError(
-                f"epoch {epoch} delivered {had:,} tokens of source {source}, its manifest has "
-                f"{due:,}. This is a bug of tokenfeed: please report it."
+                f"epoch {epoch} delivered {had:,} tokens of source {source}, but its manifest has "
+                f"{due:,}. This is a bug in tokenfeed: please report it."
             )

@@ -145,10 +145,10 @@ def test_what_cannot_be_told_is_one_line(
     for content, words, code in (
         (None, "No such file", 2),
         ("{", "is no JSON", 2),
-        ("[1]", "this is no loader state", 1),
-        (json.dumps({"step": 3}), "this is no loader state", 1),
-        (json.dumps(state | {"plan": {}}), "this is no loader state", 1),
-        (good.replace("Padded(", "Odd("), "is no policy that is known here", 2),
+        ("[1]", "this is not a loader state", 1),
+        (json.dumps({"step": 3}), "this is not a loader state", 1),
+        (json.dumps(state | {"plan": {}}), "this is not a loader state", 1),
+        (good.replace("Padded(", "Odd("), "unknown policy", 2),
         (
             good.replace('"windows": ', '"windows": 9'),
             "the state contradicts itself: its settings make a plan with windows=",
@@ -217,9 +217,9 @@ def test_a_state_that_is_none_is_told_in_one_line(
         state = loader.state_dict()
     path = tmp_path / "state.json"
     path.write_text(json.dumps(state | {"plan": state["plan"] | changes}))
-    assert explain(folder, path, expect=1).startswith("error: this is no loader state (")
+    assert explain(folder, path, expect=1).startswith("error: this is not a loader state (")
     path.write_text('{"streams": 5}')
-    assert explain(folder, path, expect=1).startswith("error: cannot resume: this is no loader")
+    assert explain(folder, path, expect=1).startswith("error: cannot resume: this is not a loader")
     for step in ({}, {"step": "x"}):
         path.write_text(json.dumps({"meta": {"loader": state} | step}))
         assert "a checkpoint that says no step" in explain(folder, path, expect=2)

@@ -177,7 +177,7 @@ def test_what_is_no_state_is_no_state_wherever_it_is_given(folder: Path, junk: A
         lambda: loader.compare(loader.state_dict(), junk),
         lambda: merge_states([junk]),
     ):
-        with pytest.raises(ResumeError, match="no loader state"):
+        with pytest.raises(ResumeError, match="not a loader state"):
             give()
 
 
@@ -187,10 +187,10 @@ def test_what_is_no_state_is_no_state_wherever_it_is_given(folder: Path, junk: A
 def test_merging_refuses_junk(folder: Path, name: str, junk: Any) -> None:
     state = open_loader(folder).state_dict()
     state["plan"][name] = junk
-    with pytest.raises(ResumeError, match="no loader state"):
+    with pytest.raises(ResumeError, match="not a loader state"):
         merge_states([state])
     state["plan"] |= {"stream": 0, "num_streams": 10**12}
-    with pytest.raises(ResumeError, match="no state of stream 1 of"):
+    with pytest.raises(ResumeError, match="the state of stream 1 of"):
         merge_states([state])
 
 

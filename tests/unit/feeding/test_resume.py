@@ -213,7 +213,7 @@ def test_what_is_no_state_is_refused(folder: Path, changes: dict[str, Any]) -> N
     with pytest.raises(ResumeError, match="cannot resume: "):
         open_loader(folder).load_state_dict(state | changes)
     for name in changes:
-        with pytest.raises(ResumeError, match="no loader state"):
+        with pytest.raises(ResumeError, match="not a loader state"):
             open_loader(folder).load_state_dict({k: v for k, v in state.items() if k != name})
 
 

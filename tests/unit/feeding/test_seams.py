@@ -87,13 +87,13 @@ def _half(arranged: Arranged) -> Arranged:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_half, "`order` does not hold every sequence once"),
-        (lambda a: a._replace(order=a.order * 0), "`order` does not hold every sequence once"),
-        (lambda a: a._replace(order=a.order - 5), "`order` does not hold every sequence once"),
+        (_half, "`order` does not have every sequence once"),
+        (lambda a: a._replace(order=a.order * 0), "`order` does not have every sequence once"),
+        (lambda a: a._replace(order=a.order - 5), "`order` does not have every sequence once"),
         (lambda a: a._replace(step_offsets=a.step_offsets[:-3]), "`step_offsets` do not cut"),
         (lambda a: a._replace(step_offsets=np.repeat(a.step_offsets, 2)), "`step_offsets` do not"),
-        (lambda a: a._replace(cut=cut_rows(np.ones(200, int), 1)), "`cut` does not hold every"),
-        (lambda a: a._replace(packed=(a.order[:-1], np.arange(200))), "`packed` does not hold"),
+        (lambda a: a._replace(cut=cut_rows(np.ones(200, int), 1)), "`cut` does not have every"),
+        (lambda a: a._replace(packed=(a.order[:-1], np.arange(200))), "`packed` does not have"),
         (lambda a: a._replace(packed=(a.order, a.order * 0)), "`packed` has an empty sequence"),
     ],
 )
@@ -147,7 +147,7 @@ class Chosen(AtRandom):
 )
 def test_a_policy_of_another_project_that_refuses_its_values_is_one_line(said: str) -> None:
     assert policy_of("Chosen(batch_size=4)") == Chosen(4)
-    with pytest.raises(ConfigError, match=rf"^{re.escape(said)}: is no policy that is known here"):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(said)}: unknown policy"):
         policy_of(said)
 
 

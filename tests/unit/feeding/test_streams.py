@@ -125,11 +125,11 @@ def test_a_state_of_another_number_of_streams_is_refused(folder: Path) -> None:
 def test_merging_names_what_is_missing_or_different(folder: Path) -> None:
     _, state = run(folder, 2, 3)
     _, other = run(folder, 2, 3, seed=5)
-    with pytest.raises(ResumeError, match="no state of stream 1 of 2"):
+    with pytest.raises(ResumeError, match="the state of stream 1 of 2"):
         merge_states(state["streams"][:1])
     with pytest.raises(ResumeError, match="states of different runs: seed is 0 and 5"):
         merge_states([state["streams"][0], other["streams"][1]])
-    with pytest.raises(ResumeError, match="no loader state"):
+    with pytest.raises(ResumeError, match="not a loader state"):
         merge_states([{}])
 
 
@@ -139,7 +139,7 @@ def test_merging_names_what_is_missing_or_different(folder: Path) -> None:
         ({"num_streams": 3, "world_size": 4}, "`num_streams`=3 does not divide `world_size`=4"),
         ({"num_streams": 0, "world_size": 1}, "`num_streams`=0"),
         ({"num_streams": 2, "world_size": 2, "epochs": 1}, "needs `epochs`=None"),
-        ({"num_streams": 64, "world_size": 64}, "an epoch has . windows only"),
+        ({"num_streams": 64, "world_size": 64}, "an epoch has only . windows"),
     ],
 )
 def test_impossible_streams_are_refused(

@@ -65,7 +65,7 @@ def planned(
 
 def draw_of(key: int) -> Draw:
     """A window's randomness, that of an epoch of one window."""
-    return Draw(key, key ^ 1, turn=key % 8, num_windows=1)
+    return Draw(key, key ^ 1, cycle_epoch=key % 8, num_windows=1)
 
 
 def sequences_of(steps: Steps) -> list[list[Span]]:
@@ -344,9 +344,9 @@ def test_messages_offer_every_policy_of_ours() -> None:
 @pytest.mark.parametrize(
     ("task", "batching", "message"),
     [
-        ("lm", Padded(49, long_rows="refuse"), "longest row has 50 tokens.* takes 49"),
-        ("lm", Padded(55, 8, long_rows="refuse"), "longest row has 50 tokens.* takes 48"),
-        ("tag", Packed(49, 2, long_rows="refuse"), "longest row has 50 tokens.* takes 49"),
+        ("lm", Padded(49, long_rows="refuse"), "longest row has 50 tokens.* at most 49"),
+        ("lm", Padded(55, 8, long_rows="refuse"), "longest row has 50 tokens.* at most 48"),
+        ("tag", Packed(49, 2, long_rows="refuse"), "longest row has 50 tokens.* at most 49"),
         ("classify", Padded(49), "longest row has 50 tokens.* cannot be cut"),
         ("classify", Packed(50, 2), "cannot be packed"),
         ("score", Packed(50, 2), "cannot be packed"),

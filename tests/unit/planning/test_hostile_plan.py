@@ -138,7 +138,7 @@ def test_the_warning_names_the_source_and_its_places() -> None:
     warning = unmixed(mixed((documents, short), (0.89, 0.11)), (documents, short))
     assert warning is not None
     assert "\n" not in warning
-    assert "from 14 places of tweets only" in warning
+    assert "from only 14 places of tweets" in warning
 
 
 def test_what_comes_all_or_not_at_all_strays_no_further_than_that() -> None:

@@ -66,7 +66,7 @@ def test_a_large_epoch_far_from_mixed_is_warned_of_with_the_remedy() -> None:
     source = source_of(rows_of(600, 1.0))
     warning = unmixed(plan_of(source, 3), (source,))
     assert warning is not None
-    assert "from 3 places" in warning
+    assert "from only 3 places" in warning
     assert "Raise `window_tokens`" in warning
     assert unmixed(plan_of(source, 128), (source,)) is None
     small = source_of(rows_of(600, 1.0)[:10_000])

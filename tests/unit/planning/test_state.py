@@ -271,7 +271,7 @@ def test_a_damaged_state_is_refused(name: str, junk: Any) -> None:
 
 @pytest.mark.parametrize("state", [None, [], "state", 3, {}])
 def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(ResumeError, match="this is no loader state"):
+    with pytest.raises(ResumeError, match="this is not a loader state"):
         Delivered.from_state(planned(Padded(30))[0], own_stream(state, 0))
 
 

@@ -91,5 +91,5 @@ def test_what_is_no_state_is_refused(folder: Path, damage: Callable[[State], obj
     damaged = deepcopy(state)
     damage(damaged)
     for states in ((damaged, state), (state, damaged)):
-        with pytest.raises(ResumeError, match="no loader state"):
+        with pytest.raises(ResumeError, match="not a loader state"):
             open_loader(folder).compare(*states)
