@@ -14,6 +14,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.command_line import read_command_line
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
@@ -23,7 +24,6 @@ from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
 from tokenfeed.tools.encoding.task import TaskEncoder
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
-from tokenfeed.tools.outputs.output import Output, open_output
 from tokenfeed.tools.run.clusters import Runner, check_installed
 from tokenfeed.tools.run.records import Part
 from tokenfeed.trainer.settings import NotNegative, Positive, check_types, flag_of
@@ -139,9 +139,9 @@ class Options:
         return Path(self.paths[-1])
 
     @property
-    def output(self) -> Output:
+    def output(self) -> Place:
         """The folder or store that the last path names."""
-        return open_output(self.paths[-1])
+        return open_place(self.paths[-1])
 
     @property
     def shard_bytes(self) -> int | None:

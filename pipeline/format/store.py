@@ -1,22 +1,27 @@
-"""Where the files of a data set are: one small protocol, by which everything that reads opens them.
+"""Stores and places: where files are read, and where they are written.
 
-A store is made from the path that a user gives. A folder is a `LocalStore`; a path with a scheme,
-like `s3://bucket/data`, is for the store that has registered the scheme: those of the room `remote`
-are imported when the first path asks for one. Torch-free.
+`open_store` and `open_place` make one from the path that a user gives. A folder is a `LocalStore`.
+A path with a scheme, like `s3://bucket/data`, is opened by the entry of `STORES` for that scheme.
+The stores in `remote` are imported when the first such path is opened. This file needs no torch.
 """
 
+import contextlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, Self, runtime_checkable
 
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.remote.address import public
-from tokenfeed.pipeline.remote.objects import VersionedBytes
+from tokenfeed.pipeline.remote.objects import FileFacts, VersionedBytes
 from tokenfeed.pipeline.remote.ranged import Ranges
 from tokenfeed.pipeline.remote.schemes import SCHEMES
 
@@ -24,35 +29,38 @@ __all__ = [
     "STORES",
     "FetchingStore",
     "LocalStore",
+    "Place",
     "RangedStore",
     "Store",
     "StorePath",
+    "open_place",
     "open_store",
 ]
 
 _SMALL_BYTES = 1 << 16
-"""A file of no more is read at once; a loader keeps many of them."""
+"""A file of at most this size is read at once. A loader keeps many of them open."""
+_COPIED_BYTES = 1 << 20
 
 
 @runtime_checkable
 class Store(Protocol):
     """The files of one data set, by their names below its root, with forward slashes.
 
-    It goes to worker processes as a pickle. What fails raises an OSError with an errno, so that
-    the message for a missing file, a missing right or a broken disk is the same for every store.
+    A store can be pickled and sent to worker processes. Failures raise an OSError with an errno, so
+    that the message for a missing file, a missing right or a broken disk is the same in all stores.
     """
 
     @property
     def name(self) -> str:
-        """The data set as a message names it."""
+        """The data set as messages show it."""
         ...
 
     def path(self, name: str) -> str:
-        """A file as a message names it."""
+        """Return a file as messages show it."""
         ...
 
     def size(self, name: str) -> int:
-        """Bytes of the file."""
+        """Return the bytes of a file."""
         ...
 
     def open(self, name: str, size: int) -> pa.NativeFile:
@@ -60,77 +68,255 @@ class Store(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """The whole of a small file."""
+        """Return the whole of a small file."""
         ...
 
 
 @runtime_checkable
 class RangedStore(Store, Ranges, Protocol):
-    """A store in which a request costs more than the bytes it brings: loaders read its shards by
-    record batches, each in one request, and keep them in the cache of the node.
+    """A store in which a request costs more than the bytes that it returns.
 
-    Safe to share between threads. It repeats a request that fails, and raises in the end.
+    Loaders read its shards by record batches, one request each, and keep them in the node's cache.
+    Any thread may use it. It repeats requests that fail, and raises in the end.
     """
 
     def read_tail(self, name: str, length: int) -> VersionedBytes:
-        """The last `length` bytes of a file, or all where it has fewer; errors are those of
-        `read_range`."""
+        """Return the last `length` bytes of a file, or all of a shorter file.
+
+        Errors are those of `read_range`.
+        """
         ...
 
 
 @runtime_checkable
 class FetchingStore(RangedStore, Protocol):
-    """One that brings files to this machine whole, and keeps them: no cache does so again."""
+    """A store that downloads whole files to this machine and keeps them, so no cache needs to."""
 
     def fetch(self, name: str) -> None:
-        """Bring a file, unless it is there; errors are those of `read_range`."""
+        """Download a file unless it is here; errors are those of `read_range`."""
+        ...
+
+
+@runtime_checkable
+class Place(Store, Protocol):
+    """A store that can be written: a folder, or the objects below an address.
+
+    Every file is written whole or not at all. `str` returns the name.
+    """
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether files can be written there."""
+        ...
+
+    def absolute(self) -> Self:
+        """Return the same place for a process with another working directory."""
+        ...
+
+    def prepare(self) -> list[Path]:
+        """Make the folder if it is missing.
+
+        Returns:
+            The folders above it that had to be made, the innermost first.
+
+        Raises:
+            ConfigError: The folder cannot be made.
+        """
+        ...
+
+    def names(self, folder: str = "") -> set[str]:
+        """Return the names of files and folders in the place, or in a folder of it."""
+        ...
+
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
+        ...
+
+    def written_at(self, name: str) -> int | None:
+        """Return when a file was written, in ns; None if missing or if `has` ignores it."""
+        ...
+
+    def has(self, info: FileFacts, written_at: int | None = None) -> bool:
+        """Return whether a file has the content that `info` describes.
+
+        A file in a folder is read, unless its size and `written_at` are unchanged. An object is
+        known by its size and the checksum that it was written with.
+        """
+        ...
+
+    def write(self, name: str, data: bytes | Path) -> object:
+        """Write a file, from memory or from a file of this machine. It replaces an earlier file."""
+        ...
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small file unless it exists. Return whether this call wrote it."""
+        ...
+
+    def delete(self, *names: str) -> None:
+        """Delete files; missing files are ignored."""
+        ...
+
+    def prune(self, *folders: str) -> None:
+        """Delete folders that are empty; `""` is the place itself."""
+        ...
+
+    def room(self) -> AbstractContextManager[Path]:
+        """Yield a folder of this machine to write files in.
+
+        When the block ends without an error, these files are in the place.
+        """
         ...
 
 
 StorePath = str | PathLike[str] | Store
-"""What names a data set: a folder, a path with a scheme, or a store."""
+"""A data set: a folder, a path with a scheme, or a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStore:
-    """A folder of this machine."""
+    """A folder of this machine, or a folder that several machines share.
+
+    Several processes may write a file at the same time: each uses its own temporary name.
+    """
 
     folder: Path
-    """As it was given, for messages."""
-    root: str
-    """The same place whatever the working directory becomes."""
+    """The folder as the user gave it; messages show it."""
+    root: str = field(init=False)
+    """Absolute path of the folder, which stays right when the working directory changes."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", str(self.folder.absolute()))
 
     @classmethod
-    def from_path(cls, path: str | PathLike[str]) -> "LocalStore":
-        """The store in a folder, which need not be there yet."""
-        return cls(Path(path), str(Path(path).absolute()))
+    def from_path(cls, path: str | PathLike[str]) -> Self:
+        """Return the store in a folder, which may not exist yet."""
+        return cls(Path(path))
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def name(self) -> str:
-        """The folder as it was given."""
+        """The folder as the user gave it."""
         return str(self.folder)
 
+    @property
+    def is_writable(self) -> bool:
+        """Always true."""
+        return True
+
     def path(self, name: str) -> str:
-        """A file as a message names it."""
+        """Return a file as messages show it."""
         return str(self.folder / name)
 
     def size(self, name: str) -> int:
-        """Bytes of the file."""
+        """Return the bytes of a file."""
         return os.stat(os.path.join(self.root, name)).st_size
 
     def open(self, name: str, size: int) -> pa.NativeFile:
-        """Open a file of any name the system allows; a small one comes from memory.
+        """Open a file with any name that the system allows; a small file is read into memory.
 
-        Arrow reads a footer in threads of its own: in memory that costs no change of threads.
+        Arrow reads a footer in its own threads. From memory this costs no change of threads.
         """
         if size <= _SMALL_BYTES:
             return pa.BufferReader(self.read(name))
         return pa.OSFile(os.fsencode(os.path.join(self.root, name)))
 
     def read(self, name: str) -> bytes:
-        """The whole of a small file."""
+        """Return the whole of a small file."""
         with open(os.path.join(self.root, name), "rb") as file:
             return file.read()
+
+    def absolute(self) -> Self:
+        """See `Place`."""
+        return type(self)(Path(self.root))
+
+    def prepare(self) -> list[Path]:
+        """See `Place`."""
+        missing = [parent for parent in self.folder.parents if not parent.exists()]
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self}: cannot be made ({error.strerror}). Give a folder elsewhere."
+            ) from error
+        return missing
+
+    def names(self, folder: str = "") -> set[str]:
+        """See `Place`."""
+        try:
+            return set(os.listdir(self.folder / folder))
+        except FileNotFoundError:
+            return set()
+
+    def exists(self, name: str) -> bool:
+        """See `Place`."""
+        return (self.folder / name).is_file()
+
+    def written_at(self, name: str) -> int | None:
+        """See `Place`."""
+        try:
+            return (self.folder / name).stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def has(self, info: FileFacts, written_at: int | None = None) -> bool:
+        """See `Place`."""
+        path = self.folder / info.file
+        if not path.is_file() or path.stat().st_size != info.bytes:
+            return False
+        if written_at is not None and written_at == self.written_at(info.file):
+            return True
+        return file_xxh3(path) == info.xxh3
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        """See `Place`."""
+        with atomic_file(self.folder / name, is_shared=True) as file:
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                with data.open("rb") as source:
+                    shutil.copyfileobj(source, file, _COPIED_BYTES)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """See `Place`.
+
+        On a file system without hard links, the last of several simultaneous calls wins.
+        """
+        path = self.folder / name
+        own = path.with_name(f"{path.name}.{os.urandom(8).hex()}{TEMPORARY_SUFFIX}")
+        try:
+            atomic_write(own, data)
+        except OSError as error:
+            error.filename = str(path)
+            raise
+        is_created = True
+        try:
+            os.link(own, path)
+        except FileExistsError:
+            is_created = False
+        except OSError:  # no hard links
+            is_created = not path.exists()
+            if is_created:
+                os.replace(own, path)
+        own.unlink(missing_ok=True)
+        return is_created
+
+    def delete(self, *names: str) -> None:
+        """See `Place`."""
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+
+    def prune(self, *folders: str) -> None:
+        """See `Place`."""
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                (self.folder / folder).rmdir()
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Path]:
+        """See `Place`: files are written where they stay."""
+        yield self.folder
 
 
 def _object_store(url: str) -> Store:
@@ -149,14 +335,14 @@ STORES: dict[str, Callable[[str], Store]] = {
     **dict.fromkeys(SCHEMES, _object_store),
     "hf": _hub_store,
 }
-"""By the scheme of a path, what makes a store of the path."""
+"""How a path is opened, by its scheme."""
 
 
 def open_store(path: StorePath) -> Store:
-    """The store that a path names; nothing is read yet.
+    """Return the store that a path names. Sends no request.
 
     Raises:
-        ConfigError: Nobody has registered the path's scheme.
+        ConfigError: The path's scheme is unknown.
     """
     if isinstance(path, str) and "://" in path:
         scheme = path.partition("://")[0]
@@ -168,3 +354,30 @@ def open_store(path: StorePath) -> Store:
             )
         return STORES[scheme](path)
     return path if isinstance(path, Store) else LocalStore.from_path(path)
+
+
+def open_place(path: str) -> Place:
+    """Return the place that a path names: a folder, or the address of a store. Sends no request.
+
+    Raises:
+        ConfigError: The scheme is unknown, the store is read-only, or the path looks like a typo.
+    """
+    if "://" not in path:
+        _check_meant(path)
+    store = open_store(path)
+    if isinstance(store, Place) and store.is_writable:
+        return store
+    raise ConfigError(
+        f"{public(path)}: nothing can be written there. Give a folder, or the address of a bucket."
+    )
+
+
+def _check_meant(folder: str) -> None:
+    """Reject an empty path and an address with one slash; both would name a local folder."""
+    if not folder:
+        raise ConfigError("the output has no name. Give a folder, or the address of a bucket.")
+    if scheme := re.match("([a-z][a-z0-9+.-]*):/", folder):
+        raise ConfigError(
+            f"{folder}: looks like an address, which begins with `{scheme[1]}://`. Write it so, or "
+            f"`./{folder}` for a folder."
+        )

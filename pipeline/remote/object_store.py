@@ -5,18 +5,30 @@ and finds there the client of that process. Every method waits, and may be calle
 what fails is repeated (`retrying`), or ends in one line that names the object.
 """
 
+import contextlib
+import hashlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
 from tokenfeed.pipeline.remote.address import Address, require
 from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
-from tokenfeed.pipeline.remote.objects import ObjectInfo, VersionedBytes, cut_short, version_of
+from tokenfeed.pipeline.remote.objects import (
+    FileFacts,
+    ObjectInfo,
+    VersionedBytes,
+    cut_short,
+    version_of,
+)
 from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
+from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
 
 if TYPE_CHECKING:
@@ -32,6 +44,8 @@ PIECE_BYTES = 8 << 20
 """Of an object that is larger, this much is read by one request."""
 _PAGE = 1000
 """Names that a store lists at once."""
+_AT_ONCE = 16
+"""Objects that are deleted at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +79,56 @@ class ObjectStore:
         """An object as messages name it."""
         return f"{self.name}/{name}"
 
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether it is a bucket; a web server can only be read."""
+        return not self.address.traits.is_web
+
     def size(self, name: str) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
         return self.head(name).size
+
+    def exists(self, name: str) -> bool:
+        """See `Place`."""
+        return self._head(name) is not None
+
+    def has(self, info: FileFacts, written_at: int | None = None) -> bool:
+        """See `Place`."""
+        there = self._head(info.file)
+        known = there and (there.size, there.metadata.get(XXH3_KEY))
+        return known == (info.bytes, info.xxh3)
+
+    def written_at(self, name: str) -> int | None:
+        """See `Place`: always None."""
+        return None
+
+    def absolute(self) -> Self:
+        """See `Place`."""
+        return self
+
+    def prepare(self) -> list[Path]:
+        """See `Place`: a store has no folders."""
+        return []
+
+    def prune(self, *folders: str) -> None:
+        """See `Place`: a store has no folders."""
+
+    def names(self, folder: str = "") -> set[str]:
+        """See `Place`; sends a request for each thousand objects below the folder."""
+        below = f"{folder}/" if folder else ""
+        found = (info.name.removeprefix(below) for info in self.list(folder))
+        return {name.partition("/")[0] for name in found}
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[Path]:
+        """See `Place`: a temporary folder, whose files are uploaded when the block ends."""
+        with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
+            yield Path(folder)
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                self.write(path.relative_to(folder).as_posix(), path)
 
     def head(self, name: str) -> ObjectInfo:
         """What the store says of an object.
@@ -153,11 +214,17 @@ class ObjectStore:
             last = page[-1].name
 
     def write(self, name: str, data: bytes | Path, metadata: dict[str, str] | None = None) -> str:
-        """Put an object, whole or not at all, whatever was there; returns its ETag.
+        """Write an object, whole or not at all, with its checksum as metadata. Return its ETag.
 
-        Above 64 MiB it goes in parts of 16 MiB, each repeated alone. What takes long to send has
-        its time: no byte comes back meanwhile.
+        An object above 64 MiB is sent in parts of 16 MiB, and a part that fails is sent again.
+
+        Args:
+            name: The object.
+            data: Its content, or a file that has it.
+            metadata: Other metadata than the checksum.
         """
+        if metadata is None:
+            metadata = {XXH3_KEY: _xxh3(data)}
         size = data.stat().st_size if isinstance(data, Path) else len(data)
         timing = self.timing if is_quick(size) else self.timing.uploading
 
@@ -178,8 +245,15 @@ class ObjectStore:
         """Put an object in place of the one with this ETag; whether it now has this content."""
         return self._put_if(name, data, {self._etag_key: etag})
 
-    def delete(self, name: str) -> None:
-        """Remove an object; one that is gone is no error."""
+    def delete(self, *names: str) -> None:
+        """Delete objects, up to 16 at a time; missing objects are ignored."""
+        if len(names) == 1:
+            self._delete(names[0])
+            return
+        for _ in results_of(self._delete, names, _AT_ONCE):
+            pass
+
+    def _delete(self, name: str) -> None:
 
         def attempt() -> None:
             try:
@@ -188,6 +262,12 @@ class ObjectStore:
                 return
 
         self._persist(attempt, name)
+
+    def _head(self, name: str) -> ObjectInfo | None:
+        try:
+            return self.head(name)
+        except FileNotFoundError:
+            return None
 
     @property
     def _etag_key(self) -> str:
@@ -247,6 +327,13 @@ class ObjectStore:
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
         return self._persist(lambda: put_if(self._connection, name, data, mode), name)
+
+
+def _xxh3(data: bytes | Path) -> str:
+    if isinstance(data, bytes):
+        return xxh3_64_hexdigest(data)
+    with data.open("rb") as file:
+        return hashlib.file_digest(file, xxh3_64).hexdigest()
 
 
 def _strong(etag: str | None) -> str:

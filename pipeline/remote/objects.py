@@ -3,11 +3,11 @@
 import errno
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tokenfeed.pipeline.errors import RemoteError
 
-__all__ = ["ObjectInfo", "VersionedBytes", "cut_short", "version_of"]
+__all__ = ["FileFacts", "ObjectInfo", "VersionedBytes", "cut_short", "version_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,25 @@ class ObjectInfo:
     """When it was written, by the store's clock."""
     metadata: dict[str, str] = field(default_factory=dict)
     """What was given when it was written; of a list always empty."""
+
+
+class FileFacts(Protocol):
+    """What a manifest says about a file."""
+
+    @property
+    def file(self) -> str:
+        """Its name below the data set."""
+        ...
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def xxh3(self) -> str:
+        """The xxh3-64 of its content, 16 hex digits."""
+        ...
 
 
 class VersionedBytes(NamedTuple):

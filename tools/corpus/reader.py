@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
-from tokenfeed.tools.at_once import few_threads
+from tokenfeed.pipeline.remote.threads import few_threads
 from tokenfeed.tools.corpus.blocks import READ_ERRORS, Damage
 from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS

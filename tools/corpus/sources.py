@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.remote.address import public
-from tokenfeed.tools.at_once import results_of
+from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.detect import (
     compression_of,
     format_in_folder,

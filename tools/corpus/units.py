@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 
-from tokenfeed.tools.at_once import results_of
+from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.parts import InputFile, Part

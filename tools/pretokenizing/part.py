@@ -87,6 +87,6 @@ def begin_writing(prepared: Prepared, records: Records[UnitResult]) -> None:
     if not prepared.is_kept:
         records.keep_plan(prepared.plan)
     output, json_bytes = prepared.run.settings.output, prepared.run.tokenizer.json_bytes
-    there = output.size(TOKENIZER_FILE) is not None
+    there = output.exists(TOKENIZER_FILE)
     if not there or output.read(TOKENIZER_FILE) != json_bytes:
         output.write(TOKENIZER_FILE, json_bytes)

@@ -173,7 +173,7 @@ def _trained_tokenizer(
         TokenizerError: The corpus gives another tokenizer than before.
     """
     origin = output.path(TOKENIZER_FILE)
-    if kept and output.size(TOKENIZER_FILE) is not None:
+    if kept and output.exists(TOKENIZER_FILE):
         json_bytes = output.read(TOKENIZER_FILE)
         if xxhash.xxh3_64_hexdigest(json_bytes) == kept["tokenizer"]:
             return _load(options, json_bytes, origin)

@@ -12,10 +12,9 @@ from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.read_errors import gave_up
-from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.format.store import LocalStore, open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers
-from tokenfeed.tools.outputs.output import is_as_written
 from tokenfeed.tools.run.progress import Bar
 
 __all__ = ["Repair"]
@@ -92,7 +91,7 @@ def _damaged(folder: Path, manifest: Manifest) -> list[DataFile]:
     """The files that are not as the manifest says; reads all of them."""
     files = list(data_files(manifest))
     with ThreadPoolExecutor() as threads:
-        are_whole = list(threads.map(lambda file: is_as_written(folder, file.info), files))
+        are_whole = list(threads.map(lambda file: LocalStore(folder).has(file.info), files))
     return [file for file, is_whole in zip(files, are_whole, strict=True) if not is_whole]
 
 

@@ -22,7 +22,7 @@ from tokenfeed.pipeline.format.manifest import (
     Manifest,
 )
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
-from tokenfeed.tools.at_once import results_of
+from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.records import Records, differences, is_begun, remove_records
 
@@ -134,7 +134,7 @@ def recognise(output: Output, recipe: dict[str, Any]) -> tuple[Manifest, int]:
             f"{output}: already holds a finished data set, of another command or input: "
             f"{difference}. Give another folder, or delete this one."
         )
-    manifest = Manifest.read(output.place)
+    manifest = Manifest.read(output)
     if changed := changed_file(output, manifest):
         raise ManifestError(
             f"{output.path(changed)}: is missing or of another size, and the data set was finished."
@@ -148,7 +148,14 @@ def changed_file(output: Output, manifest: Manifest) -> str | None:
     """Return the first file that is missing or has another size than a manifest says."""
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     infos = [manifest.tokenizer, manifest.sources, manifest.rejects, *shards]
-    sizes = results_of(output.size, [info.file for info in infos], _AT_ONCE)
+
+    def size_of(name: str) -> int | None:
+        try:
+            return output.size(name)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    sizes = results_of(size_of, [info.file for info in infos], _AT_ONCE)
     pairs = zip(infos, sizes, strict=True)
     return next((info.file for info, size in pairs if size != info.bytes), None)
 

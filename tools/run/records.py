@@ -29,7 +29,7 @@ import xxhash
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.locking import hold, waited_for
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
-from tokenfeed.tools.at_once import results_of
+from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.versions import versions
 
@@ -148,7 +148,7 @@ class Records(Generic[ResultT]):
             if part is None and isinstance(output, FolderOutput):
                 records._lock = _held(output)
             records.is_new = _create_job(output, _named(recipe), part.count if part else None)
-            if records.is_new and output.size(MANIFEST_FILE) is not None:
+            if records.is_new and output.exists(MANIFEST_FILE):
                 raise ConfigError(
                     f"{output}: already holds a finished data set, which another run has just made."
                 )
@@ -169,7 +169,7 @@ class Records(Generic[ResultT]):
     @property
     def engine_rejected(self) -> bool:
         """Whether any process has found the fast engine wrong."""
-        return self._output.size(_DISTRUSTED_FILE) is not None
+        return self._output.exists(_DISTRUSTED_FILE)
 
     def check(self) -> None:
         """Check that the run still exists.
@@ -349,7 +349,7 @@ def kept_plan(output: Output) -> dict[str, Any] | None:
 
 def is_begun(output: Output) -> bool:
     """Whether an output holds an unfinished run."""
-    return output.size(JOB_FILE) is not None
+    return output.exists(JOB_FILE)
 
 
 def parts_in(output: Output) -> int | None:

@@ -25,7 +25,7 @@ from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
 
-CHANGES = ("write", "create", "replace", "delete")
+CHANGES = ("write", "create", "replace")
 
 
 class Killed(BaseException):
@@ -82,6 +82,13 @@ def killed_after(patch: pytest.MonkeyPatch, changes: int) -> list[str]:
 
     for kind in CHANGES:
         patch.setattr(ObjectStore, kind, ending(getattr(ObjectStore, kind), kind))
+    delete = ending(ObjectStore.delete, "delete")
+
+    def delete_each(store: ObjectStore, *names: str) -> None:
+        for name in names:
+            delete(store, name)
+
+    patch.setattr(ObjectStore, "delete", delete_each)
     return made
 
 
@@ -224,5 +231,5 @@ def test_a_run_without_a_document_leaves_nothing(
 
 @pytest.mark.parametrize("url", ["https://example.org/out", "hf://datasets/a/b"])
 def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
-    with pytest.raises(ConfigError, match=f"{url}: no data set is written there"):
+    with pytest.raises(ConfigError, match=f"{url}: nothing can be written there"):
         make(lines, url, tokenizer)

@@ -6,10 +6,9 @@ import pytest
 from places import ROOT
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.store import STORES, open_store
+from tokenfeed.pipeline.format.store import STORES, open_place, open_store
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.schemes import SCHEMES
-from tokenfeed.tools.outputs.store import StoreOutput
 
 pytest.importorskip("obstore")
 OF_AWS_ALONE = {"client.py": {"s3"}}
@@ -23,10 +22,10 @@ def test_every_scheme_is_opened_and_written_to_unless_it_is_the_webs(scheme: str
     assert isinstance(store, ObjectStore)
     assert store.address.traits is SCHEMES[scheme]
     if SCHEMES[scheme].is_web:
-        with pytest.raises(ConfigError, match=f"^{url}: no data set is written there"):
-            StoreOutput.from_url(url)
+        with pytest.raises(ConfigError, match=f"^{url}: nothing can be written there"):
+            open_place(url)
     else:
-        assert StoreOutput.from_url(url).store == store
+        assert open_place(url) == store
 
 
 def test_a_scheme_that_the_client_knows_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_another_data_set_is_not_written_over(
     with pytest.raises(ConfigError, match="holds an unfinished run"):
         copy_data_set(str(documents), str(tmp_path / "begun"))
     keep_in_memory(monkeypatch, documents)
-    with pytest.raises(ConfigError, match=r"^memory://x: no data set is written there"):
+    with pytest.raises(ConfigError, match=r"^memory://x: nothing can be written there"):
         copy_data_set(str(documents), "memory://x")
     copy_data_set("memory://x", str(tmp_path / "out"))
     assert files_of(tmp_path / "out") == files_of(documents)
@@ -191,8 +191,8 @@ def test_a_manifest_that_is_replaced_while_a_copy_is_made_is_not_copied(
     shutil.copytree(documents, source)
     manifest = Manifest.read(documents)
 
-    def replaced(*arguments: Any) -> None:
-        fetch(*arguments)
+    def replaced(*arguments: Any, **options: Any) -> None:
+        fetch(*arguments, **options)
         if arguments[0].info == manifest.tokenizer:
             replace(manifest, label_names=("another",)).write(source)
 
@@ -271,7 +271,9 @@ def test_a_slip_is_no_place_to_copy_to(
     documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"has no name|begins with `s3://`|no data set is"):
+    with pytest.raises(
+        ConfigError, match=r"has no name|begins with `s3://`|nothing can be written"
+    ):
         copy_data_set(str(documents), to)
     assert not list(tmp_path.iterdir())
 

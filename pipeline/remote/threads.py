@@ -1,4 +1,4 @@
-"""Do something for many things, a few at the same time: for what waits more than it computes."""
+"""Run a function on many things in a few threads: for work that waits more than it computes."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +12,15 @@ __all__ = ["few_threads", "results_of"]
 T = TypeVar("T")
 R = TypeVar("R")
 _SUBMITTED = 10_000
-"""Things that are handed to the threads together: each takes memory until its turn."""
+"""Things that are given to the threads together: each takes memory until it is done."""
 
 
 @contextlib.contextmanager
 def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that have ended afterwards; after an error, and after Ctrl-C, they begin nothing more
-    and ask no store again."""
+    """Yield a pool of threads, which have ended when the block ends.
+
+    After an error or Ctrl-C the threads start nothing more and repeat no request.
+    """
     threads = ThreadPoolExecutor(number)
     try:
         yield threads
@@ -30,7 +32,7 @@ def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
-    """What `do` makes of each, in their order; errors and Ctrl-C as of `few_threads`."""
+    """Yield the result of `do` for each thing, in order; errors and Ctrl-C as in `few_threads`."""
     with few_threads(at_once) as threads:
         for first in range(0, len(things), _SUBMITTED):
             yield from threads.map(do, things[first : first + _SUBMITTED])
