@@ -32,7 +32,7 @@ class Judge:
         Args:
             split: Of all data sets that have it.
             step: The latest one.
-            told: Gets them as a line, as does the console; None where both have it already.
+            told: Receives the metrics as a line, which is also logged; None on ranks other than 0.
         """
         if not self._evaluator.has(split):
             return {}

@@ -20,19 +20,17 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
-from tokenfeed.trainer.checkpoints.saver import NoSaver, Saver
+from tokenfeed.trainer.checkpoints.saver import Saver
 from tokenfeed.trainer.checkpoints.tree import State
 from tokenfeed.trainer.checkpoints.uploads import Uploads
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.course import Course
 from tokenfeed.trainer.divergence import diverged, warn_of_skip
-from tokenfeed.trainer.drafts import DraftReports, NoDrafts
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
 from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.outcome import log_beginning, remedies, report_of
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
@@ -43,10 +41,11 @@ from tokenfeed.trainer.ranks.group import chosen_device
 from tokenfeed.trainer.ranks.shared_state import shared_state
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.run_report import DraftReports, log_beginning, remedies, report_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.step_gradients import StepGradients
 from tokenfeed.trainer.tasks.registry import task_of
-from tokenfeed.trainer.telemetry import MetricsFile, NoMetrics, Tally
+from tokenfeed.trainer.telemetry import MetricsFile, Tally
 from tokenfeed.trainer.trackers import Trackers
 
 __all__ = ["Trainer"]
@@ -57,7 +56,8 @@ _log = logging.getLogger(__name__)
 class Trainer:
     """One run: what it trains, where it stands, what it says."""
 
-    metrics: MetricsFile
+    metrics: MetricsFile | None
+    """None on ranks other than 0, like `saver` and `drafts`."""
     stall: StallMeter[object]
     progress_log: ProgressLog
     last_norm: Tensor
@@ -77,9 +77,11 @@ class Trainer:
         self.course = Course(config, self.feeds, self.learner)
         self.evaluator = Evaluator(config, self.feeds, self.learner, self.world, self._is_stopped)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
-        self.drafts = (DraftReports if self.world.is_main else NoDrafts)(config.run_dir)
-        saver = Saver if self.world.is_main else NoSaver
-        self.saver = saver(self.checkpoints, config.keep, self.device)
+        self.saver: Saver | None = None
+        self.drafts: DraftReports | None = None
+        if self.world.is_main:
+            self.saver = Saver(self.checkpoints, config.keep, self.device)
+            self.drafts = DraftReports(config.run_dir, lambda: report_of(self, {}))
         self.step = self.saved_step = self.skipped = 0
         self.earlier: Report | None = None
         """The report of the parts of the run before this one."""
@@ -95,7 +97,8 @@ class Trainer:
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
         self._resources.callback(self.course.close)
-        self._resources.callback(self.saver.close)
+        if self.saver:
+            self._resources.callback(self.saver.close)
 
     def train(
         self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
@@ -143,7 +146,8 @@ class Trainer:
         if self.saved_step != self.step:
             self._check_weights()
             self._save()
-        self.saver.wait()
+        if self.saver:
+            self.saver.wait()
         self.agreement.settle()
         self._gather_stall()
         report = report_of(self, self._final_metrics())
@@ -174,7 +178,7 @@ class Trainer:
         """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
         a broken validation split is found, and all is compiled, before the first hour is over."""
         config = self.config
-        self.metrics = self._open_metrics() if self.world.is_main else NoMetrics()
+        self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
             self._resume()
         else:
@@ -182,8 +186,8 @@ class Trainer:
         log_beginning(self)
         if config.compile:
             self.learner.compile(self.feeds.blanks())
-        self.metrics.keep(until_step=self.step if config.resume else -1)
-        if self.world.is_main:
+        if self.metrics:
+            self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
             self.uploads.begin()
         self.stall = StallMeter[object](
@@ -256,14 +260,16 @@ class Trainer:
         return self.step == self.config.steps or self.step % every == 0
 
     def _write_log(self) -> None:
-        self.saver.check()
+        if self.saver:
+            self.saver.check()
         with self.stall.cause("log"):
             self.agreement.settle()
             skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
-                self.drafts.write(lambda: report_of(self, {}))
+                if self.drafts:
+                    self.drafts.write()
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
@@ -292,7 +298,9 @@ class Trainer:
 
     def _known_metrics(self, split: str) -> Metrics:
         """What metrics.jsonl has about a split at this step, on all ranks."""
-        return self.world.from_main(lambda: self.metrics.evaluation(self.step, split))
+        return self.world.from_main(
+            lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
+        )
 
     def _is_stopped(self, split: str) -> bool:
         """Whether to end an evaluation of a split. The last checkpoint waits for the last
@@ -308,7 +316,9 @@ class Trainer:
     def _save(self) -> None:
         """Begin a checkpoint of everything that the next step depends on."""
         with self.stall.cause("checkpoint"):
-            self.saver.save(self._meta(), self.learner.state_dict())
+            state = self.learner.state_dict()  # all ranks take part
+            if self.saver:
+                self.saver.save(self._meta(), state)
         self.saved_step = self.step
 
     def _check_weights(self) -> None:
@@ -343,7 +353,8 @@ class Trainer:
 
     def _diverged(self, finding: str, step: int) -> ConfigError:
         """The error that ends the run at a step, with the rows of that step."""
-        self.saver.settle()
+        if self.saver:
+            self.saver.settle()
         rows = self._rows_of(step)
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")

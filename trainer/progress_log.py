@@ -34,17 +34,17 @@ class ProgressLog:
     """Add up steps, and write a progress line now and then.
 
     Args:
-        metrics: Gets each line as an object.
-        stall: Its readings give speed and stall of the steps since the line before.
-        learner: Its learning rate and skipped steps are told.
-        device: Where the sums are kept, and whose memory and use are told.
-        steps: Where the run ends.
+        metrics: Receives each line as an object; None on ranks other than 0.
+        stall: Its readings give speed and stall of the steps since the previous line.
+        learner: Its learning rate and skipped steps are logged.
+        device: Holds the sums. Its memory and utilization are logged.
+        steps: Last step of the run.
         skipped: Steps that earlier sessions skipped.
     """
 
     def __init__(
         self,
-        metrics: MetricsFile,
+        metrics: MetricsFile | None,
         stall: StallMeter[object],
         learner: Learner,
         device: torch.device,
@@ -113,7 +113,8 @@ class ProgressLog:
             gpu=machine.gpu if machine else None,
             host=machine.host if machine else None,
         )
-        self._metrics.write(log.as_dict())
+        if self._metrics:
+            self._metrics.write(log.as_dict())
         _log.info("%s", log.line(self._steps))
         return Skips(int(first), int(in_a_row)) if first else None
 

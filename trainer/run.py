@@ -116,7 +116,8 @@ def _train(
         _all_steps(trainer, should_stop, should_save)
         return trainer.finish()
     except Exception:
-        trainer.saver.settle()
+        if trainer.saver:
+            trainer.saver.settle()
         trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
         raise
 
@@ -128,7 +129,8 @@ def _all_steps(
     try:
         trainer.train(should_stop, should_save)
     except Exception:
-        trainer.drafts.write_last()
+        if trainer.drafts:
+            trainer.drafts.write_last()
         raise
 
 

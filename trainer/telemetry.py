@@ -1,7 +1,7 @@
-"""What a run says while it runs: one line on the console, one JSON object in metrics.jsonl.
+"""The progress of a run: a line on the console and an object in metrics.jsonl.
 
-Both come from the same `StepLog`, so that they cannot disagree. A figure that is not known is null
-in the file and left out of the line.
+Both are made from the same `StepLog`, so they always agree. An unknown figure is null in the file
+and left out of the line.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from tokenfeed.trainer.stall.step_times import StepSeconds
 from tokenfeed.trainer.stall.table import main_cause
 from tokenfeed.trainer.tasks.task import Loss
 
-__all__ = ["MetricsFile", "NoMetrics", "StepLog", "Tally"]
+__all__ = ["MetricsFile", "StepLog", "Tally"]
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over micro-batches; what only the device knows stays there."""
+    """Sums over micro-batches. Sums that depend on the device stay on the device."""
 
     loss: Tensor
     targets: Tensor
@@ -41,7 +41,7 @@ class Tally:
 
     @classmethod
     def zero(cls, device: torch.device) -> "Tally":
-        """Of nothing yet."""
+        """Return the sums of no micro-batch."""
         loss = torch.zeros((), device=device)
         return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
 
@@ -50,7 +50,7 @@ class Tally:
         self.extend(Tally(loss.sum.detach(), loss.targets, tokens, slots))
 
     def extend(self, other: "Tally") -> None:
-        """Add the sums of another."""
+        """Add the sums of another tally."""
         self.loss += other.loss
         self.targets += other.targets
         self.tokens += other.tokens
@@ -59,17 +59,17 @@ class Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepLog:
-    """The state of a run at a step; rates are those of the steps since the line before."""
+    """The state of a run at a step. Rates cover the steps since the previous line."""
 
     step: int
     loss: float | None
-    """Mean per target token, in nats, over the steps since the line before whose loss was finite;
-    None without any."""
+    """Mean per target token, in nats, over the steps since the previous line with a finite loss;
+    None without such a step."""
     learning_rate: float
     gradient_norm: float | None
-    """Of this step, before clipping; None where it was not finite and the step was skipped."""
+    """Norm of this step, before clipping; None if it was not finite and the step was skipped."""
     skipped_steps: int
-    """Steps since the line before that changed nothing: their gradients were not finite."""
+    """Steps since the previous line that changed nothing: their gradients were not finite."""
     tokens: int
     """Real tokens trained since the first step."""
     real_tokens_per_s: float | None
@@ -77,14 +77,14 @@ class StepLog:
     stall: float | None
     """Fraction of the wall time, 0 to 1; None during warm-up."""
     stall_causes: dict[str, float]
-    """The causes of it that are not 0."""
+    """Share of the wall time by cause, without causes of 0."""
     step_seconds: StepSeconds | None
     """None during warm-up."""
     gpu: GpuReading | None
     host: HostReading | None
 
     def line(self, steps: int) -> str:
-        """For the console; `steps` is where the run ends."""
+        """Return the line for the console. `steps` is the last step of the run."""
         parts = [
             f"step {self.step:>{len(str(steps))}}/{steps}",
             "loss not finite" if self.loss is None else f"loss {self.loss:.4f}",
@@ -101,12 +101,12 @@ class StepLog:
         return " | ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:
-        """For metrics.jsonl, where a loss is a number."""
+        """Return the object for metrics.jsonl. A missing loss is left out."""
         values = dataclasses.asdict(self)
         return values if self.loss is not None else {k: v for k, v in values.items() if k != "loss"}
 
     def _stall(self, stall: float) -> str:
-        """With its main cause: an evaluation between two lines must not pass for the loader."""
+        """The stall with its main cause: an evaluation must not look like a slow loader."""
         return f"stall {stall:.2%}{main_cause(self.stall_causes)}"
 
 
@@ -115,7 +115,7 @@ def _share(value: float | None) -> str:
 
 
 class _Line(TypedDict):
-    """What is read again of a line."""
+    """The fields of a line that are read again."""
 
     step: int
     loss: NotRequired[float]
@@ -124,9 +124,9 @@ class _Line(TypedDict):
 
 
 class MetricsFile:
-    """metrics.jsonl of a run: appended line by line, each written at once.
+    """metrics.jsonl of a run. Each line is written at once.
 
-    Who has it open holds the run's folder: a second run that opens it is refused.
+    The open file locks the run's folder: a second run in the folder is refused.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -142,12 +142,12 @@ class MetricsFile:
             )
 
     def keep(self, until_step: int) -> None:
-        """Drop the lines after a step, which are about to be written again."""
+        """Drop the lines after a step. A resumed run writes them again."""
         kept = [line for line in self.read() if line["step"] <= until_step]
         self._file.truncate(sum(map(len, self._lines()[: len(kept)])))
 
     def write(self, values: dict[str, Any]) -> None:
-        """Append a line; it holds at least `step`."""
+        """Append a line. `values` has at least `step`."""
         line = encode_json(values).encode() + b"\n"
         if self._file.write(line) < len(line):  # the last bytes that the disk had
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
@@ -155,15 +155,11 @@ class MetricsFile:
             listen(values)
 
     def follow(self, listen: Callable[[dict[str, Any]], None]) -> None:
-        """From now on call this with every line that was written; it must not fail."""
+        """Call `listen` with each line written from now on. It must not raise."""
         self._followers.append(listen)
 
-    def values(self, key: str) -> list[Any]:
-        """All values of `key` so far, in order; None for one that was not finite."""
-        return [line[key] for line in self.read() if key in line]
-
     def evaluation(self, step: int, split: str) -> dict[str, float]:
-        """The metrics of a split at a step, by name; empty if there are none."""
+        """Return the metrics of a split at a step by name; empty if there are none."""
         return {
             key.removeprefix(f"{split}_"): value
             for line in self.read()
@@ -173,15 +169,15 @@ class MetricsFile:
         }
 
     def read(self) -> list[dict[str, Any]]:
-        """All whole lines; the last may be cut short where a run was killed.
+        """Return all whole lines. A killed run may have cut the last one short; it is left out.
 
         Raises:
-            ResumeError: One is no line of ours.
+            ResumeError: A line is not a metrics record.
         """
         return [self._parse(number, line) for number, line in enumerate(self._lines(), 1)]
 
     def close(self) -> None:
-        """Close the file, and let go of the folder."""
+        """Close the file, which unlocks the folder."""
         self._file.close()
 
     def _lines(self) -> list[bytes]:
@@ -194,26 +190,6 @@ class MetricsFile:
             msgspec.convert(values, _Line)
         except ValueError as error:
             raise ResumeError(
-                f"{self._path}: line {number} is none of a run ({error}). Delete that line."
+                f"{self._path}: line {number} is not a metrics record ({error}). Delete that line."
             ) from error
         return values
-
-
-class NoMetrics(MetricsFile):
-    """What the ranks have that write nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def keep(self, until_step: int) -> None:
-        """Nothing is there."""
-
-    def write(self, values: dict[str, Any]) -> None:
-        """Rank 0 does."""
-
-    def read(self) -> list[dict[str, Any]]:
-        """Nothing."""
-        return []
-
-    def close(self) -> None:
-        """Nothing is open."""

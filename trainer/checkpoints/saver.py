@@ -11,7 +11,7 @@ from tokenfeed.trainer.checkpoints.host_copy import HostCopy
 from tokenfeed.trainer.checkpoints.meta import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tree import State, split
 
-__all__ = ["NoSaver", "Saver"]
+__all__ = ["Saver"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,10 +63,3 @@ class Saver:
     def close(self) -> None:
         """Let go of the memory; does not wait for the disk."""
         self._copy.close()
-
-
-class NoSaver(Saver):
-    """What the ranks have that write nothing."""
-
-    def save(self, meta: CheckpointMeta, state: State) -> None:
-        """Rank 0 does."""

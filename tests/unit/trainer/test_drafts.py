@@ -4,12 +4,11 @@ import dataclasses
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from training import make_config, run, write_counting
 
-from tokenfeed.trainer import drafts
+from tokenfeed.trainer import run_report
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run import train
 
@@ -26,8 +25,8 @@ def shards(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
 def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfinished(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(drafts, "_MOST_SHARE", 1e9)
+    monkeypatch.setattr(run_report, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_report, "_MOST_SHARE", 1e9)
     config = make_config(shards, tmp_path / "run", steps=8)
     asked = iter(range(1, 100))
 
@@ -66,8 +65,8 @@ def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> N
 def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drafts, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(drafts, "_MOST_SHARE", 1e9)
+    monkeypatch.setattr(run_report, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_report, "_MOST_SHARE", 1e9)
     seen: list[tuple[int, bool]] = []
     write = Report.write
 
@@ -92,10 +91,10 @@ def test_drafts_are_rare_and_a_full_disk_stops_none_but_is_said_once(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Report, "write", full)
-    monkeypatch.setattr(drafts.time, "perf_counter", lambda: now[0])
-    kept: Any = drafts.DraftReports(tmp_path)
+    monkeypatch.setattr(run_report.time, "perf_counter", lambda: now[0])
+    drafts = run_report.DraftReports(tmp_path, lambda: report)
     for _ in range(100):
-        kept.write(lambda: report)
+        drafts.write()
         now[0] += 1.0
     assert written == [100.0, 130.0, 160.0, 190.0]
     assert [record.message for record in caplog.records].count(

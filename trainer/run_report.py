@@ -1,9 +1,12 @@
-"""The lines before a run's first step, and its report, made from the trainer's state."""
+"""The log lines before a run's first step, its report, and drafts of the report on the way."""
 
+import contextlib
+import dataclasses
 import logging
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.trainer.batching import padding_remedy
@@ -14,13 +17,21 @@ from tokenfeed.trainer.evaluation import Metrics
 from tokenfeed.trainer.optimizer import is_embedding
 from tokenfeed.trainer.precision import device_name
 from tokenfeed.trainer.report import Report, versions
+from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["log_beginning", "remedies", "report_of"]
+if TYPE_CHECKING:
+    from tokenfeed.trainer.loop import Trainer
+
+__all__ = ["DraftReports", "log_beginning", "remedies", "report_of"]
+
+_SECONDS_BETWEEN = 30.0
+_MOST_SHARE = 0.001
+"""Largest share of the time that drafts may take."""
 
 _log = logging.getLogger(__name__)
 
 
-def remedies(config: TrainConfig, task: Any) -> Mapping[str, str]:
+def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
     """Advice by cause, in terms of the options of `train`."""
     return {
         "data": "batches come late: raise `--num-workers`, or read from a faster disk",
@@ -36,8 +47,8 @@ def remedies(config: TrainConfig, task: Any) -> Mapping[str, str]:
     }
 
 
-def log_beginning(run: Any) -> None:
-    """Log what a `Trainer` is about to train, on what, for how long, and where results go."""
+def log_beginning(run: "Trainer") -> None:
+    """Log the model, the data, the steps and the folder of a run before its first step."""
     config, model, manifest = run.config, run.learner.model, run.task.manifest
     train = manifest.split("train")
     epoch = epoch_of(config, manifest, on_gpu=run.device.type != "cpu")
@@ -72,24 +83,30 @@ def log_beginning(run: Any) -> None:
     _log.info("run: %s", config.run_dir)
 
 
-def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
-    """The report of a `Trainer` so far, with metrics by split. `run` is not typed, since loop.py
-    imports this file."""
-    losses = run.metrics.values("loss")
-    validation = run.metrics.values("validation_loss")
-    earlier: Report | None = run.earlier
+def report_of(run: "Trainer", metrics: Mapping[str, Metrics]) -> Report:
+    """Return the report of a run so far.
+
+    Args:
+        run: The run. On ranks other than 0, which have no metrics.jsonl, the report has no losses.
+        metrics: Metrics of the best weights by split.
+    """
+    lines = run.metrics.read() if run.metrics else []
+    losses, validation, skipped = (
+        [line[name] for line in lines if name in line]
+        for name in ("loss", "validation_loss", "skipped_steps")
+    )
+    earlier, agreement, manifest = run.earlier, run.agreement, run.task.manifest
     stall = run.stall.report(earlier.stall if earlier else None)
-    manifest = run.task.manifest
     return Report(
         run_dir=str(run.config.run_dir),
         finished=run.is_finished,
         parts=1 + (earlier.parts if earlier else 0),
         steps=run.step,
-        skipped_steps=sum(run.metrics.values("skipped_steps")),
-        tokens=run.agreement.tokens,
+        skipped_steps=sum(skipped),
+        tokens=agreement.tokens,
         seconds=time.perf_counter() - run.started_s + (earlier.seconds if earlier else 0.0),
         real_tokens_per_s=stall.real_tokens_per_s,
-        padding=1 - run.agreement.tokens / run.agreement.slots if run.step else 0.0,
+        padding=1 - agreement.tokens / agreement.slots if run.step else 0.0,
         stall=stall,
         remote=_remote(run.course.remote, earlier.remote if earlier else None),
         loss_first=losses[0] if losses else None,
@@ -111,3 +128,43 @@ def report_of(run: Any, metrics: dict[str, Metrics]) -> Report:
 
 def _remote(own: RemoteStats | None, earlier: RemoteStats | None) -> RemoteStats | None:
     return own.with_another(earlier) if own and earlier else own or earlier
+
+
+class DraftReports:
+    """Writes report.json while a run goes on, so that a killed run keeps what it measured.
+
+    Args:
+        run_dir: Folder of the run.
+        make: Returns the report so far.
+    """
+
+    def __init__(self, run_dir: Path, make: Callable[[], Report]) -> None:
+        self._run_dir, self._make = run_dir, make
+        self._next_s = 0.0
+        self._has_begun = self._has_failed = False
+
+    def write(self) -> None:
+        """Write a draft if the latest one is old enough. If it fails, as on a full disk, log it."""
+        self._has_begun, started_s = True, time.perf_counter()
+        if started_s < self._next_s:
+            return
+        try:
+            self._write()
+        except OSError as error:
+            if not self._has_failed:
+                _log.warning("report.json cannot be written, training goes on: %s", error)
+            self._has_failed = True
+        taken_s = time.perf_counter() - started_s
+        self._next_s = started_s + max(_SECONDS_BETWEEN, taken_s / _MOST_SHARE)
+
+    def write_last(self) -> None:
+        """Write a draft after an error, if `write` was ever called.
+
+        The report may be out of reach then: reading from a device that has failed raises.
+        """
+        if self._has_begun:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._write()
+
+    def _write(self) -> None:
+        dataclasses.replace(self._make(), finished=False).write(self._run_dir)
