@@ -6,11 +6,11 @@ with the reference: `audit` does that.
 """
 
 import itertools
-import os
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol, Self
 
 import numpy as np
+import psutil
 
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.ragged import Ragged
@@ -282,5 +282,4 @@ def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
 
 
 def _resident_bytes() -> int:
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)

@@ -1,2 +1,1 @@
-"""What machine and process are doing, asked of driver and system; never of torch, and never waited
-for. Whatever is not told is None, and ends no training."""
+"""Sensors of the GPU (NVML) and the host (psutil). Unknown values are None and end no training."""

@@ -1,4 +1,4 @@
-"""One GPU as NVML sees it: memory, use, power, energy, clocks and what holds them back."""
+"""One GPU by NVML: memory, utilization, power, energy, clock and what limits the clock."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _REASONS = {
     "nvmlClocksEventReasonHwSlowdown": "hardware slowdown",
     "nvmlClocksEventReasonApplicationsClocksSetting": "clocks set by hand",
 }
-"""Bits of NVML that keep clocks below their highest, in words; being idle is none."""
+"""Reasons of NVML for a clock below its highest, in words. An idle GPU is not one of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class GpuReading:
 
     name: str | None = None
     memory_bytes: int | None = None
-    """In use by everybody, not only by this process."""
+    """In use by all processes."""
     memory_total_bytes: int | None = None
     utilization: float | None = None
     """Share of NVML's last sampling period in which any kernel ran, 0 to 1."""
@@ -35,28 +35,24 @@ class GpuReading:
     """Consumed since the driver was loaded."""
     celsius: int | None = None
     clock_mhz: int | None = None
-    """Of its multiprocessors."""
+    """Clock of the multiprocessors."""
     held_back_by: tuple[str, ...] = ()
     """Why the clock is below its highest."""
 
 
 class GpuSensor:
-    """Reads one GPU.
+    """Reads one GPU by its NVML handle.
 
-    A question that NVML once refuses is not asked again: a partitioned GPU has no such figure.
+    A function that NVML refuses is not called again: a partitioned GPU lacks some figures.
     """
 
     def __init__(self, handle: Any) -> None:
-        """
-        Args:
-            handle: NVML's name of the GPU.
-        """
         self._handle = handle
         self._refused: set[str] = set()
         self.name = self._ask("nvmlDeviceGetName", str)
 
     def read(self) -> GpuReading:
-        """What the GPU is doing now."""
+        """Read the GPU."""
         ask = self._ask
         memory = ask("nvmlDeviceGetMemoryInfo", lambda info: (int(info.used), int(info.total)))
         return GpuReading(
@@ -73,11 +69,11 @@ class GpuSensor:
         )
 
     def joules(self) -> float | None:
-        """Consumed since the driver was loaded; None where nothing counts it."""
+        """Return the energy since the driver was loaded; None if it is not counted."""
         return self._ask("nvmlDeviceGetTotalEnergyConsumption", _thousandth)
 
     def _ask(self, name: str, convert: Callable[[Any], T], *constants: str) -> T | None:
-        """The answer of an NVML function; None where there is none."""
+        """Call an NVML function and convert its result; None if it fails."""
         if name in self._refused:
             return None
         import pynvml
@@ -91,8 +87,10 @@ class GpuSensor:
 
 
 def sensor_of(uuid: str) -> GpuSensor | None:
-    """The GPU of torch's UUID, for torch and NVML number GPUs differently; None where NVML knows
-    none such."""
+    """Return the sensor of the GPU with a UUID of torch; None if NVML does not know it.
+
+    torch and NVML number GPUs differently, so a number would not do.
+    """
     import pynvml
 
     try:
@@ -103,7 +101,7 @@ def sensor_of(uuid: str) -> GpuSensor | None:
 
 
 def gpus_here() -> list[GpuSensor]:
-    """All GPUs that NVML knows, in its order; none where there is no driver."""
+    """Return all GPUs of NVML, in its order; empty without a driver."""
     import pynvml
 
     try:

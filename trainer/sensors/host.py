@@ -1,4 +1,4 @@
-"""The host: what the machine and the processes of a run use of it."""
+"""The host: use of cores, memory and disks by the machine and by the processes of a run."""
 
 import contextlib
 import time
@@ -12,22 +12,22 @@ __all__ = ["HostReading", "HostSensor"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostReading:
-    """The host since the reading before, where it is a rate."""
+    """The host at one moment. Rates cover the time since the previous reading."""
 
     cores: int
     machine_cores_busy: float
-    """Of everybody: 1.5 is one core and a half."""
+    """Cores in use by all processes: 1.5 is one core and a half."""
     cores_busy: float | None
-    """Of the processes that are watched; None at the first reading."""
+    """Cores in use by the processes of the run; None at the first reading."""
     memory_bytes: int
-    """Of these processes; what they share is counted for each."""
+    """Resident memory of the processes of the run. Shared memory counts for each process."""
     memory_free_bytes: int
     """Available to new processes without swapping."""
     memory_total_bytes: int
     disk_bytes_per_s: float | None
-    """Read from disks by these processes; None where the system does not tell."""
+    """Read from disks by the processes of the run; None if the system does not count it."""
     cached_bytes_per_s: float | None
-    """Read by them besides: from the page cache, or through pipes."""
+    """Read by the processes of the run from the page cache or pipes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +39,15 @@ class _Totals:
 
 
 class HostSensor:
-    """Reads the machine, and one process with its children."""
+    """Reads the machine, and a process with its children. Default: this process."""
 
     def __init__(self, pid: int | None = None) -> None:
-        """
-        Args:
-            pid: The process; by default this one.
-        """
         self._process = psutil.Process(pid)
         self._before: _Totals | None = None
-        psutil.cpu_percent()  # the first answer is none
+        psutil.cpu_percent()  # the first result is meaningless
 
     def read(self) -> HostReading:
-        """What the host is doing; processes that have ended since count for nothing."""
+        """Read the host. Processes that have ended since the previous reading are left out."""
         family, memory = self._family(), psutil.virtual_memory()
         now, before = _totals(family), self._before
         self._before = now
@@ -88,7 +84,7 @@ def _totals(family: list[psutil.Process]) -> _Totals:
 
 
 def _rates(before: _Totals | None, now: _Totals) -> tuple[float | None, float | None]:
-    """Bytes a second from disks, and in all."""
+    """Return bytes per second from disks, and in total."""
     if before is None or not now.disk_bytes:
         return None, None
     seconds = now.at_s - before.at_s
@@ -99,7 +95,7 @@ def _rates(before: _Totals | None, now: _Totals) -> tuple[float | None, float | 
 
 
 def _rate(before: Mapping[int, float], now: Mapping[int, float], seconds: float) -> float:
-    """Growth a second of what is known at both times."""
+    """Return the growth per second of the processes in both readings."""
     grown = sum(value - before[pid] for pid, value in now.items() if pid in before)
     return max(0.0, grown) / max(seconds, 1e-9)
 

@@ -1,19 +1,64 @@
-"""The GPU and the host of a run, read now and then by a thread."""
+"""A thread that reads the GPU and the host of a run, so that training never waits for a sensor."""
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, sensor_of
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
-from tokenfeed.trainer.sensors.sampler import Sampler
 
-__all__ = ["MachineReading", "sample_machine"]
+__all__ = ["MachineReading", "Sampler", "sample_machine"]
 
 _EVERY_S = 2.0
+
+Reading = TypeVar("Reading")
+
+
+class Sampler(Generic[Reading]):
+    """A thread that keeps the latest reading.
+
+    Args:
+        read: Called in the thread. If it raises, sampling ends, and nothing else.
+        every_s: Seconds between two calls.
+    """
+
+    def __init__(self, read: Callable[[], Reading], every_s: float) -> None:
+        self._read, self._every_s = read, every_s
+        self._end = threading.Event()
+        self.latest: Reading | None = None
+        """None before the first reading and after a failed one."""
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def __enter__(self) -> "Sampler[Reading]":
+        self.start()
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start to read."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Wait at most a second for a reading under way."""
+        self._end.set()
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while not self._end.is_set():
+            try:
+                self.latest = self._read()
+            except Exception:  # a driver that fails is no reason to stop a training
+                self.latest = None
+                return
+            self._end.wait(self._every_s)
 
 
 @dataclass(frozen=True, slots=True)
 class MachineReading:
-    """Both at one moment."""
+    """The GPU and the host at one moment."""
 
     gpu: GpuReading | None
     """None without a GPU."""
@@ -21,23 +66,16 @@ class MachineReading:
 
 
 def sample_machine(uuid: str | None) -> Sampler[MachineReading]:
-    """A thread, not yet begun, that reads this process, its children and the GPU of a UUID.
+    """Return a sampler, not yet started, of this process, its children and the GPU of a UUID.
 
-    Cost: some 2 ms of a core every two seconds.
+    Cost: about 2 ms of a core every two seconds.
     """
-    return Sampler(_Machine(uuid).read, _EVERY_S)
+    sensors: list[tuple[GpuSensor | None, HostSensor]] = []
 
+    def read() -> MachineReading:
+        if not sensors:  # made in the thread: a system without sensors raises here
+            sensors.append((None if uuid is None else sensor_of(uuid), HostSensor()))
+        gpu, host = sensors[0]
+        return MachineReading(gpu.read() if gpu else None, host.read())
 
-class _Machine:
-    """Sensors that are made in the thread which reads them: a system that has none raises there."""
-
-    def __init__(self, uuid: str | None) -> None:
-        self._uuid = uuid
-        self._host: HostSensor | None = None
-        self._gpu: GpuSensor | None = None
-
-    def read(self) -> MachineReading:
-        if self._host is None:
-            self._host = HostSensor()
-            self._gpu = None if self._uuid is None else sensor_of(self._uuid)
-        return MachineReading(self._gpu.read() if self._gpu else None, self._host.read())
+    return Sampler(read, _EVERY_S)

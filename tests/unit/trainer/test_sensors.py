@@ -12,11 +12,10 @@ import pytest
 from rich.console import Console
 
 from tokenfeed.tools import train
-from tokenfeed.tools.monitor import view
-from tokenfeed.trainer.sensors.advice import advise
+from tokenfeed.tools.monitor import advise, view
 from tokenfeed.trainer.sensors.gpu import GpuReading, GpuSensor, gpus_here
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
-from tokenfeed.trainer.sensors.sampler import Sampler
+from tokenfeed.trainer.sensors.machine import Sampler
 
 
 class NvmlError(Exception):
@@ -208,7 +207,7 @@ def test_the_monitor_needs_neither_shards_nor_a_gpu_nor_a_terminal(
     monkeypatch.setattr(sys, "argv", ["train", "--monitor-only"])
     assert train._run() == 0
     shown = capsys.readouterr().out
-    assert "none that NVML knows" in shown
+    assert "NVML finds none" in shown
     assert "cores" in shown
 
 
