@@ -5,8 +5,8 @@ import math
 
 from tokenfeed.trainer.checkpoints.meta import Best
 from tokenfeed.trainer.evaluation import Evaluator, Metrics
+from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.tasks.task import BestBy
-from tokenfeed.trainer.telemetry import MetricsFile
 
 __all__ = ["Judge"]
 

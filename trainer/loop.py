@@ -31,6 +31,7 @@ from tokenfeed.trainer.feeds import Feeds
 from tokenfeed.trainer.host_memory import keep_freed_memory
 from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.precision import Precision, all_finite
 from tokenfeed.trainer.probing import decide_micro_batch
@@ -43,9 +44,8 @@ from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.run_report import DraftReports, log_beginning, remedies, report_of
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
-from tokenfeed.trainer.step_gradients import StepGradients
+from tokenfeed.trainer.step_gradients import StepGradients, Tally
 from tokenfeed.trainer.tasks.registry import task_of
-from tokenfeed.trainer.telemetry import MetricsFile, Tally
 from tokenfeed.trainer.trackers import Trackers
 
 __all__ = ["Trainer"]

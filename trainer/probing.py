@@ -22,9 +22,8 @@ from tokenfeed.trainer.fitting import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.precision import Precision
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.step_gradients import is_out_of_memory
+from tokenfeed.trainer.step_gradients import Tally, is_out_of_memory
 from tokenfeed.trainer.tasks.registry import task_of
-from tokenfeed.trainer.telemetry import Tally
 
 __all__ = ["DeviceMemory", "Memory", "decide_micro_batch", "size_of_cpu"]
 

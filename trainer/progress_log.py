@@ -1,19 +1,30 @@
-"""The progress lines of a run, and the one place of the loop that waits for the device."""
+"""The progress lines of a run, and the one place of the loop that waits for the device.
 
+A line on the console and an object in metrics.jsonl are made from the same `StepLog`, so they
+always agree. An unknown figure is null in the file and left out of the line.
+"""
+
+import dataclasses
 import logging
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.precision import device_uuid
+from tokenfeed.trainer.sensors.gpu import GpuReading
+from tokenfeed.trainer.sensors.host import HostReading
 from tokenfeed.trainer.sensors.machine import sample_machine
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.telemetry import MetricsFile, StepLog, Tally
+from tokenfeed.trainer.stall.step_times import StepSeconds
+from tokenfeed.trainer.stall.table import main_cause
+from tokenfeed.trainer.step_gradients import Tally
 
-__all__ = ["MOST_SKIPPED", "ProgressLog", "Skips"]
+__all__ = ["MOST_SKIPPED", "ProgressLog", "Skips", "StepLog"]
 
 MOST_SKIPPED = 20
 """A run ends after this many steps in a row whose loss or gradients are not finite."""
@@ -21,13 +32,70 @@ MOST_SKIPPED = 20
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLog:
+    """The state of a run at a step. Rates cover the steps since the previous line."""
+
+    step: int
+    loss: float | None
+    """Mean per target token, in nats, over the steps since the previous line with a finite loss;
+    None without such a step."""
+    learning_rate: float
+    gradient_norm: float | None
+    """Norm of this step, before clipping; None if it was not finite and the step was skipped."""
+    skipped_steps: int
+    """Steps since the previous line that changed nothing: their gradients were not finite."""
+    tokens: int
+    """Real tokens trained since the first step."""
+    real_tokens_per_s: float | None
+    """None during warm-up."""
+    stall: float | None
+    """Fraction of the wall time, 0 to 1; None during warm-up."""
+    stall_causes: dict[str, float]
+    """Share of the wall time by cause, without causes of 0."""
+    step_seconds: StepSeconds | None
+    """None during warm-up."""
+    gpu: GpuReading | None
+    host: HostReading | None
+
+    def line(self, steps: int) -> str:
+        """Return the line for the console. `steps` is the last step of the run."""
+        parts = [
+            f"step {self.step:>{len(str(steps))}}/{steps}",
+            "loss not finite" if self.loss is None else f"loss {self.loss:.4f}",
+            f"lr {self.learning_rate:.2e}",
+        ]
+        if self.real_tokens_per_s is not None and self.stall is not None:
+            parts += [f"{self.real_tokens_per_s:,.0f} real tok/s", self._stall(self.stall)]
+        else:
+            parts.append("warming up")
+        if self.gpu is not None and self.gpu.memory_bytes is not None:
+            parts.append(f"gpu {self.gpu.memory_bytes / 1e9:.1f} GB{_share(self.gpu.utilization)}")
+        if self.skipped_steps:
+            parts.append(f"{self.skipped_steps} skipped")
+        return " | ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object for metrics.jsonl. A missing loss is left out."""
+        values = dataclasses.asdict(self)
+        return values if self.loss is not None else {k: v for k, v in values.items() if k != "loss"}
+
+    def _stall(self, stall: float) -> str:
+        """The stall with its main cause: an evaluation must not look like a slow loader."""
+        return f"stall {stall:.2%}{main_cause(self.stall_causes)}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f" {value:.0%}"
+
+
 class Skips(NamedTuple):
-    """The skipped steps since the progress line before."""
+    """The skipped steps since the previous progress line."""
 
     first: int
-    """The first of them; where the run ends, the first of those in a row."""
+    """The first one. If the run ends, the first one in a row."""
     in_a_row: int
-    """How many of the latest steps were skipped without a break."""
+    """Number of the latest steps that were all skipped."""
 
 
 class ProgressLog:
@@ -39,7 +107,7 @@ class ProgressLog:
         learner: Its learning rate and skipped steps are logged.
         device: Holds the sums. Its memory and utilization are logged.
         steps: Last step of the run.
-        skipped: Steps that earlier sessions skipped.
+        skipped: Number of steps that earlier sessions skipped.
     """
 
     def __init__(
@@ -61,12 +129,12 @@ class ProgressLog:
         self._reading = stall.read()
 
     def add(self, step: int, tally: Tally, norm: Tensor) -> None:
-        """Add a step, without a wait for the device.
+        """Add a step without waiting for the device.
 
         Args:
-            step: Its number.
-            tally: Its sums. A loss that is not finite does not count.
-            norm: Its gradient's norm; not finite where the step was skipped.
+            step: Number of the step.
+            tally: Sums of the step. A loss that is not finite does not count.
+            norm: Norm of its gradient, not finite if the step was skipped.
         """
         is_finite = tally.loss.isfinite()
         self._interval.loss += torch.where(is_finite, tally.loss, 0.0)
@@ -76,19 +144,19 @@ class ProgressLog:
         self.is_behind = True
 
     def close(self) -> None:
-        """End the thread that reads the machine."""
+        """End the thread of the sensors."""
         self._machine.close()
 
     def write(self, step: int, tokens: int, norm: Tensor) -> Skips | None:
-        """Write a line; this waits for the device.
+        """Write a line. This waits for the device.
 
         Args:
-            step: The latest one.
+            step: The latest step.
             tokens: Real tokens trained so far.
-            norm: Of the latest step's gradient.
+            norm: Norm of the latest step's gradient.
 
         Returns:
-            The skipped steps since the line before; None without any. Where they end the run, no
+            The skipped steps since the previous line; None without any. If they end the run, no
             line is written.
         """
         latest_norm, skipped, in_a_row, total, targets, first = self._fetch(norm)
@@ -119,12 +187,12 @@ class ProgressLog:
         return Skips(int(first), int(in_a_row)) if first else None
 
     def _empty_interval(self) -> tuple[Tally, Tensor]:
-        """The sums of no step, and 0 for the first one that was skipped."""
+        """Return the sums of no step, and 0 for the first skipped step."""
         return Tally.zero(self._device), torch.zeros((), dtype=torch.int64, device=self._device)
 
     def _fetch(self, norm: Tensor) -> list[float]:
-        """Latest norm, skipped steps, skipped steps in a row until now, summed loss and targets,
-        first skipped step of the interval. This is the only wait for the device."""
+        """Fetch the latest norm, skipped steps, skipped steps in a row until now, summed loss and
+        targets, and the first skipped step of the interval. Nothing else waits for the device."""
         skips, sums = self._learner.precision.skips, self._interval
         values = (norm, *skips, sums.loss, sums.targets, self._first_skipped)
         return torch.stack([value.double() for value in values]).tolist()

@@ -1,6 +1,9 @@
-"""The gradients of a step, added up over its micro-batches and over the ranks."""
+"""The gradients and the loss of a step, summed over its micro-batches and over the ranks."""
+
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.micro_batch import MicroBatch
@@ -8,9 +11,8 @@ from tokenfeed.trainer.ranks.shares import is_sharded, sum_with_last
 from tokenfeed.trainer.ranks.world import World
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.task import Loss
-from tokenfeed.trainer.telemetry import Tally
 
-__all__ = ["StepGradients", "is_out_of_memory"]
+__all__ = ["StepGradients", "Tally", "is_out_of_memory"]
 
 _SIGNS = ("allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """In errors that torch raises as plain RuntimeErrors."""
@@ -20,6 +22,33 @@ def is_out_of_memory(error: RuntimeError) -> bool:
     """Whether memory was too small, of the host or of the device."""
     is_of_allocator = isinstance(error, torch.OutOfMemoryError)
     return is_of_allocator or any(sign in str(error) for sign in _SIGNS)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over micro-batches. Sums that depend on the device stay on the device."""
+
+    loss: Tensor
+    targets: Tensor
+    tokens: int = 0
+    slots: int = 0
+
+    @classmethod
+    def zero(cls, device: torch.device) -> "Tally":
+        """Return the sums of no micro-batch."""
+        loss = torch.zeros((), device=device)
+        return cls(loss, torch.zeros((), dtype=torch.int64, device=device))
+
+    def add(self, loss: Loss, tokens: int, slots: int) -> None:
+        """Add one micro-batch."""
+        self.extend(Tally(loss.sum.detach(), loss.targets, tokens, slots))
+
+    def extend(self, other: "Tally") -> None:
+        """Add the sums of another tally."""
+        self.loss += other.loss
+        self.targets += other.targets
+        self.tokens += other.tokens
+        self.slots += other.slots
 
 
 class StepGradients:

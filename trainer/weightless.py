@@ -22,8 +22,8 @@ from tokenfeed.trainer.models.attention import Scope
 from tokenfeed.trainer.optimizer import make_optimizer
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.step_gradients import Tally
 from tokenfeed.trainer.tasks.task import Task
-from tokenfeed.trainer.telemetry import Tally
 
 __all__ = ["Weightless"]
 

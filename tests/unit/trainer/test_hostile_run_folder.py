@@ -24,10 +24,10 @@ from tokenfeed.trainer import evaluation
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.evaluation import Metrics, evaluate
+from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.page.page import write_page
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.tasks.task import Task
-from tokenfeed.trainer.telemetry import MetricsFile
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,12 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer import judge, learner, loop, progress_log
 from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.phases import phases_of
 from tokenfeed.trainer.precision import Precision, _allow_tf32
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.telemetry import MetricsFile
 
 CPU = torch.device("cpu")
 READS_GRAD = pytest.mark.filterwarnings(

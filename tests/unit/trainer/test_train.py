@@ -34,10 +34,10 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_command import parse_config
 from tokenfeed.trainer.evaluation import Evaluator
 from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.progress_log import StepLog
 from tokenfeed.trainer.run import train
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
-from tokenfeed.trainer.telemetry import StepLog
 
 MakeShards = Callable[..., Path]
 

@@ -18,8 +18,8 @@ from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.peak_bytes import PeakBytes
 from tokenfeed.trainer.planned import Planned
 from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.step_gradients import Tally
 from tokenfeed.trainer.tasks import vocabulary_loss
-from tokenfeed.trainer.telemetry import Tally
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = RUNS | {
