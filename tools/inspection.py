@@ -1,7 +1,7 @@
 """`shards inspect`: what a data set holds. `pretokenize` ends with the same lines."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenfeed.pipeline.arithmetic import ceil_div
@@ -39,7 +39,7 @@ class Inspect:
         return 0
 
 
-def describe(store: Store, manifest: Manifest, more: Iterable[tuple[str, str]] = ()) -> str:
+def describe(store: Store, manifest: Manifest, more: Mapping[str, str] | None = None) -> str:
     """Return a data set as text: a table of its splits, facts, and histograms of row lengths.
 
     Args:
@@ -47,7 +47,7 @@ def describe(store: Store, manifest: Manifest, more: Iterable[tuple[str, str]] =
         manifest: Its manifest.
         more: Further facts, such as those of the run that made the data set.
     """
-    table, known = _splits_table(manifest), facts([*_facts(manifest), *more])
+    table, known = _splits_table(manifest), facts(_facts(manifest) | dict(more or {}))
     return "\n".join([*table, known, *_lengths(store, manifest)])
 
 
@@ -66,35 +66,26 @@ def _splits_table(manifest: Manifest) -> Iterator[str]:
         yield "  ".join([f"{first:<{widths[0]}}", *cells])
 
 
-def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def _facts(manifest: Manifest) -> dict[str, str]:
     tokenizer, ledger = manifest.tokenizer, manifest.ledger
     tokens = max(sum(split.tokens for split in manifest.splits.values()), 1)
     num_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
     end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
-    labels, columns = (
-        manifest.label_names,
-        shard_schema(tokenizer.vocabulary_size, manifest.columns),
-    )
-    yield "task", f"{manifest.task}, columns {', '.join(columns.names)}"
-    yield "labels", f"{len(labels):,}: {', '.join(labels)}" if labels else "none"
-    yield "tokenizer", f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}"
-    yield "ids", _ids(manifest)
-    yield (
-        "documents",
-        f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty + "
-        f"{ledger.rejected:,} rejected",
-    )
-    yield (
-        "input",
-        f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text, "
+    labels = manifest.label_names
+    columns = shard_schema(tokenizer.vocabulary_size, manifest.columns).names
+    return {
+        "task": f"{manifest.task}, columns {', '.join(columns)}",
+        "labels": f"{len(labels):,}: {', '.join(labels)}" if labels else "none",
+        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
+        "ids": _ids(manifest),
+        "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
+        f"+ {ledger.rejected:,} rejected",
+        "input": f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text, "
         f"{ledger.bytes / tokens:.2f} bytes of text per token",
-    )
-    yield (
-        "shards",
-        f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per token on "
-        "disk",
-    )
-    yield "fingerprint", f"{manifest.fingerprint}, the same for equal data sets"
+        "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
+        "token on disk",
+        "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
+    }
 
 
 def _ids(manifest: Manifest) -> str:

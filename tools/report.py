@@ -50,7 +50,7 @@ class Show:
             log.warning("%s: not written: %s", self.run_dir / PAGE_FILE, error.strerror)
             return 0
         if not self.json:
-            print(facts([("page", str(page))]))
+            print(facts({"page": str(page)}))
         return 0
 
 

@@ -1,8 +1,8 @@
-"""`train --dry-run`: what a run will be, without training and on any machine.
+"""`train --dry-run`: predict a run on any machine, without training.
 
-Rows as long as the manifest has them are batched as the loader would; one batch is read, for how
-documents lie in rows. Steps run on tensors without values (`weightless`), so memory is that of the
-real operators. Speed is a bound: the GPU's arithmetic by the operations of a token.
+Batches are planned from the row lengths in the manifest. One batch is read, to see how documents
+share rows. Steps run on tensors without values (`weightless`), so their memory is that of the real
+operators. The speed is a bound: the arithmetic of the GPU divided by the operations of a token.
 """
 
 from dataclasses import dataclass
@@ -22,78 +22,63 @@ _DISK_BYTES_PER_S = 1e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DryRun:
-    """What a run will be."""
+    """The prediction of a run."""
 
     steps: int
     epochs: float
     tokens: int
-    """Real tokens that are trained on, about."""
+    """Approximate number of real tokens that are trained on."""
     micro_batches_per_step: int
     slots_per_step: int
     padding: float
-    """Fraction of all token slots that will hold no token, about."""
+    """Approximate fraction of token slots that will hold no token."""
     shapes: dict[str, int]
-    """How many micro-batches of an epoch are of which rows x length: the most frequent."""
+    """Micro-batches of an epoch by `rows x length`, the most frequent shapes only."""
     parameters: int
     trained_parameters: list[int]
-    """Of these, those that each phase trains."""
+    """Parameters that each phase trains."""
     flops_per_token: float
     flops_formula: str
     precision: str
     peak_gib: float
-    """Of tensors; without what kernels, CUDA and an allocator take besides."""
+    """Peak of the tensors. Kernels, CUDA and the allocator need more."""
     gpu: str | None
     gpu_gib: float | None
     fits: bool | None
     """Whether the peak is within 92 % of the GPU's memory."""
     fitting_micro_batch_tokens: int | None
-    """The largest micro-batch that is, with the same step; None: not even the smallest."""
+    """The largest micro-batch that fits, with the same step; None if none fits."""
     fitting_peak_gib: float | None
     tokens_per_s_bound: float | None
-    """What the GPU's arithmetic allows; good runs reach a third to a half of it."""
+    """Bound by the GPU's arithmetic. Good runs reach a third to a half of it."""
     hours_bound: float | None
     checkpoints: int
     checkpoint_gib: float
     disk_gib: float
-    """Of the checkpoints that are kept: the latest and the best."""
+    """Size of the checkpoints that are kept: the latest ones and the best."""
     checkpoint_seconds: float
-    """Of one, at 1 GB/s."""
+    """Seconds to write a checkpoint at 1 GB/s."""
 
     def summary(self) -> str:
         """The plan in a few lines."""
-        speed = fits = ""
-        if self.gpu is not None:
-            fits = self._fitting()
+        speed = ""
         if self.tokens_per_s_bound is not None:
             bound = f"{self.tokens_per_s_bound:,.0f}"
             speed = f"at most {bound} tokens/s, so at least {_duration(self.hours_bound)}"
         return facts(
-            [
-                (
-                    "steps",
-                    f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
-                    f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} "
-                    "tokens",
-                ),
-                ("batches", f"an epoch has {self._shapes()}; padding {self.padding:.2%}"),
-                (
-                    "model",
-                    f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
-                    f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
-                ),
-                (
-                    "memory",
-                    f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
-                ),
-                ("fits", fits),
-                ("speed", speed),
-                (
-                    "disk",
-                    f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; those "
-                    f"kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at "
-                    "1 GB/s",
-                ),
-            ]
+            {
+                "steps": f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
+                f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
+                "batches": f"an epoch has {self._shapes()}; padding {self.padding:.2%}",
+                "model": f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
+                f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
+                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
+                "fits": self._fitting() if self.gpu else "",
+                "speed": speed,
+                "disk": f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; "
+                f"those kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at "
+                "1 GB/s",
+            }
         )
 
     def _shapes(self) -> str:
@@ -118,10 +103,10 @@ class DryRun:
 
 
 def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
-    """Plan a run, on the GPU of that name or size; by default on the device it would train on.
+    """Predict a run on a GPU given by name or size. Default: the device it would train on.
 
     Raises:
-        TokenfeedError: Settings or shards do not allow it; one line says why.
+        TokenfeedError: Settings or shards do not allow the run.
     """
     config.check()
     gpu = find_gpu(config, gpu_name)

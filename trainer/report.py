@@ -19,7 +19,7 @@ from tokenfeed.pipeline.feeding.stats import RemoteStats
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.report import StallReport
-from tokenfeed.trainer.stall.table import advice_facts, speed_parts, stall_facts
+from tokenfeed.trainer.stall.table import advice, speed_parts, stall_facts
 
 __all__ = ["Report", "decode_json", "encode_json", "versions"]
 
@@ -116,24 +116,19 @@ class Report:
         if self.real_tokens_per_s is None:
             speed = ["not measured", *speed]
         return facts(
-            [
-                (
-                    "model",
-                    f"{self.model}, {self.parameters / 1e6:.1f} M parameters, {self.precision} on "
-                    f"{self.device}",
-                ),
-                (
-                    "trained",
-                    f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}{end}",
-                ),
-                ("loss", loss),
-                *(("metrics", line) for line in self._metrics()),
-                ("speed", ", ".join(speed)),
-                *stall_facts(self.stall),
-                ("store", self._store()),
-                *advice_facts(self.stall),
-                ("report", f"{folder / ', '.join(files)}" if files else ""),
-            ]
+            {
+                "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters, "
+                f"{self.precision} on {self.device}",
+                "trained": f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}"
+                f"{end}",
+                "loss": loss,
+                "metrics": "\n".join(self._metrics()),
+                "speed": ", ".join(speed),
+                **stall_facts(self.stall),
+                "store": self._store(),
+                "advice": advice(self.stall),
+                "report": f"{folder / ', '.join(files)}" if files else "",
+            }
         )
 
     def _way_on(self) -> str:

@@ -4,10 +4,10 @@ from tokenfeed.pipeline.facts import count_of, facts
 
 
 def test_facts_aligns_values_and_further_lines() -> None:
-    assert facts([("rows", "12"), ("stall", "5%\nof 60 s"), ("gone", "")]) == (
+    assert facts({"rows": "12", "stall": "5%\nof 60 s", "gone": ""}) == (
         "rows     12\nstall    5%\n         of 60 s"
     )
-    assert facts([("a", "1"), ("fingerprint", "x")]) == "a           1\nfingerprint x"
+    assert facts({"a": "1", "fingerprint": "x"}) == "a           1\nfingerprint x"
 
 
 def test_count_of_one_is_singular() -> None:

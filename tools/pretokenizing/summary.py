@@ -1,7 +1,6 @@
 """The figures at the end of `pretokenize`, for people and for scripts."""
 
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,20 +123,20 @@ class Summary:
         """Return all fields as a JSON object."""
         return dataclasses.asdict(self)
 
-    def facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the facts of the run. `shards inspect` has those of the data set."""
-        if self.skipped_binary:
-            yield "left out", count_of(self.skipped_binary, "binary file")
-        if self.rejected:
-            yield "rejects", f"{self.out}/{REJECTS_FILE} lists each with its reason"
-        yield "training", self._training()
-        if self.task in ENDED_TASKS:
-            missing = "none: the tokenizer has no such token (see --end-token)"
-            yield "end token", self.end_token or missing
+    def facts(self) -> dict[str, str]:
+        """Return the facts of the run. `shards inspect` has those of the data set."""
+        end = self.end_token or "none: the tokenizer has no such token (see --end-token)"
         resumed = f", {self.resumed_units:,} of them by earlier runs" if self.resumed_units else ""
-        yield "speed", f"{self.mb_per_s:,.1f} MB/s, {count_of(self.units, 'unit')} of work{resumed}"
-        yield "time", f"{self.seconds:,.1f} s"
-        yield "output", self.out
+        skipped, rejects = self.skipped_binary, f"{self.out}/{REJECTS_FILE}"
+        return {
+            "left out": count_of(skipped, "binary file") if skipped else "",
+            "rejects": f"{rejects} lists each with its reason" if self.rejected else "",
+            "training": self._training(),
+            "end token": end if self.task in ENDED_TASKS else "",
+            "speed": f"{self.mb_per_s:,.1f} MB/s, {count_of(self.units, 'unit')} of work{resumed}",
+            "time": f"{self.seconds:,.1f} s",
+            "output": self.out,
+        }
 
     def _training(self) -> str:
         """What became of a tokenizer that this run trained."""

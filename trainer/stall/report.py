@@ -9,7 +9,7 @@ from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
-from tokenfeed.trainer.stall.table import advice_facts, speed_parts, stall_facts
+from tokenfeed.trainer.stall.table import advice, speed_parts, stall_facts
 
 __all__ = ["Advice", "CauseReport", "Interval", "StallReport"]
 
@@ -92,9 +92,8 @@ class StallReport:
     def __str__(self) -> str:
         shown = _shown(self)
         speed = ", ".join(speed_parts(shown, self.padding)) or "no tokens were passed to `step`"
-        pairs = [*stall_facts(shown), ("speed", speed)]
-        pairs += [("device", f"{self.device}; {self.method}"), *advice_facts(shown)]
-        return facts(pairs)
+        end = {"speed": speed, "device": f"{self.device}; {self.method}", "advice": advice(shown)}
+        return facts(stall_facts(shown) | end)
 
     def write(self, folder: Path | str) -> Path:
         """Write report.json and report.html into a folder, each atomically.

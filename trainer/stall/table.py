@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TAILS",
     "CauseRow",
-    "advice_facts",
+    "advice",
     "cause_rows",
     "cause_table",
     "gain_words",
@@ -53,10 +53,10 @@ class CauseRow(NamedTuple):
     meaning: str = ""
 
 
-def stall_facts(report: "StallReport") -> list[tuple[str, str]]:
+def stall_facts(report: "StallReport") -> dict[str, str]:
     """The stall with a table of its causes, and the slowest rank with a table of the ranks."""
-    stall = "\n".join([headline(report), *cause_table(report)])
-    return [("stall", stall), ("ranks", "\n".join(rank_table(report)))]
+    stall = [headline(report), *cause_table(report)]
+    return {"stall": "\n".join(stall), "ranks": "\n".join(rank_table(report))}
 
 
 def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
@@ -73,9 +73,9 @@ def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
     return parts
 
 
-def advice_facts(report: "StallReport") -> list[tuple[str, str]]:
-    """One fact for each piece of advice."""
-    return [("advice", f"{piece.text} ({gain_words(piece.gain)})") for piece in report.advice]
+def advice(report: "StallReport") -> str:
+    """One line for each piece of advice."""
+    return "\n".join(f"{piece.text} ({gain_words(piece.gain)})" for piece in report.advice)
 
 
 def gain_words(gain: float | None) -> str:

@@ -368,6 +368,6 @@ def test_the_summary_tells_the_metrics_of_every_split(
 ) -> None:
     report = run(make_config(folders["classify"], tmp_path))
     for split in ("validation", "test"):
-        [line] = [each for each in report.summary().splitlines() if f"metrics  {split}" in each]
+        [line] = [each for each in report.summary().splitlines() if f" {split}, best" in each]
         for name, value in report.metrics[split].items():
             assert f"{name} {value:.4f}" in line
