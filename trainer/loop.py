@@ -33,7 +33,7 @@ from tokenfeed.trainer.judge import Judge
 from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.metrics_file import MetricsFile
 from tokenfeed.trainer.page.page import write_page
-from tokenfeed.trainer.precision import Precision, all_finite
+from tokenfeed.trainer.precision import Precision, all_finite, device_name
 from tokenfeed.trainer.probing import decide_micro_batch
 from tokenfeed.trainer.profiling import StepTracer
 from tokenfeed.trainer.progress_log import MOST_SKIPPED, ProgressLog
@@ -41,8 +41,8 @@ from tokenfeed.trainer.ranks.agreement import Agreement
 from tokenfeed.trainer.ranks.group import chosen_device
 from tokenfeed.trainer.ranks.shared_state import shared_state
 from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.report import Report
-from tokenfeed.trainer.run_report import DraftReports, log_beginning, remedies, report_of
+from tokenfeed.trainer.report import Report, versions
+from tokenfeed.trainer.run_report import DraftReports, log_beginning, remedies
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.step_gradients import StepGradients, Tally
 from tokenfeed.trainer.tasks.registry import task_of
@@ -81,7 +81,7 @@ class Trainer:
         self.drafts: DraftReports | None = None
         if self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
-            self.drafts = DraftReports(config.run_dir, lambda: report_of(self, {}))
+            self.drafts = DraftReports(config.run_dir, lambda: self._report({}))
         self.step = self.saved_step = self.skipped = 0
         self.earlier: Report | None = None
         """The report of the parts of the run before this one."""
@@ -150,13 +150,55 @@ class Trainer:
             self.saver.wait()
         self.agreement.settle()
         self._gather_stall()
-        report = report_of(self, self._final_metrics())
+        report = self._report(self._final_metrics())
         if self.world.is_main:
             report.write(self.config.run_dir)
             self.stall.write_trace(self.config.run_dir)  # for Perfetto
             write_page(self.config.run_dir)
             self.uploads.finish()
         return report
+
+    def _report(self, metrics: dict[str, Metrics]) -> Report:
+        """Return the report so far, with metrics of the best weights by split.
+
+        On ranks other than 0, which have no metrics.jsonl, the report has no losses.
+        """
+        lines = self.metrics.read() if self.metrics else []
+        losses, validation, skipped = (
+            [line[name] for line in lines if name in line]
+            for name in ("loss", "validation_loss", "skipped_steps")
+        )
+        earlier, agreement, manifest = self.earlier, self.agreement, self.task.manifest
+        remote, before = self.course.remote, earlier.remote if earlier else None
+        remote = remote.with_another(before) if remote and before else remote or before
+        stall = self.stall.report(earlier.stall if earlier else None)
+        return Report(
+            run_dir=str(self.config.run_dir),
+            finished=self.is_finished,
+            parts=1 + (earlier.parts if earlier else 0),
+            steps=self.step,
+            skipped_steps=sum(skipped),
+            tokens=agreement.tokens,
+            seconds=time.perf_counter() - self.started_s + (earlier.seconds if earlier else 0.0),
+            real_tokens_per_s=stall.real_tokens_per_s,
+            padding=1 - agreement.tokens / agreement.slots if self.step else 0.0,
+            stall=stall,
+            remote=remote,
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
+            validation_loss_first=validation[0] if validation else None,
+            validation_loss_last=validation[-1] if validation else None,
+            task=self.task.name,
+            metrics={split: dict(found) for split, found in metrics.items()},
+            best_step=self.judge.best.step if self.judge.best else None,
+            model=self.config.model,
+            parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
+            vocabulary_size=manifest.tokenizer.vocabulary_size,
+            device=device_name(self.device),
+            precision=self.learner.precision.name,
+            versions=versions(),
+            rows_by_length=list(manifest.split("train").length_histogram),
+        )
 
     def _final_metrics(self) -> dict[str, Metrics]:
         """Metrics by split: of the best weights where they are known, else of the last."""
@@ -183,7 +225,7 @@ class Trainer:
             self._resume()
         else:
             self.course.log_phase()
-        log_beginning(self)
+        log_beginning(config, self.task, self.learner, self.device, self.step)
         if config.compile:
             self.learner.compile(self.feeds.blanks())
         if self.metrics:

@@ -1,4 +1,4 @@
-"""The log lines before a run's first step, its report, and drafts of the report on the way."""
+"""What a run logs before its first step, its advice, and drafts of its report on the way."""
 
 import contextlib
 import dataclasses
@@ -6,23 +6,20 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tokenfeed.pipeline.feeding.stats import RemoteStats
+import torch
+
 from tokenfeed.trainer.batching import padding_remedy
 from tokenfeed.trainer.config import TrainConfig
 from tokenfeed.trainer.data_sets import shown
 from tokenfeed.trainer.defaults import epoch_of
-from tokenfeed.trainer.evaluation import Metrics
+from tokenfeed.trainer.learner import Learner
 from tokenfeed.trainer.optimizer import is_embedding
 from tokenfeed.trainer.precision import device_name
-from tokenfeed.trainer.report import Report, versions
+from tokenfeed.trainer.report import Report
 from tokenfeed.trainer.tasks.task import Task
 
-if TYPE_CHECKING:
-    from tokenfeed.trainer.loop import Trainer
-
-__all__ = ["DraftReports", "log_beginning", "remedies", "report_of"]
+__all__ = ["DraftReports", "log_beginning", "remedies"]
 
 _SECONDS_BETWEEN = 30.0
 _MOST_SHARE = 0.001
@@ -47,11 +44,13 @@ def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:
     }
 
 
-def log_beginning(run: "Trainer") -> None:
-    """Log the model, the data, the steps and the folder of a run before its first step."""
-    config, model, manifest = run.config, run.learner.model, run.task.manifest
+def log_beginning(
+    config: TrainConfig, task: Task, learner: Learner, device: torch.device, step: int
+) -> None:
+    """Log the model, the data, the steps and the folder of a run that goes on after a step."""
+    model, manifest = learner.model, task.manifest
     train = manifest.split("train")
-    epoch = epoch_of(config, manifest, on_gpu=run.device.type != "cpu")
+    epoch = epoch_of(config, manifest, on_gpu=device.type != "cpu")
     embeddings = {p for part in model.modules() if is_embedding(part) for p in part.parameters()}
     parameters = sum(weight.numel() for weight in model.parameters())
     without = parameters - sum(weight.numel() for weight in embeddings)
@@ -60,10 +59,10 @@ def log_beginning(run: "Trainer") -> None:
         config.model,
         f"{parameters:,}",
         f"{without:,}",
-        run.learner.precision.name,
-        device_name(run.device),
+        learner.precision.name,
+        device_name(device),
     )
-    _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", run.task.name)
+    _log.info("data: %s, %s tokens of %s", shown(config.shards), f"{train.tokens:,}", task.name)
     lost = train.tokens - round(epoch.tokens)
     if lost > 0:
         _log.warning(
@@ -75,59 +74,12 @@ def log_beginning(run: "Trainer") -> None:
         )
     _log.info(
         "steps: %s%s of about %s tokens; %.3g epochs",
-        f"{run.step + 1:,} to " if run.step else "",
+        f"{step + 1:,} to " if step else "",
         f"{config.steps:,}",
         f"{round(epoch.tokens / epoch.steps):,}",
         config.steps / epoch.steps,
     )
     _log.info("run: %s", config.run_dir)
-
-
-def report_of(run: "Trainer", metrics: Mapping[str, Metrics]) -> Report:
-    """Return the report of a run so far.
-
-    Args:
-        run: The run. On ranks other than 0, which have no metrics.jsonl, the report has no losses.
-        metrics: Metrics of the best weights by split.
-    """
-    lines = run.metrics.read() if run.metrics else []
-    losses, validation, skipped = (
-        [line[name] for line in lines if name in line]
-        for name in ("loss", "validation_loss", "skipped_steps")
-    )
-    earlier, agreement, manifest = run.earlier, run.agreement, run.task.manifest
-    stall = run.stall.report(earlier.stall if earlier else None)
-    return Report(
-        run_dir=str(run.config.run_dir),
-        finished=run.is_finished,
-        parts=1 + (earlier.parts if earlier else 0),
-        steps=run.step,
-        skipped_steps=sum(skipped),
-        tokens=agreement.tokens,
-        seconds=time.perf_counter() - run.started_s + (earlier.seconds if earlier else 0.0),
-        real_tokens_per_s=stall.real_tokens_per_s,
-        padding=1 - agreement.tokens / agreement.slots if run.step else 0.0,
-        stall=stall,
-        remote=_remote(run.course.remote, earlier.remote if earlier else None),
-        loss_first=losses[0] if losses else None,
-        loss_last=losses[-1] if losses else None,
-        validation_loss_first=validation[0] if validation else None,
-        validation_loss_last=validation[-1] if validation else None,
-        task=run.task.name,
-        metrics={split: dict(found) for split, found in metrics.items()},
-        best_step=run.judge.best.step if run.judge.best else None,
-        model=run.config.model,
-        parameters=sum(parameter.numel() for parameter in run.learner.model.parameters()),
-        vocabulary_size=manifest.tokenizer.vocabulary_size,
-        device=device_name(run.device),
-        precision=run.learner.precision.name,
-        versions=versions(),
-        rows_by_length=list(manifest.split("train").length_histogram),
-    )
-
-
-def _remote(own: RemoteStats | None, earlier: RemoteStats | None) -> RemoteStats | None:
-    return own.with_another(earlier) if own and earlier else own or earlier
 
 
 class DraftReports:
