@@ -150,7 +150,12 @@ def test_help_needs_no_torch() -> None:
         "sys.argv = ['pretokenize', '--help']\n"
         "runpy.run_module('tokenfeed.tools.pretokenize', run_name='__main__')\n"
     )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
     *lines, heavy = result.stdout.splitlines()
     assert heavy.endswith("False False"), heavy
     assert "usage" in lines[0]
