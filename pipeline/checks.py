@@ -1,8 +1,7 @@
-"""Settings at the door: each check gives the value as the rest of the code wants it, or refuses it
-with one line.
+"""Check the arguments of the library: convert a value to its plain type, or reject it in one line.
 
-What passes is a plain int, float, bool or str, whatever number type it came as (numpy's are taken),
-so that a plan compares and a state is saved the same for all of them. Torch-free.
+Numbers of numpy become a plain int, float or bool, so that plans compare equal and states are saved
+the same for all number types. Does not import torch.
 """
 
 import operator
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 MOST = 2**31 - 1
-"""Rows, tokens or micro-batches of what is held in memory at once: places in it are int32."""
+"""Most rows, tokens or micro-batches in memory at once: their positions are int32."""
 
 _LARGEST = 2**63 - 1
 _SHOWN = 60
@@ -39,10 +38,10 @@ Choice = TypeVar("Choice", bound=str)
 def whole(
     name: str, value: object, *, least: int = 0, most: int = _LARGEST, other: str = ""
 ) -> int:
-    """A whole number in a range; `other` says what else would be taken.
+    """Return a whole number in a range; `other` names another accepted value, for the error.
 
     Raises:
-        ConfigError: It is no whole number, or out of range.
+        ConfigError: The value is not a whole number, or is out of range.
     """
     checked = as_int(value)
     if checked is None or not least <= checked <= most:
@@ -52,10 +51,10 @@ def whole(
 
 
 def seed(value: object) -> int:
-    """A seed: any whole number.
+    """Return a seed: any whole number.
 
     Raises:
-        ConfigError: It is no whole number.
+        ConfigError: The value is not a whole number.
     """
     checked = as_int(value)
     if checked is None:
@@ -64,16 +63,16 @@ def seed(value: object) -> int:
 
 
 def epochs(value: object) -> int | None:
-    """Epochs of a pass; None for no end.
+    """Return the number of epochs; None for no end.
 
     Raises:
-        ConfigError: It is neither, or a pass without an epoch.
+        ConfigError: The value is not None or a whole number of at least 1.
     """
     return None if value is None else whole("epochs", value, least=1, other=", or None for no end")
 
 
 def as_int(value: Any) -> int | None:
-    """A whole number of any type as an int; None for everything else, True and 2.0 among it."""
+    """Return a whole number of any type as an int; None for other values, such as True and 2.0."""
     if isinstance(value, bool | np.bool_):
         return None
     try:
@@ -83,10 +82,10 @@ def as_int(value: Any) -> int | None:
 
 
 def number(name: str, value: object, *, unit: str) -> float:
-    """A number above 0 of some unit, infinity included.
+    """Return a number above 0, in the given unit. Infinity is allowed.
 
     Raises:
-        ConfigError: It is no number, or not above 0.
+        ConfigError: The value is not a number above 0.
     """
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise refusal(name, value, f"{unit}, more than 0; float('inf') sets no limit")
@@ -94,10 +93,10 @@ def number(name: str, value: object, *, unit: str) -> float:
 
 
 def share(name: str, value: object) -> float:
-    """A number from 0 to 1.
+    """Return a number from 0 to 1.
 
     Raises:
-        ConfigError: It is no number, or out of range.
+        ConfigError: The value is not a number, or is out of range.
     """
     is_real = isinstance(value, Real) and not isinstance(value, bool)
     if not is_real or not 0 <= value <= 1:  # type: ignore[operator]  # too large for a float
@@ -106,10 +105,10 @@ def share(name: str, value: object) -> float:
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False.
+    """Return True or False.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The value is neither.
     """
     if not isinstance(value, bool | np.bool_):
         raise refusal(name, value, "True or False")
@@ -117,10 +116,10 @@ def flag(name: str, value: object) -> bool:
 
 
 def text(name: str, value: object) -> str:
-    """A string.
+    """Return a string.
 
     Raises:
-        ConfigError: It is no string.
+        ConfigError: The value is not a string.
     """
     if not isinstance(value, str):
         raise refusal(name, value, "a string")
@@ -128,10 +127,10 @@ def text(name: str, value: object) -> str:
 
 
 def choice(name: str, value: object, choices: Sequence[Choice]) -> Choice:
-    """One of a few words.
+    """Return one of a few words.
 
     Raises:
-        ConfigError: It is none of them.
+        ConfigError: The value is another one.
     """
     for word in choices:
         if isinstance(value, str) and value == word:
@@ -140,7 +139,7 @@ def choice(name: str, value: object, choices: Sequence[Choice]) -> Choice:
 
 
 def refusal(name: str, value: object, expected: str) -> ConfigError:
-    """The error for a setting that is not what was expected; one line, whatever the value is."""
+    """Return the error for an unexpected value, in one line for any value."""
     shown = " ".join(repr(value).split())
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}..."

@@ -1,9 +1,9 @@
-"""The shell around every command: what an error, a Ctrl-C or a closed pipe looks like outside.
+"""The shell around every command: it turns errors, Ctrl-C and closed pipes into exit codes.
 
-A command is a function that returns an exit code or None. What a user can cause ends in one line on
-stderr and an exit code (1 an error, 2 a setting that cannot work, like the command line's own
-mistakes, 130 an interruption, 143 a SIGTERM); everything else is a bug of ours and keeps its
-traceback. What this file imports is little: from its first line on a Ctrl-C should find it ready.
+A command is a function that returns an exit code or None. Problems that a user can cause end with
+one line on stderr and an exit code: 1 for an error, 2 for a wrong option or setting, 130 for an
+interruption, 143 for SIGTERM. Any other exception is a bug of ours and keeps its traceback. This
+file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
 import contextlib
@@ -24,30 +24,31 @@ __all__ = ["log_to_stderr", "parse_words", "print_json", "run_command"]
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
-"""Messages of the system's loader without memory for a library."""
+"""Messages of the dynamic loader if there is no memory for a library."""
 _NO_THREAD = "can't start new thread"
 """Python's message when the system refuses a thread."""
 
 Parsed = TypeVar("Parsed")
 
 _received: list[int] = []
-"""Signals that came to end the command."""
+"""Signals received so far."""
 _said = False
 
 
 def run_command(body: Callable[[], int | None]) -> NoReturn:
     """Run a command's body and leave the process with its exit code.
 
-    Raise `KeyboardInterrupt("what is kept, how to go on")` to say more than `interrupted`; SIGTERM
-    arrives in the body as a KeyboardInterrupt too. A second signal ends the process at once.
+    The body can raise `KeyboardInterrupt("what is kept, how to continue")` to print more than
+    `interrupted`. SIGTERM also raises KeyboardInterrupt in the body. A second signal ends the
+    process at once.
     """
     _set_up()
     try:
         code = body() or 0
-        if sys.stdout:  # it may have been closed
+        if sys.stdout:  # None if it was closed
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush stays quiet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         code = _PIPE_CLOSED
     except KeyboardInterrupt as interruption:
         number = _received[0] if _received else signal.SIGINT
@@ -83,7 +84,7 @@ def print_json(value: Any) -> None:
 
 
 def parse_words(parse: Callable[[], Parsed]) -> Parsed:
-    """Call a parser of tyro. Its errors, boxes of several lines, become one line.
+    """Call a parser of tyro, and turn its error boxes of several lines into one line.
 
     Raises:
         ConfigError: The words on the command line cannot be parsed.
@@ -99,10 +100,10 @@ def parse_words(parse: Callable[[], Parsed]) -> Parsed:
 
 
 def _one_line(box: str) -> str:
-    """The first paragraph of a box of tyro, the nearest option, and where there is help.
+    """Return the first paragraph of tyro's error box, the nearest option, and where to find help.
 
-    Rules part the paragraphs. Lines that are indented deeper describe options, and are left out.
-    Without UTF-8 the box has no sides, and its title is the first paragraph.
+    Lines separate the paragraphs. Text that is indented further describes options and is left out.
+    Without UTF-8, the box has no sides, and its title is the first paragraph.
     """
     import re  # rarely needed
 
@@ -126,7 +127,7 @@ def _one_line(box: str) -> str:
 
 
 def log_to_stderr() -> None:
-    """Show what tokenfeed logs, in the way of all its commands."""
+    """Print the log of tokenfeed in the format of all its commands."""
     logger = logging.getLogger("tokenfeed")
     if not logger.handlers:
         handler = logging.StreamHandler()
@@ -142,11 +143,11 @@ def _set_up() -> None:
     log_to_stderr()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # odd file names under an ASCII locale
+            stream.reconfigure(errors="backslashreplace")  # unusual file names in an ASCII locale
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Interrupt the body; a second signal ends the process at once, whatever it is doing."""
+    """Interrupt the body. A second signal ends the process at once."""
     _received.append(number)
     if len(_received) == 1:
         raise KeyboardInterrupt
@@ -156,9 +157,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _insist_on_utf8() -> None:
-    """Begin again in Python's UTF-8 mode where the locale has file names read otherwise.
+    """Restart in Python's UTF-8 mode if the locale has another encoding for file names.
 
-    The same bytes of a name, on the command line or in a folder, are then the same name anywhere.
+    The same bytes of a name, on the command line or in a folder, are then the same name everywhere.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"
@@ -178,7 +179,7 @@ def _say(line: str, code: int) -> int:
 
 
 class _Formatter(logging.Formatter):
-    """Information as it is; anything graver with its level in front."""
+    """Print information as it is, and warnings and errors after their level."""
 
     def format(self, record: logging.LogRecord) -> str:
         message = without_secrets(super().format(record))

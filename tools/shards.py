@@ -1,6 +1,6 @@
-"""`shards`: the command for data sets that are made; its parts are in `shards_command`.
+"""Entry point of the `shards` command. `shards_command` has its subcommands.
 
-What this file imports is little, so that a Ctrl-C is met at once.
+This file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
 from tokenfeed.pipeline.remote.process import own_process
@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """The command `shards`."""
+    """Run the command `shards`."""
     run_command(_command)
 
 

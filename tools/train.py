@@ -1,8 +1,8 @@
-"""The `train` command: shards in, a trained model and a report out.
+"""The `train` command: reads shards, writes a trained model and a report.
 
-Ctrl-C, SIGTERM and SIGHUP (a closed terminal) end the run after the step or the evaluation batch
-under way, with a checkpoint and a report; `--resume` goes on from there. A second Ctrl-C ends it at
-once. SIGUSR1 saves, and the run goes on.
+Ctrl-C, SIGTERM and SIGHUP (a closed terminal) stop the run after the current step or evaluation
+batch, with a checkpoint and a report; `--resume` continues from there. A second Ctrl-C stops it at
+once. SIGUSR1 saves a checkpoint, and the run continues.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from tokenfeed.trainer.ranks.launch import Launch
 __all__ = ["main"]
 
 
-class Wishes:
-    """Turn the first signal to end, and every SIGUSR1, into a wish that the loop reads."""
+class SignalRequests:
+    """Turn the first signal to stop, and every SIGUSR1, into requests that the loop polls."""
 
     def __init__(self) -> None:
         self.ended_by: int | None = None
-        """The signal that came to stop."""
+        """The signal that requested a stop."""
         self._save = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop_later)
@@ -37,11 +37,11 @@ class Wishes:
                 signal.signal(signal.SIGHUP, self._stop_later)
 
     def should_stop(self) -> bool:
-        """Whether to save and end."""
+        """Whether to save and stop."""
         return self.ended_by is not None
 
     def should_save(self) -> bool:
-        """Whether to save and go on; a wish is told once."""
+        """Whether to save and continue; True once for each request."""
         if not self._save:
             return False
         self._save = False
@@ -58,7 +58,7 @@ class Wishes:
 
 
 def _say(line: bytes) -> None:
-    """Write to stderr, whose terminal may be gone."""
+    """Write to stderr. Its terminal may be closed."""
     with contextlib.suppress(OSError):
         os.write(sys.stderr.fileno(), line)
 
@@ -86,15 +86,15 @@ def _run() -> int:
         return _plan(config, command.gpu)
     from tokenfeed.trainer.run import train  # torch takes seconds to load; --help needs none
 
-    wishes = Wishes()
-    report = train(config, wishes.should_stop, wishes.should_save)
+    requests = SignalRequests()
+    report = train(config, requests.should_stop, requests.should_save)
     if not launch.is_main:
-        pass  # rank 0 tells it
+        pass  # rank 0 prints it
     elif config.json:
         print_json(dataclasses.asdict(report))
     else:
         print(report.summary())
-    return 0 if wishes.ended_by is None else 128 + wishes.ended_by
+    return 0 if requests.ended_by is None else 128 + requests.ended_by
 
 
 def _plan(config: TrainConfig, gpu: str | None) -> int:

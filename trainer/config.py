@@ -97,7 +97,7 @@ def _new_run_dir() -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseSettings:
-    """The settings of one phase. The run's settings replace those that are None."""
+    """The settings of one phase. The value None stands for the setting of the run."""
 
     steps: Positive
     """Optimizer steps of this phase alone."""

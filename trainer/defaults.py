@@ -1,8 +1,8 @@
-"""The settings that suit a data set: what `train` uses where the command line says nothing.
+"""Defaults that suit a data set, for settings that the user leaves open.
 
-Documents keep the plain defaults of `TrainConfig`, but for evaluations. Data with labels or
-completions is trained for some epochs: as many as make two million tokens, but at least 3 and at
-most 10. The figures come from small sets and two cores. Torch-free.
+Documents keep the defaults of `TrainConfig`, except for evaluations. Data with labels or
+completions gets as many epochs as make two million tokens, but at least 3 and at most 10. The
+numbers were measured on small data sets and two cores. Does not import torch.
 """
 
 import dataclasses
@@ -22,26 +22,27 @@ from tokenfeed.trainer.settings import flag_of
 __all__ = ["Asked", "Choice", "epoch_of", "epochs_of", "lasting", "steps_of", "suited"]
 
 _TOKENS = 2_000_000
-"""Trained in all, and about where a set is no longer small."""
+"""Tokens to train on in all epochs. A data set of fewer tokens is small."""
 _EPOCHS = (3, 10)
 _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
 _RATE = 1e-3
-"""For a step of the least rows."""
+"""Learning rate for a step of 32 rows."""
 _FINE_RATE = 5e-5
 _MOST_SLOTS = 16_384
-"""Of a micro-batch of labelled rows: its memory follows the layers, not the vocabulary."""
+"""Token slots in a micro-batch of labelled rows at most. Its memory depends on the layers, not on
+the vocabulary."""
 _PACKED_LENGTH, _PACKED_SLOTS = (128, 8192), 2048
 _WARMUP, _LINES = 0.1, 50
 _LONG_WARMUP, _MOST_WARMUP = 0.037, 700
-"""Of a GPU's preset: 700 of 19,000 steps, as reproductions of GPT-2 have it."""
+"""Warm-up in the presets for GPUs: 700 of 19,000 steps, as in reproductions of GPT-2."""
 _EVALUATION_SHARE = 0.05 * 3
-"""Tokens of all evaluations by tokens trained: 5 % of the time, as a forward pass is a third of a
+"""Tokens of all evaluations per trained token: 5 % of the time, as a forward pass is a third of a
 step."""
 _EVALUATIONS = (2, 20)
-"""Evaluations of a run, besides the one before its first step."""
+"""Fewest and most evaluations of a run, besides the one before its first step."""
 _ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
-"""Of an evaluation: from the first number on more evaluations are better, above the second the
-loss is known to 0.003 already."""
+"""Tokens of an evaluation. With more than the first number, more evaluations are better. With the
+second number, the loss has an error below 0.003."""
 _EVALUATED = "evaluations take about 5 % of the run at most"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
@@ -54,7 +55,7 @@ class Choice:
     reason: str
 
     def line(self, config: TrainConfig) -> str:
-        """For the console: the flags that a run has by this choice; empty where it has none."""
+        """Return the flags that are in force by this choice, with its reason; empty without any."""
         flags = [
             flag_of(name) + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
@@ -65,7 +66,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """What the command line says of matters on which others hang."""
+    """The given settings on which defaults depend."""
 
     objective: str = "auto"
     model: str | None = None
@@ -74,18 +75,18 @@ class Asked:
     step_tokens: bool = False
     """Whether steps are counted in tokens."""
     longest_input: int | None = None
-    """Tokens that the model reads at most; None if it has no limit."""
+    """Longest input of the model in tokens; None without a limit."""
     for_gpu: bool = False
-    """Whether a preset for a GPU was asked for."""
+    """Whether a preset for a GPU is given."""
 
     @property
     def finetunes(self) -> bool:
-        """Whether a model is taken that has learnt before."""
+        """Whether the model is pretrained."""
         return (self.model or "").startswith("hf:") and not self.from_scratch
 
 
 def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
-    """What suits a data set, but for what follows from the number of steps."""
+    """Return the defaults that suit a data set, without those that depend on the steps."""
     train = manifest.splits.get("train")
     if asked.objective == "masked" or train is None or not train.rows:
         return []
@@ -100,7 +101,7 @@ def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
 
 
 def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
-    """The epochs that suit a data set; None where steps are counted without."""
+    """Return the epochs that suit a data set; None if the steps do not come from epochs."""
     if not suited(manifest, asked):
         return None
     if asked.finetunes:
@@ -109,8 +110,8 @@ def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
 
 
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
-    """The steps and micro-batches of an epoch, estimated from the manifest."""
-    if config.micro_batch_tokens == "auto":  # decided later: a step is the same with all of them
+    """Estimate the steps and micro-batches of an epoch from the manifest."""
+    if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
     labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
@@ -122,7 +123,7 @@ def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochS
 
 
 def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """The steps of whole passes over the train split. The last step of a pass may be short."""
+    """Return the steps of whole epochs. The last step of an epoch may be short."""
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
@@ -135,15 +136,15 @@ def lasting(
     said: Container[str] = (),
     on_gpu: bool = False,
 ) -> list[Choice]:
-    """The steps of `epochs`, if given, and what suits that many steps.
+    """Return the steps of `epochs`, if given, and the defaults that suit that many steps.
 
     Args:
         manifest: The data.
         config: The settings so far.
-        asked: What the command line says.
+        asked: The given settings on which defaults depend.
         epochs: Passes over the train split.
-        said: Settings that are not to be chosen.
-        on_gpu: Whether the run is on a GPU.
+        said: Names of the given settings, which get no default.
+        on_gpu: Whether the run uses a GPU.
     """
     choices = []
     if epochs:
@@ -152,7 +153,7 @@ def lasting(
         config = dataclasses.replace(config, steps=steps)
     trained = _trained_tokens(config, manifest)
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
-    # A checkpoint can be the best one only if its step was evaluated and saved.
+    # A checkpoint can be the best one only if its step is both evaluated and saved.
     save_every, is_paced = config.save_every, bool(suited(manifest, asked))
     if is_paced and "save_every" not in said:
         save_every = every
@@ -174,7 +175,7 @@ def lasting(
 
 
 def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
-    """About how many tokens a run trains on."""
+    """Return the approximate number of tokens that a run trains on."""
     train = manifest.split("train")
     if config.step_rows is None:
         return float(config.steps * config.step_tokens)
@@ -182,7 +183,7 @@ def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
 
 
 def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
-    """Steps between evaluations, so that the share of all evaluations is kept."""
+    """Return the steps between evaluations that keep their share of the time."""
     splits = manifest.splits
     whole = splits["validation"].tokens if "validation" in splits else 0
     wanted = max(1, min(whole, _ENOUGH_TOKENS))
@@ -191,8 +192,8 @@ def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
 
 
 def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> dict[str, int]:
-    """How often and on how many tokens to evaluate; the test split may have as many as all
-    evaluations of the validation split."""
+    """Return `eval_every` and `eval_tokens`. The test split is evaluated once, and may have as many
+    tokens as all evaluations of the validation split."""
     splits, count = manifest.splits, 1 + math.ceil(steps / every)
     sizes = [
         splits[name].tokens / often
@@ -208,7 +209,7 @@ def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> 
 
 
 def _model(label: Column, train: SplitInfo) -> Choice:
-    """Few rows with one label are told apart by their words: layers learn them by heart."""
+    """Choose a model without layers for few rows with one label: layers would memorize the rows."""
     few = train.tokens < _TOKENS
     small, dropout = ("words", 0.3) if label.per == "row" else ("shallow", 0.2)
     settings = {"model": small, "dropout": dropout} if few else {"model": "tiny", "dropout": 0.1}
@@ -216,7 +217,7 @@ def _model(label: Column, train: SplitInfo) -> Choice:
 
 
 def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
-    """Steps of some rows, each in one micro-batch where it is not too large."""
+    """Choose rows a step, in one micro-batch if it is not too large."""
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
     if asked.step_tokens:
@@ -236,11 +237,11 @@ def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
 def _gently(asked: Asked) -> list[Choice]:
     if not asked.finetunes:
         return []
-    return [Choice({"learning_rate": _FINE_RATE}, "the model has learnt before")]
+    return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
 
 
 def _packed(longest: int, asked: Asked) -> Choice:
-    """Whole rows, up to what the model reads."""
+    """Choose rows that hold the longest example, up to the longest input of the model."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
     length = min(length, asked.longest_input or length)
     slots = max(1, _PACKED_SLOTS // length) * length
@@ -249,7 +250,7 @@ def _packed(longest: int, asked: Asked) -> Choice:
 
 
 def _step_rows(train: SplitInfo) -> int:
-    """A power of two."""
+    """Return rows a step: a power of two, for about 500 steps an epoch."""
     return _between(_ROWS, 1 << max(1, train.rows // _STEPS_OF_EPOCH).bit_length() - 1)
 
 

@@ -1,6 +1,6 @@
-"""What `train` decides by the machine: settings for its GPU, and what to do without.
+"""Defaults that suit the GPU, and settings that this machine does not support.
 
-On a CPU nothing is decided. What cannot work here is left out, with one line that says so.
+A CPU changes no default. Unsupported settings are replaced, with one line that says why.
 """
 
 import os
@@ -21,19 +21,19 @@ _FEW_CORES = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What decides."""
+    """The machine of a run."""
 
     gpu: Gpu | None
-    """Of this run; None: it runs on the CPU."""
+    """The GPU of the run; None on the CPU."""
     cores: int
     has_compiler: bool
-    """Of C, which torch's compiler asks for."""
+    """Whether there is a C compiler, which torch.compile needs."""
     unused: str | None = None
-    """Why torch leaves a GPU alone that the driver sees."""
+    """Why torch does not use a GPU that the driver lists."""
 
 
 def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
-    """This machine, or with a name of a GPU one that has it; takes a second, for torch."""
+    """Return this machine, with `gpu_name` instead of its GPU if given. Imports torch: a second."""
     from tokenfeed.trainer.planned import find_gpu
 
     gpu = find_gpu(config, gpu_name)
@@ -46,7 +46,7 @@ def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
 
 
 def sized(config: TrainConfig, machine: Machine, said: Container[str]) -> list[Choice]:
-    """What suits the GPU, but for what was said. A step trains the same with all of it."""
+    """Return the defaults that suit the GPU, without given settings. They do not change a step."""
     gpu, choices = machine.gpu, []
     if gpu is None:
         return []
@@ -60,7 +60,7 @@ def sized(config: TrainConfig, machine: Machine, said: Container[str]) -> list[C
 
 
 def able(config: TrainConfig, machine: Machine) -> list[Choice]:
-    """What to do without, for this machine lacks it; the reason says all."""
+    """Return replacements of unsupported settings. The reason is the whole message."""
     gpu, choices = machine.gpu, []
     if machine.unused:
         choices.append(Choice({}, f"training on the CPU: {machine.unused}"))
@@ -74,7 +74,7 @@ def able(config: TrainConfig, machine: Machine) -> list[Choice]:
 
 
 def _why_unused() -> str | None:
-    """None where no GPU is left alone, or by CUDA_VISIBLE_DEVICES."""
+    """Return None if torch uses the GPU, or CUDA_VISIBLE_DEVICES hides it."""
     import pynvml
     import torch
 

@@ -1,8 +1,8 @@
-"""Settings that go together for a purpose, by name: `train --preset NAME`.
+"""Settings for a purpose, by name: `train --preset NAME`.
 
-They override what suits the data set, and a file and the command line override them. Those of GPUs
-are for learning documents, for one epoch unless the steps are given, with a warm-up of 3.7 % of the
-steps up to 700; their micro-batches fit by `train --dry-run --preset NAME --gpu NAME`.
+A preset overrides the defaults that suit the data. A file and the command line override a preset.
+The presets for GPUs train on documents for one epoch, with a warm-up of 3.7 % of the steps, at most
+700. Their micro-batches fit according to `train --dry-run --preset NAME --gpu NAME`.
 """
 
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ __all__ = ["PRESETS", "PresetName"]
 PresetName = Literal["quick", "t4", "rtx4090", "h100", "production"]
 
 PRESETS: dict[PresetName, dict[str, Any]] = {
-    # To see all of a run in a minute: evaluated, saved, reported.
+    # A run in a minute, with evaluations, checkpoints and a report.
     "quick": {
         "steps": 20,
         "warmup_steps": 2,
@@ -20,7 +20,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
         "save_every": 10,
         "log_every": 2,
     },
-    # 16 GB, half precision in fp16 only: a small model, and no compiler to wait for.
+    # 16 GB, half precision only in fp16: a small model that starts without compiling.
     "t4": {
         "model": "small",
         "sequence_length": 512,
@@ -49,7 +49,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
         "learning_rate": 6e-4,
         "compile": True,
     },
-    # For days: rare evaluations, more checkpoints to go back to, a schedule that can go on.
+    # A run of days: rare evaluations, more checkpoints, a schedule that can be extended.
     "production": {
         "schedule": "wsd",
         "warmup_steps": 500,
