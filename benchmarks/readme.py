@@ -158,28 +158,6 @@ def stall_by_cause(stall: dict[str, float]) -> str:
     return f"{sum(stall.values()):.1%}" + (f" ({', '.join(named)})" if named else "")
 
 
-def scenarios_front(results: list[Entry]) -> list[list[str]]:
-    """A line a situation."""
-    header = ["as people had it", "tokens/s", "with `train`", "times", "padding", "stall"]
-    header += ["held-out loss"]
-    pairs = zip(results[::2], results[1::2], strict=True)
-    return [header, *(scenario_pair(before, after) for before, after in pairs)]
-
-
-def scenario_pair(before: Entry, after: Entry) -> list[str]:
-    both = (before, after)
-    speeds = [f"{entry['tokens_s']['median']:,.0f}" for entry in both]
-    stalls = [f"{sum(entry['stall'].values()):.1%}" for entry in both]
-    return [
-        before["said"],
-        *speeds,
-        significant(after["times_tokens_s"]["median"]),
-        " → ".join(f"{entry['padding']:.0%}" for entry in both),
-        " → ".join(stalls),
-        " → ".join(f"{entry['loss']['median']:.2f}" for entry in both),
-    ]
-
-
 def in_thousands(numbers: dict[str, float]) -> dict[str, float]:
     return {name: number / 1e3 for name, number in numbers.items()}
 
@@ -213,7 +191,6 @@ TABLES: dict[str, Callable[[list[Entry]], list[list[str]]]] = {
     "pretokenize": pretokenize_table,
     "trainer": trainer_table,
     "scenarios": scenarios_table,
-    "scenarios/front": scenarios_front,
     **remote_tables.TABLES,
     **shuffle_tables.TABLES,
 }

@@ -226,3 +226,14 @@ def test_a_data_module_that_no_trainer_has_says_so(tmp_path: Path) -> None:
     module = ShardDataModule(tmp_path, batching=Padded(64))
     with pytest.raises(ConfigError, match="no trainer yet"):
         module.train_dataloader()
+
+
+def test_slow_loader_meter_agrees_with_stopwatch() -> None:
+    command = [sys.executable, str(EXAMPLES / "slow_loader.py"), "--items", "1600"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    by_meter, by_stopwatch = (
+        float(re.search(pattern, printed, re.MULTILINE)[1])  # type: ignore[index]
+        for pattern in (r"^ +data +([\d.]+)%", r"^stopwatch ([\d.]+)%")
+    )
+    assert by_meter == pytest.approx(by_stopwatch, rel=0.1)
+    assert "num_workers=0" in printed
