@@ -5,18 +5,16 @@ import sys
 import time
 from collections.abc import Sequence
 
-from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
+from tokenfeed.pipeline.facts import facts
 from tokenfeed.trainer.sensors.gpu import GpuReading, gpus_here
 from tokenfeed.trainer.sensors.host import HostReading, HostSensor
 
 __all__ = ["advise", "monitor", "view"]
 
 _EVERY_S = 1.0
-_CELLS = 20
 _FULL = 0.97
 _IDLE, _BUSY = 0.50, 0.90
 _LITTLE_MEMORY = 0.05
@@ -25,32 +23,53 @@ _LITTLE_MEMORY = 0.05
 def monitor() -> int:
     """Show the machine until Ctrl-C, or once if the output is not a terminal."""
     gpus, host = gpus_here(), HostSensor()
-    console = Console()
 
-    def look() -> Group:
-        return view([gpu.read() for gpu in gpus], host.read())
+    def look() -> Text:
+        return Text(view([gpu.read() for gpu in gpus], host.read()))
 
     look()  # rates need two readings
     time.sleep(_EVERY_S / 4)
     if not sys.stdout.isatty():
-        console.print(look())
+        print(look())
         return 0
-    with contextlib.suppress(KeyboardInterrupt), Live(look(), console=console) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(look()) as live:
         while True:
             time.sleep(_EVERY_S)
             live.update(look())
     return 0
 
 
-def view(gpus: Sequence[GpuReading], host: HostReading) -> Group:
-    """Return a reading as a table, with the advice below it."""
-    table = Table.grid(padding=(0, 2))
-    for number, gpu in enumerate(gpus):
-        _add_gpu(table, number, gpu)
-    if not gpus:
-        table.add_row("GPU", "NVML finds none")
-    _add_host(table, host)
-    return Group(table, Text(advise(gpus, host), style="bold"))
+def view(gpus: Sequence[GpuReading], host: HostReading) -> str:
+    """Return a reading as text: a line for each GPU, the host, and one line of advice."""
+    used = host.memory_total_bytes - host.memory_free_bytes
+    return facts(
+        {
+            **{f"GPU {number}": _describe(gpu) for number, gpu in enumerate(gpus)},
+            "GPU": "" if gpus else "NVML finds none",
+            "host": f"{host.machine_cores_busy:.1f} of {host.cores} cores busy, "
+            f"{used / 1e9:.1f} of {host.memory_total_bytes / 1e9:.1f} GB",
+            "advice": advise(gpus, host),
+        }
+    )
+
+
+def _describe(gpu: GpuReading) -> str:
+    """Return the known figures of a GPU."""
+    parts = [gpu.name or "unknown GPU"]
+    if gpu.utilization is not None:
+        parts.append(f"{gpu.utilization:.0%} busy in the last sampling period")
+    if gpu.memory_bytes is not None and gpu.memory_total_bytes:
+        parts.append(f"{gpu.memory_bytes / 1e9:.1f} of {gpu.memory_total_bytes / 1e9:.1f} GB")
+    if gpu.power_watts is not None:
+        limit = gpu.power_limit_watts
+        parts.append(f"{gpu.power_watts:.0f} W" + (f" of {limit:.0f} W" if limit else ""))
+    if gpu.clock_mhz is not None:
+        parts.append(f"{gpu.clock_mhz} MHz")
+    if gpu.celsius is not None:
+        parts.append(f"{gpu.celsius} °C")
+    if gpu.held_back_by:
+        parts.append(f"held back by {', '.join(gpu.held_back_by)}")
+    return ", ".join(parts)
 
 
 def advise(gpus: Sequence[GpuReading], host: HostReading) -> str:
@@ -82,41 +101,3 @@ def _advise_gpu(number: int, gpu: GpuReading, host: HostReading) -> str:
 
 def _cores_are_full(host: HostReading) -> bool:
     return host.machine_cores_busy > _BUSY * host.cores
-
-
-def _add_gpu(table: Table, number: int, gpu: GpuReading) -> None:
-    table.add_row(Text(f"GPU {number}", style="bold"), gpu.name or "")
-    _share(table, "  busy", gpu.utilization, "of the last sampling period")
-    if gpu.memory_bytes is not None and gpu.memory_total_bytes:
-        share = gpu.memory_bytes / gpu.memory_total_bytes
-        _share(table, "  memory", share, f"{_gb(gpu.memory_bytes)} GB")
-    if gpu.power_watts is not None:
-        limit = gpu.power_limit_watts
-        text = f"{gpu.power_watts:.0f} W" + (f" of {limit:.0f} W" if limit else "")
-        _share(table, "  power", gpu.power_watts / limit if limit else None, text)
-    facts = [
-        f"{gpu.clock_mhz} MHz" if gpu.clock_mhz is not None else "",
-        f"{gpu.celsius} °C" if gpu.celsius is not None else "",
-        f"held back by {', '.join(gpu.held_back_by)}" if gpu.held_back_by else "",
-    ]
-    table.add_row("  clock", ", ".join(filter(None, facts)))
-
-
-def _add_host(table: Table, host: HostReading) -> None:
-    table.add_row(Text("host", style="bold"))
-    busy = f"{host.machine_cores_busy:.1f} of {host.cores} cores"
-    _share(table, "  cores", host.machine_cores_busy / host.cores, busy)
-    used = host.memory_total_bytes - host.memory_free_bytes
-    _share(table, "  memory", used / host.memory_total_bytes, f"{_gb(used)} GB")
-
-
-def _share(table: Table, name: str, share: float | None, text: str) -> None:
-    if share is None:
-        table.add_row(name, text)
-        return
-    full = min(_CELLS, round(share * _CELLS))
-    table.add_row(name, f"{'█' * full}{'·' * (_CELLS - full)} {share:>4.0%}  {text}")
-
-
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.1f}"

@@ -33,7 +33,7 @@ class Show:
     puts two runs side by side."""
 
     run_dir: Run
-    """Folder of a run of `train`, finished, killed or under way; or of a StallMeter's report."""
+    """Folder of a run of `train` (finished, killed or under way) or of a StallMeter's report."""
     json: bool = False
     """Print report.json."""
 
@@ -62,7 +62,7 @@ class Compare:
     one: Run
     """Folder of a run."""
     other: Run
-    """Folder of another. Changes are relative to the first."""
+    """Folder of the other run. Changes are relative to the first run."""
     json: bool = False
     """Print the comparison as JSON."""
 

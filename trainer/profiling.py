@@ -1,4 +1,4 @@
-"""A trace of some steps, by torch.profiler: profile/trace.json of a run, for perfetto.dev."""
+"""Trace some steps with torch.profiler, to profile/trace.json of the run, for perfetto.dev."""
 
 import logging
 from pathlib import Path
@@ -14,24 +14,25 @@ _log = logging.getLogger(__name__)
 
 
 def check_profile(config: TrainConfig) -> None:
-    """Refuse to trace what the run does not have.
+    """Refuse to trace steps that the run does not have.
 
     Raises:
-        ConfigError: The first step to trace is behind the last of all.
+        ConfigError: The first step to trace comes after the last step of the run.
     """
     steps = config.profiled_steps
     if steps and steps[0] > config.steps:
         raise ConfigError(
-            f"`--profile`={config.profile}: the run has {config.steps:,} steps. Give some of them."
+            f"`--profile`={config.profile}: the run has {config.steps:,} steps. "
+            f"Give steps from 1 to {config.steps}."
         )
 
 
 class StepTracer:
-    """Traces steps while they run; costs nothing before the first and after the last.
+    """Traces steps while they run. Costs nothing before the first and after the last step.
 
     Args:
-        steps: Which; neighbours.
-        folder: Gets trace.json; it is made when the trace is written.
+        steps: Consecutive steps to trace.
+        folder: Receives trace.json. It is created when the trace is written.
     """
 
     def __init__(self, steps: range, folder: Path) -> None:
@@ -39,7 +40,7 @@ class StepTracer:
         self._profile: torch.profiler.profile | None = None
 
     def after(self, step: int) -> None:
-        """Begin or end, or go on, where the next step says so."""
+        """Start, continue or end the trace, as the next step needs."""
         if self._profile is not None:
             if step + 1 in self._steps:
                 self._profile.step()
@@ -50,7 +51,7 @@ class StepTracer:
             self._profile.start()
 
     def close(self) -> None:
-        """Write what was traced, if anything was."""
+        """Write the trace, if there is one."""
         profile, self._profile = self._profile, None
         if profile is None:
             return

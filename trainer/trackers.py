@@ -1,7 +1,6 @@
-"""Where figures of a run go besides metrics.jsonl: TensorBoard, Weights & Biases, trackio.
+"""Trackers: rank 0 forwards each line of metrics.jsonl to TensorBoard, Weights & Biases or trackio.
 
-They are told what metrics.jsonl is told, at progress lines and evaluations, by rank 0 alone. One
-that fails is named once and asked no more: a run does not end by it.
+A tracker that raises is logged once and disabled. The run continues.
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import atomic_write
@@ -20,78 +19,57 @@ from tokenfeed.trainer.config import TrackerName, TrainConfig
 __all__ = ["Trackers", "check_trackers"]
 
 _TRACKED_FILE = "tracked"
-"""In a run's folder: by what name services know it, so that a resumed run goes on there."""
+"""File in a run's folder with the id of the run at services, for resumed runs."""
 
 _log = logging.getLogger(__name__)
 
 
-class Tracker(Protocol):
-    """What a kind of tracker does."""
+class Tracker(NamedTuple):
+    """The functions of an open tracker."""
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take figures of a step."""
-        ...
-
-    def finish(self) -> None:
-        """Send or write what is left."""
-        ...
+    log: Callable[[dict[str, float], int], None]
+    """Takes the figures of a step."""
+    finish: Callable[[], None]
+    """Sends or writes what is left."""
 
 
-class TensorBoard:
-    """Event files in the run's folder, written by a thread of torch's."""
+def _open_tensorboard(config: TrainConfig) -> Tracker:
+    """Open event files in the run's folder. A thread of torch writes them."""
+    from torch.utils.tensorboard.writer import SummaryWriter
 
-    def __init__(self, config: TrainConfig) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter
+    writer = SummaryWriter(str(config.run_dir / "tensorboard"))
 
-        self._writer = SummaryWriter(str(config.run_dir / "tensorboard"))
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take figures of a step."""
+    def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def finish(self) -> None:
-        """Write what is left."""
-        self._writer.close()
+    return Tracker(log, writer.close)
 
 
-class WandbLike:
-    """A run of `wandb`, or of `trackio`, which has the same functions."""
-
-    def __init__(self, module: str, config: TrainConfig) -> None:
-        imported = __import__(module)
-        known_as = _known_as(config.run_dir)
-        named = {"id": known_as, "dir": str(config.run_dir)} if module == "wandb" else {}
-        self._module = imported
-        imported.init(
-            project=os.environ.get(f"{module.upper()}_PROJECT", "tokenfeed"),
-            name=known_as,
-            config=config.as_dict(),
-            resume="allow",
-            **named,
-        )
-
-    def log(self, values: dict[str, float], step: int) -> None:
-        """Take figures of a step."""
-        self._module.log(values, step=step)
-
-    def finish(self) -> None:
-        """Send what is left."""
-        self._module.finish()
+def _open_service(module: str, config: TrainConfig) -> Tracker:
+    """Open a run of `wandb`, or of `trackio`, which has the same functions."""
+    service = __import__(module)
+    run_id = _id_of(config.run_dir)
+    named = {"id": run_id, "dir": str(config.run_dir)} if module == "wandb" else {}
+    service.init(
+        project=os.environ.get(f"{module.upper()}_PROJECT", "tokenfeed"),
+        name=run_id,
+        config=config.as_dict(),
+        resume="allow",
+        **named,
+    )
+    return Tracker(lambda values, step: service.log(values, step=step), service.finish)
 
 
-_KINDS: dict[TrackerName, Callable[[TrainConfig], Tracker]] = {
-    "tensorboard": TensorBoard,
-    "wandb": lambda config: WandbLike("wandb", config),
-    "trackio": lambda config: WandbLike("trackio", config),
-}
+def _open(name: TrackerName, config: TrainConfig) -> Tracker:
+    return _open_tensorboard(config) if name == "tensorboard" else _open_service(name, config)
 
 
 def check_trackers(names: tuple[TrackerName, ...]) -> None:
     """Refuse trackers whose package is not installed.
 
     Raises:
-        ConfigError: Says how to install it.
+        ConfigError: A package is missing.
     """
     for name in names:
         if find_spec(name) is None:
@@ -108,24 +86,24 @@ class Trackers:
         self._open: dict[str, Tracker] = {}
         for name in config.track if os.environ.get("RANK", "0") == "0" else ():
             with self._survived(name):
-                self._open[name] = _KINDS[name](config)
+                self._open[name] = _open(name, config)
 
     def log(self, line: dict[str, Any]) -> None:
-        """Tell a line of metrics.jsonl: its numbers, by name; never fails."""
+        """Forward the numbers of a line of metrics.jsonl by name. Never raises."""
         values = _numbers(line)
         for name, tracker in [*self._open.items()]:
             with self._survived(name):
                 tracker.log(values, line["step"])
 
     def finish(self) -> None:
-        """End all; never fails."""
+        """Finish all trackers. Never raises."""
         for name, tracker in [*self._open.items()]:
             with self._survived(name):
                 tracker.finish()
 
     @contextlib.contextmanager
     def _survived(self, name: str) -> Iterator[None]:
-        """Of a tracker that fails say so, and ask it no more."""
+        """Log the error of a tracker, and disable the tracker."""
         try:
             yield
         except Exception as error:
@@ -135,7 +113,7 @@ class Trackers:
 
 
 def _numbers(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
-    """The figures of a line; those within others by both names."""
+    """Return the numbers of a line. Nested objects give names such as "gpu/memory_bytes"."""
     found: dict[str, float] = {}
     for name, value in line.items():
         if isinstance(value, dict):
@@ -145,8 +123,8 @@ def _numbers(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
     return found
 
 
-def _known_as(run_dir: Path) -> str:
-    """A name that no other run has: the folder's, and some letters that are drawn once."""
+def _id_of(run_dir: Path) -> str:
+    """Return a unique id: the name of the folder and some random letters, drawn once."""
     path = run_dir / _TRACKED_FILE
     if not path.is_file():
         letters = "".join(c if c.isalnum() or c in "-_" else "-" for c in run_dir.resolve().name)

@@ -1,1 +1,1 @@
-"""report.html: a run on one page that needs no network, no script, and no colours to be read."""
+"""report.html: a run on one page that needs no network and no script, and reads without colours."""

@@ -68,7 +68,7 @@ def _rates(stall: StallReport) -> dict[str, Figure]:
 
 
 def _facts(run: RunData) -> dict[str, Figure]:
-    """Figures that grow with the length of a run, and words."""
+    """Figures that depend on the length of a run, and text."""
     if (report := run.report) is None:
         return {"measured steps": (run.stall.steps, ",d"), "device": (run.stall.device, "")}
     return {
@@ -110,7 +110,7 @@ def _metrics(report: Report | None) -> dict[str, Figure]:
 
 
 def _causes(one: StallReport, other: StallReport) -> Iterator[Row]:
-    """Causes that show in either run. A change is in percentage points."""
+    """Causes that show in either run, with the change in percentage points."""
     yield _row("stall", (one.stall, ".2%"), (other.stall, ".2%"), _points)
     for cause in dict.fromkeys((*shown_causes(one), *shown_causes(other))):
         a, b = (

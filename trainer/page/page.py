@@ -1,4 +1,4 @@
-"""The page of a run: its figures, what the device waited for, what to change, how it went."""
+"""report.html of a run: figures, stall by cause, what to change, and plots over the steps."""
 
 import re
 from functools import cache
