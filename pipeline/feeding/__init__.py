@@ -1,1 +1,1 @@
-"""The feed: windows made ahead by workers, batches built on host or device, ShardLoader."""
+"""Feeding: workers make windows ahead, batches are built on host or device; ShardLoader."""

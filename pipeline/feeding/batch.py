@@ -1,7 +1,7 @@
-"""A micro-batch, and how the host builds it with numpy; `on_device` builds the same with torch.
+"""A micro-batch, and how the host builds it with numpy. `on_device` builds the same with torch.
 
-Both start from ragged tokens in storage dtype. Masks, positions and labels (except tags) are built
-on first use.
+Both use ragged tokens in storage dtype. Masks, positions and labels (except tags) are built on
+first use.
 
 Shapes: B sequences, T padded length, P pieces, S segments.
 """
@@ -41,7 +41,7 @@ _FEW_ROWS = 16  # copied one by one: quicker than to build a mask and to fill th
 
 Tensors = dict[str, torch.Tensor]
 Recipe = Callable[[RaggedBatch, Tensors], torch.Tensor]
-"""Builds a tensor that is asked for from those that there are."""
+"""Builds a missing tensor of a batch from its other tensors."""
 
 
 class Batch(Mapping[str, Any]):
@@ -84,14 +84,14 @@ class Batch(Mapping[str, Any]):
         self.lengths = ragged.sequence_lengths
         """Tokens of each sequence, numpy, [B]."""
         self.is_filler = ragged.is_filler
-        """Whether this repeats another rank's sequence, so that no rank stands idle."""
+        """Whether this repeats a sequence of another rank, so that all ranks have a batch."""
         self.num_tokens = ragged.num_tokens
-        """Tokens delivered; 0 for a filler."""
+        """Number of tokens; 0 for a filler."""
         self.num_targets = ragged.num_targets
-        """Labels that a loss counts; 0 for a filler."""
+        """Number of labels that a loss counts; 0 for a filler."""
         rows, length = ragged.shape
         self.num_slots = rows * length
-        """B times T: tokens and padding."""
+        """Number of slots, B times T: tokens and padding."""
 
     @overload
     def __getitem__(  # type: ignore[overload-overlap]
@@ -109,12 +109,14 @@ class Batch(Mapping[str, Any]):
                 return self._ragged.padded_length
             if key == _USE_CACHE:
                 return False
-            with torch.inference_mode(False):  # it is kept, and may be trained on later
+            with torch.inference_mode(
+                False
+            ):  # the tensor is kept and may be used in training later
                 self._tensors[key] = self._built_when_asked[key](self._ragged, self._tensors)
         return self._tensors[key]
 
     def __getattr__(self, name: str) -> Any:
-        keys = self.__dict__.get("_keys", ())  # a copy that is being made has none yet
+        keys = self.__dict__.get("_keys", ())  # missing while a copy is being made
         if name in keys:
             return self[name]
         raise AttributeError(
@@ -122,7 +124,7 @@ class Batch(Mapping[str, Any]):
         )
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys  # a Mapping's own would build the tensor to see
+        return key in self._keys  # the default of Mapping would build the tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._keys)
@@ -135,40 +137,41 @@ class Batch(Mapping[str, Any]):
         return f"Batch([{rows}, {length}], {self.num_tokens:,} tokens, {self.device})"
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """All tensors that there are so far."""
+        """Return all tensors built so far."""
         return self._tensors.values()
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self._tensors[INPUT_IDS].device
 
     def to(self, device: str | torch.device, *, non_blocking: bool = False) -> "Batch":
-        """Return the batch on another device; itself if it is there already."""
+        """Return the batch on another device, or itself if it is there already."""
         if self.device == torch.device(device):
             return self
         return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory, for copies to a GPU that need no host."""
+        """Return the batch in page-locked memory, for asynchronous copies to a GPU."""
         return self._mapped(torch.Tensor.pin_memory)
 
     def _mapped(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
         for key in self:
-            self[key]  # what is built later would be built here
+            self[key]  # build everything now: it could not be built there later
         changed = copy(self)
         changed._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
         return changed
 
     @property
     def ends_step(self) -> bool:
-        """Whether a step ends with it: the place for an optimizer step that any number of ranks
-        makes from the same rows."""
+        """Whether this is the last micro-batch of a step of this rank: call the optimizer now. The
+        step has the same rows on any number of ranks."""
         return self._ragged.ends_step
 
     @property
     def rows(self) -> np.ndarray:
-        """Row each piece comes from, counted over all sources, numpy, [P]; unpacked, P = B."""
+        """Number of the row of each piece, over all sources, numpy, [P] int64; without packing P =
+        B."""
         return self._ragged.rows
 
     @property
@@ -178,13 +181,13 @@ class Batch(Mapping[str, Any]):
 
     @property
     def starts(self) -> np.ndarray:
-        """First token of each piece within its row, numpy, [P]: 0 unless the row was cut."""
+        """First token of each piece in its row, numpy, [P]: 0 unless the row was cut."""
         starts = self._ragged.starts
         return np.zeros(len(self.rows), np.int64) if starts is None else starts
 
     @property
     def num_cut_pieces(self) -> int:
-        """Pieces that continue a row which was too long."""
+        """Number of pieces that continue a row that was cut."""
         starts = self._ragged.starts
         return 0 if starts is None else int(np.count_nonzero(starts))
 
@@ -196,7 +199,11 @@ class Batch(Mapping[str, Any]):
     @property
     def cu_seqlens(self) -> torch.Tensor:
         """Packed batches: where documents and paddings begin in the flattened batch, and its end,
-        [S + 1] int32 on the device, as variable-length attention takes it."""
+        [S + 1] int32 on the device, for variable-length attention.
+
+        Raises:
+            ConfigError: The batch is not packed.
+        """
         self._check_packed("cu_seqlens")
         if SEGMENTS not in self._tensors:
             self._tensors[SEGMENTS] = torch.from_numpy(self._ragged.segments.copy())
@@ -204,14 +211,13 @@ class Batch(Mapping[str, Any]):
 
     @property
     def max_seqlen(self) -> int:
-        """Packed batches: the longest segment."""
+        """Packed batches: tokens of the longest segment."""
         self._check_packed("max_seqlen")
         return int(np.diff(self._ragged.segments).max())
 
     @property
     def document_ids(self) -> torch.Tensor:
-        """Packed batches: which segment each slot belongs to, [B, T] int32; the same as
-        `seq_idx`."""
+        """Packed batches: the segment of each slot, [B, T] int32; the same as `seq_idx`."""
         self._check_packed("document_ids")
         document_ids: torch.Tensor = self[SEQ_IDX]
         return document_ids
@@ -219,13 +225,13 @@ class Batch(Mapping[str, Any]):
     def _check_packed(self, name: str) -> None:
         if not self._ragged.is_packed:
             raise ConfigError(
-                f"`{name}`: only packed batches have it, and in this one every row is a single "
+                f"`{name}`: only packed batches have this attribute; here every row is a single "
                 "document. Use `attention_mask`, or make the loader with `batching=Packed(...)`."
             )
 
 
 def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
-    """Pad a micro-batch into CPU tensors; masks, labels and positions are built when asked for."""
+    """Build a batch of CPU tensors. Masks, labels and positions are built on first use."""
     few = len(ragged.sequence_lengths) <= _FEW_ROWS
     mask = None if ragged.is_full or few else _mask(ragged)
     tensors = {
@@ -241,7 +247,7 @@ def build_on_host(ragged: RaggedBatch, pad_id: int) -> Batch:
 
 
 def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, float]:
-    """What fills the padding of each column with a value a token."""
+    """Return the padding value of each column with one value per token."""
     special: dict[str, float] = {INPUT_IDS: pad_id}
     if TARGETS in ragged.token_columns:
         is_float = ragged.of_tokens(TARGETS).dtype.kind == "f"
@@ -250,7 +256,7 @@ def paddings(ragged: RaggedBatch, pad_id: int) -> dict[str, float]:
 
 
 def no_targets_like(labels: torch.Tensor) -> torch.Tensor:
-    """The labels of a filler: as many, and none of them due."""
+    """Return the labels of a filler: the same shape, and no loss counts them."""
     return torch.full_like(labels, no_target(is_float=labels.is_floating_point()))
 
 
@@ -263,7 +269,7 @@ def _keys(ragged: RaggedBatch) -> tuple[str, ...]:
 def _padded(
     ragged: RaggedBatch, name: str, fill: float, mask_BT: np.ndarray | None
 ) -> torch.Tensor:
-    """A column with a value a token, widened and padded: [B, T]."""
+    """Return a column with one value per token, widened and padded: [B, T]."""
     values = ragged.of_tokens(name)
     if ragged.is_full:
         return torch.from_numpy(values.astype(_wide(values)).reshape(ragged.shape))
@@ -275,12 +281,12 @@ def _padded(
 
 
 def _wide(values: np.ndarray) -> np.dtype[Any]:
-    """The dtype that values have in a batch: whole numbers are widened, floats stay."""
+    """Return the dtype of values in a batch: int64 for integers, unchanged for floats."""
     return np.dtype(np.int64) if values.dtype.kind in "iu" else values.dtype
 
 
 def _copied_rows(ragged: RaggedBatch, values: np.ndarray, fill: float) -> np.ndarray:
-    """Pad a few long rows, each with a copy of its own."""
+    """Pad a few long rows with one copy each."""
     padded = np.empty(ragged.shape, _wide(values))
     start = 0
     for row, length in zip(padded, ragged.sequence_lengths.tolist(), strict=True):
@@ -300,7 +306,7 @@ def _mask(ragged: RaggedBatch) -> np.ndarray:
 
 @lru_cache(maxsize=_TABLE_LENGTH)
 def _prefixes(length: int) -> np.ndarray:
-    """Row k is true on the first k of `length` columns."""
+    """Return a table whose row k is true on the first k of `length` columns."""
     return np.tri(length + 1, length, -1, dtype=np.bool_)
 
 
@@ -348,4 +354,4 @@ _BUILT_WHEN_ASKED: dict[str, Recipe] = {
     SEQ_IDX: _seq_idx,
     TARGETS: _labels,
 }
-"""The rest was built at once: token columns."""
+"""Builders of tensors on first use. Columns with one value per token are built at once."""

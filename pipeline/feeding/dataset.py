@@ -1,7 +1,7 @@
-"""ShardDataset: an IterableDataset for a plain DataLoader, whose items are slices of windows.
+"""ShardDataset: an IterableDataset of window slices, for a plain DataLoader.
 
 Worker w of n makes windows w, w + n, w + 2n, ... and the DataLoader hands items out in turn, so the
-sequence is the same for any number of workers, none included.
+sequence is the same for any number of workers, also for 0.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,8 @@ __all__ = ["ShardDataset", "WindowSlice"]
 
 
 class WindowSlice:
-    """One rank's slice of a window in a single tensor. Iterating it builds its CPU batches."""
+    """One rank's slice of a window, in a single tensor. Iterating over it builds its CPU
+    batches."""
 
     def __init__(
         self, header: Header, data: torch.Tensor, pad_id: int, *, is_pinned: bool = False
@@ -42,7 +43,7 @@ class WindowSlice:
 
     @classmethod
     def from_rank_slice(cls, rank_slice: RankSlice, pad_id: int) -> "WindowSlice":
-        """Lay a slice into a tensor; in a worker, straight into shared memory."""
+        """Copy a slice into a tensor; in a worker, directly into shared memory."""
         size = rank_slice.num_bytes
         if get_worker_info() is None:
             data = torch.empty(size, dtype=torch.uint8, device="cpu")
@@ -57,15 +58,15 @@ class WindowSlice:
         return (batch.pin_memory() for batch in batches) if self._is_pinned else batches
 
     def pin_memory(self) -> "WindowSlice":
-        """Return the slice with batches in page-locked memory, as `DataLoader(pin_memory=True)`
-        asks for."""
+        """Return the slice with batches in page-locked memory. `DataLoader(pin_memory=True)` calls
+        it."""
         return WindowSlice(self._header, self._data, self._pad_id, is_pinned=True)
 
 
 def _refuse_to_collate(slices: list[WindowSlice], **_: object) -> NoReturn:
     raise ConfigError(
         f"`batch_size`={len(slices)} of the DataLoader: a ShardDataset makes the batches itself. "
-        "Use DataLoader(dataset, batch_size=None), and iterate each item for its batches."
+        "Use DataLoader(dataset, batch_size=None), and iterate over each item for its batches."
     )
 
 
@@ -79,9 +80,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
             for batch in window_slice:
                 ...
 
-    Every iteration begins at the start of `epoch`. Raise `epoch` for the next pass, or the order is
-    the same again.
-    `ShardLoader` adds what a training loop needs: a device, batches ready ahead, a saved state.
+    Every iteration begins at the start of `epoch`. Increase `epoch` for the next pass, else the
+    order is the same again. `ShardLoader` adds a device, prefetched batches and a saved state.
     """
 
     def __init__(
@@ -98,23 +98,26 @@ class ShardDataset(IterableDataset[WindowSlice]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """Read the manifest and make the plan; no shard is opened yet.
+        """Read the manifest and make the plan. No shard is opened yet.
 
         Args:
             path: Output folder of `pretokenize`, or a Mixture of several.
             batching: How micro-batches are made.
-            split: Which split of the data set.
-            seed: Decides every order.
-            shuffle: False gives the order of the files, sorted by length within a window.
-            epochs: How many passes; None for no end.
-            micro_batches_per_step: Micro-batches of one training step; None: the ranks.
-            window_tokens: Tokens that are shuffled and sorted together; None chooses.
-            rank: Which rank this is; by default torch.distributed's, or 0 where it is not running.
-            world_size: Ranks that share each step; by default torch.distributed's, or 1.
+            split: Name of the split, such as "train".
+            seed: Seed of the shuffle.
+            shuffle: False delivers rows in file order, sorted by length within a window.
+            epochs: Number of epochs of an iteration. None repeats forever.
+            micro_batches_per_step: Micro-batches of one optimizer step, over all ranks. None: the
+                number of ranks.
+            window_tokens: Tokens that are shuffled and sorted together. None chooses 8 to 32
+                million.
+            rank: Rank of this process. Default: the rank of torch.distributed, or 0.
+            world_size: Number of ranks that share each step. Default: the world size of
+                torch.distributed, or 1.
 
         Raises:
-            ManifestError: The folder holds no such data set or split.
-            ConfigError: A setting is out of range, or does not fit the data.
+            ManifestError: The folder has no such data set or split.
+            ConfigError: A setting is out of range or does not fit the data.
         """
         ranks = resolve_ranks(rank, world_size)
         if micro_batches_per_step is None:
@@ -139,8 +142,8 @@ class ShardDataset(IterableDataset[WindowSlice]):
 
     @property
     def epoch(self) -> int:
-        """The first epoch of the next iteration, also in workers that a DataLoader keeps; set it
-        between two iterations."""
+        """The first epoch of the next iteration. Set it between two iterations; persistent workers
+        of a DataLoader see the change."""
         return int(self._epoch)
 
     @epoch.setter
@@ -148,7 +151,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         self._epoch.fill_(checks.whole("epoch", epoch))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy has a counter of its own, shared with its own workers."""
+        """A pickled copy has its own epoch counter, shared with its own workers."""
         self.__dict__.update(state)
         self._share_epoch()
 
@@ -157,7 +160,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         return self._slices(self.epoch, *((worker.id, worker.num_workers) if worker else (0, 1)))
 
     def _share_epoch(self) -> None:
-        """Let workers that a DataLoader keeps see the epoch change."""
+        """Share the epoch with persistent workers of a DataLoader."""
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def _slices(self, epoch: int, worker: int, num_workers: int) -> Iterator[WindowSlice]:

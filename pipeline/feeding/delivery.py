@@ -1,9 +1,9 @@
-"""Delivery: batches given out one after the other, each counted at the moment it is given out.
+"""Return batches to the user, and count what the user has received.
 
-The feed runs ahead of what the user has; this knows what the user has. That is one value which
-never changes and is swapped in whole, as the last thing before a batch is out. So a signal handler
-or another thread reads what belongs together, and whatever breaks in finds either the position
-before a batch, or the batch given out.
+The feed runs ahead of the user. `Delivery.delivered` is what the user has received: an immutable
+object that `next` replaces as its last action. So a signal handler or another thread always reads
+fields of the same batch, and an interruption leaves either the position before a batch, or the
+position after it and the batch returned.
 """
 
 import sys
@@ -24,82 +24,91 @@ __all__ = ["Delivery", "Pass"]
 
 
 class Delivery:
-    """Gives out the batches of a feed, in one thread at a time, and knows which they were."""
+    """Returns the batches of a feed, in one thread at a time, and counts them."""
 
     _interpreter_ends = staticmethod(sys.is_finalizing)
 
     def __init__(self, delivered: Delivered) -> None:
-        """Go on after `delivered`."""
+        """Continue after `delivered`."""
         self.delivered = delivered
-        """What was given out, up to now."""
+        """Everything that was delivered so far."""
         self.counters = Counters()
         self._feed: Feed | None = None
-        self._turn = _Turn()
+        self._user = _User()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy, as another process gets it, starts a feed of its own."""
-        return self.__dict__ | {"_feed": None, "_turn": _Turn()}
+        """A pickled copy, as another process gets it, starts its own feed."""
+        return self.__dict__ | {"_feed": None, "_user": _User()}
 
     @property
     def num_workers(self) -> int | None:
-        """Workers of the feed; None where there is no feed."""
+        """Number of workers of the feed; None if no feed is running."""
         feed = self._feed
         return feed.num_workers if feed else None
 
     def next(self, start: Callable[[], Feed], epochs: int | None) -> tuple[Batch, bool]:
-        """The next batch, and whether a pass ends with it.
+        """Return the next batch, and whether it is the last one of a pass.
 
         Args:
-            start: Makes a feed that goes on from the present position, if none is running.
-            epochs: Epochs of a pass; None for no end.
+            start: Makes a feed at the current position; called if no feed is running.
+            epochs: Number of epochs in a pass; None for no end.
 
         Raises:
-            LoaderError: Another thread is in here, or a signal handler was.
+            LoaderError: Another thread is inside, or a signal handler was.
+
+        Correct by the order of the attribute writes. A signal handler can run after every call, and
+        can raise (KeyboardInterrupt) or use this loader. So all calls come first, on local names:
+        `taken`, `delivered`, `ends_pass`, the counters. A raise in this part ends the feed, and
+        `self.delivered` still has the position before the batch: the batch comes again. If a
+        handler used the loader meanwhile, `_feed` or `delivered` is another object, and `next`
+        raises instead of overwriting the handler's position. The last three lines make no call, so
+        no handler can run between them: `delivered` moves to the position after the batch, the feed
+        is marked as in step with it, and the thread's claim ends. Then the batch is returned.
         """
-        self._turn.take()
+        self._user.take()
         try:
             started = time.perf_counter()
             before, feed = self.delivered, self._running(start)
             taken = next(feed, None)
-            if taken is None:  # somebody ended it: a feed has no end of its own
+            if taken is None:  # another thread or a handler closed it: a feed never ends
                 end_with_interpreter()
-                raise _broken_into()
+                raise _interrupted()
             batch, ragged = taken
             delivered = before.after(ragged.round)
             ends_pass = _ends_pass(delivered.position, epochs)
             self.counters.add_batch(batch, time.perf_counter() - started)
             if self._feed is not feed or self.delivered is not before:
-                raise _broken_into()
-            self.delivered = delivered  # no call from here on: signal handlers run after calls
+                raise _interrupted()
+            self.delivered = delivered  # no calls from here on: signal handlers run after calls
             feed.in_step = True
-            self._turn.holder = None
+            self._user.holder = None
         except BaseException:
-            self._end_feed()  # whoever mends the cause can go on: the position stayed
-            self._turn.end()
+            self._end_feed()  # the position is unchanged, so the caller can retry
+            self._user.end()
             raise
         return batch, ends_pass
 
     def resize(self, num_workers: int) -> None:
-        """Have the feed use another number of workers."""
-        with self._turn:
+        """Change the number of workers of the feed."""
+        with self._user:
             if self._feed and not self._feed.resize(num_workers):
                 self._end_feed()
 
     def go_on_from(self, delivered: Delivered) -> None:
-        """Continue after what another run has delivered."""
-        with self._turn:
+        """Continue after the position of a loaded state."""
+        with self._user:
             self._end_feed()
             self.delivered = delivered
 
     def close(self) -> None:
-        """End the feed. The position stays."""
-        if self._interpreter_ends():  # its exit has ended the feed, and modules are gone
+        """Stop the feed. The position stays."""
+        if self._interpreter_ends():  # the feed was ended at exit, and modules are gone
             return
-        with self._turn:
+        with self._user:
             self._end_feed()
 
     def _running(self, start: Callable[[], Feed]) -> Feed:
-        """Return the running feed, or start one at the present position."""
+        """Return the running feed, or start one at the current position."""
         if self._feed and not self._feed.can_go_on():
             self._end_feed()
         if self._feed is None:
@@ -108,15 +117,15 @@ class Delivery:
 
     def _end_feed(self) -> None:
         if self._feed:
-            self._feed.close()  # again, where something broke into it: until then it is not used
+            self._feed.close()  # if interrupted, the feed stays set and is closed again
             self._feed = None
 
 
 class Pass:
-    """What is left of a pass, batch by batch."""
+    """Iterator over the rest of a pass."""
 
     def __init__(self, deliver: Callable[[], tuple[Batch, bool]]) -> None:
-        """`deliver` gives a batch, and says whether the pass ends with it."""
+        """`deliver` returns a batch, and whether it is the last one of the pass."""
         self._deliver = deliver
         self._has_ended = False
 
@@ -130,11 +139,10 @@ class Pass:
         return batch
 
 
-class _Turn:
-    """Held by one thread at a time; another one is refused instead of waiting.
+class _User:
+    """Lets one thread at a time in. Another thread gets an error instead of waiting.
 
-    The thread that holds it may take it again, so that where Ctrl-C kept it from being given back
-    nobody is locked out for good.
+    The same thread may take it again. So if Ctrl-C prevented the release, the loader stays usable.
     """
 
     def __init__(self) -> None:
@@ -145,8 +153,8 @@ class _Turn:
         if self.holder not in (None, thread):
             raise LoaderError(
                 "another thread is using this loader. Iterate, load and close it in one thread and "
-                "hand batches on from there, or make a loader for each thread; `state_dict`, "
-                "`position` and `stats` work in any."
+                "pass batches on from there, or make a loader for each thread; `state_dict`, "
+                "`position` and `stats` work in any thread."
             )
         self.holder = thread
 
@@ -160,10 +168,10 @@ class _Turn:
         self.end()
 
 
-def _broken_into() -> LoaderError:
+def _interrupted() -> LoaderError:
     return LoaderError(
         "a signal handler iterated, loaded, resized or closed this loader while the loop was "
-        "inside `next`. Let the handler ask the loop to do that; iterating goes on from `position`."
+        "inside `next`. Let the handler ask the loop to do that. Iteration continues at `position`."
     )
 
 

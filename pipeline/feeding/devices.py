@@ -1,8 +1,8 @@
-"""Accelerators: what loader and trainer need of a device that is not the CPU, in one place.
+"""Accelerators: everything that loader and trainer need from a device other than the CPU.
 
-Streams and events are those of torch's module of the device, `torch.cuda` or one like it; the
-backend between ranks is torch's for the type. What torch has not, each accelerator says itself: it
-is a class here, and a line of `ACCELERATORS`.
+Streams and events come from the torch module of the device type, such as `torch.cuda`. What torch
+lacks is a method of the accelerator's class. To add a device type, add a class and an entry of
+`ACCELERATORS`.
 """
 
 import contextlib
@@ -22,45 +22,49 @@ _PORTABLE = 1  # cudaHostRegisterPortable: locked for the contexts of all device
 
 @dataclass(frozen=True, slots=True)
 class Accelerator(ABC):
-    """A device that copies and computes beside the host, on streams."""
+    """A device that copies and computes on streams, concurrently with the host."""
 
     device: torch.device
 
     @property
     def module(self) -> Any:
-        """What torch has for devices of its type."""
+        """The torch module of the device type."""
         return torch.get_device_module(self.device)
 
     def new_stream(self, priority: int) -> torch.Stream:
-        """A stream beside the one that computes; below 0 it is served first."""
+        """Return a new stream. A priority below 0 is higher than the default."""
         stream: torch.Stream = self.module.Stream(self.device, priority)
         return stream
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[None]:
-        """What is queued inside goes to `stream`."""
+        """Queue work inside the block on `stream`."""
         context: AbstractContextManager[None] = self.module.stream(stream)
         return context
 
     def current_stream(self) -> torch.Stream:
-        """The stream of this device on which this thread queues its work."""
+        """Return the current stream of this device in this thread."""
         stream: torch.Stream = self.module.current_stream(self.device)
         return stream
 
     def has_bfloat16(self) -> bool:
-        """Whether it computes in bf16 by itself, and does not merely emulate it."""
+        """Return whether the hardware computes in bf16, without emulation."""
         return bool(self.module.is_bf16_supported(including_emulation=False))
 
     @abstractmethod
     def lock(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock memory of this process, so that copies from it need no host; or say why not."""
+        """Page-lock memory of this process for asynchronous copies. Return the error, or None."""
 
     @abstractmethod
     def unlock(self, address: int) -> None:
-        """Undo `lock`. Raises a RuntimeError where the device has failed."""
+        """Undo `lock`.
+
+        Raises:
+            RuntimeError: The device has failed.
+        """
 
 
 class Cuda(Accelerator):
-    """A GPU by CUDA."""
+    """A CUDA GPU."""
 
     __slots__ = ()
 
@@ -74,27 +78,27 @@ class Cuda(Accelerator):
         self._call("cudaHostUnregister", address)
 
     def _call(self, name: str, *arguments: int) -> int:
-        """Call the CUDA runtime: its error, which nothing raises later, or 0."""
-        with torch.cuda.device(self.device):  # the current one may be another rank's
+        """Call the CUDA runtime; return its error code, 0 for success. No later call raises it."""
+        with torch.cuda.device(self.device):  # the current device may be another one
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
             error = int(getattr(runtime, name)(*arguments))
-            if error:  # stays the thread's last one until a kernel's launch raises it as its own
+            if error:  # clear it: the next kernel launch would raise it
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=self.device)
         return error
 
 
 ACCELERATORS: dict[str, type[Accelerator]] = {"cuda": Cuda}
-"""By torch's name of their type."""
+"""Classes by torch's name of the device type."""
 
 
 def accelerator(device: torch.device) -> Accelerator:
-    """The accelerator that a device of `resolve_device` is; the CPU is none."""
+    """Return the accelerator of a device from `resolve_device`, which is not the CPU."""
     return ACCELERATORS[device.type](device)
 
 
 def default_device() -> torch.device:
-    """The current device of the first kind of accelerator that is here, else the CPU."""
+    """Return the current device of the first available accelerator type, else the CPU."""
     for kind in ACCELERATORS:
         if _is_available(kind):
             return torch.device(kind, torch.get_device_module(kind).current_device())
@@ -102,21 +106,20 @@ def default_device() -> torch.device:
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device of torch that is meant.
+    """Return a torch device, with its index.
 
     Raises:
-        ConfigError: torch knows no such device, finds none, or it is no CPU and no accelerator
-            that is known here.
+        ConfigError: torch does not know or find the device, or its type is not supported.
     """
     known = ("cpu", *ACCELERATORS)
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError):
         raise ConfigError(
-            f"`device`={device!r} is no device of torch: try {' or '.join(known)}."
+            f"`device`={device!r}: unknown torch device. Use {' or '.join(known)}."
         ) from None
     if resolved.type not in known:
-        raise ConfigError(f"`device`={device!r} is not supported: {' and '.join(known)} are.")
+        raise ConfigError(f"`device`={device!r} is not supported. Use {' or '.join(known)}.")
     if resolved.type == "cpu":
         return resolved
     if not _is_available(resolved.type):
@@ -125,11 +128,11 @@ def resolve_device(device: str | torch.device) -> torch.device:
         )
     if resolved.index is None:
         current = accelerator(resolved).module.current_device()
-        return torch.device(resolved.type, current)  # another may be current later
+        return torch.device(resolved.type, current)  # the current device may change
     return resolved
 
 
 def _is_available(kind: str) -> bool:
-    """Whether torch finds a device of a type; the module of some types comes with a plugin."""
+    """Return whether torch finds a device of a type. A plugin provides the module of some types."""
     module = getattr(torch, kind, None)
     return module is not None and bool(module.is_available())

@@ -1,4 +1,4 @@
-"""The feed: batches without an end from some position on, and what was measured on the way."""
+"""The feed: an endless iterator of batches from a position on."""
 
 import contextlib
 import time
@@ -21,7 +21,7 @@ __all__ = ["Feed"]
 
 
 class Feed:
-    """An iterator of batches, each with the micro-batch it was built from."""
+    """Endless iterator of (batch, ragged micro-batch it was built from)."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Feed:
         tuner: Tuner | None,
         counters: Counters,
     ) -> None:
-        """Start nothing yet: the first batch does."""
+        """Start nothing yet. The first `next` starts the workers."""
         copies = page_lock = None
         if device.type != "cpu":
             copies, page_lock = copy_stream(device), PageLock(device, counters)
@@ -60,28 +60,31 @@ class Feed:
         )
         self._finalizer = weakref.finalize(self, _end, self._batches, self._source)
         self.in_step = True
-        """Whether the loader has counted what it was given last, and says so."""
+        """Whether the loader has counted the last batch. `Delivery.next` sets it to True."""
 
     def __next__(self) -> tuple[Batch, RaggedBatch]:
         self.in_step = False
         return next(self._batches)
 
     def can_go_on(self) -> bool:
-        """Whether it stands where the loader stands: not once Ctrl-C broke into either, or into
-        its end.
+        """Return whether the feed is at the position of the loader.
 
-        Nor can it go on in a forked child: the workers answer the parent.
+        It is not after Ctrl-C interrupted the feed or the loader, and not in a forked child,
+        because the workers answer the parent.
         """
         return self.in_step and (self._pool is None or self._pool.is_ours())
 
     @property
     def num_workers(self) -> int:
-        """Processes that make windows."""
+        """Number of worker processes."""
         return self._pool.num_workers if self._pool else 0
 
     def resize(self, num_workers: int) -> bool:
-        """Have another number of workers, and keep it; False where a new feed is needed: from 0,
-        and to 0, and where it cannot go on."""
+        """Set the number of workers, and stop tuning it.
+
+        Returns:
+            False if a new feed is necessary: from 0, to 0, or if the feed cannot continue.
+        """
         if not self.can_go_on():
             return False
         self._measured.tune = None
@@ -92,20 +95,21 @@ class Feed:
         return bool(self._pool) == bool(num_workers)
 
     def close(self) -> None:
-        """Wait for copies that still run, end the workers; again, if something broke into it."""
+        """Wait for running copies and stop the workers. Call it again if it was interrupted."""
         self.in_step = False
         _end(self._batches, self._source)
         self._finalizer.detach()
 
 
 def _end(batches: Batches, source: WindowSource) -> None:
-    """End a source once nothing is copied from its memory any more, which ends `batches`.
+    """Close `batches`, which waits for copies from the memory of the source; then close the source.
 
-    Runs when a feed is closed or dropped, or the interpreter ends; a second time does nothing. Then
-    a daemon thread may still be in `batches`: it ends there, when it finds its source closed.
+    It runs when a feed is closed or garbage-collected and when the interpreter ends; a second call
+    does nothing. A daemon thread may still be inside `batches`: it ends when it finds the source
+    closed.
     """
     try:
-        with contextlib.suppress(ValueError):  # a daemon thread is in it
+        with contextlib.suppress(ValueError):  # a daemon thread is inside
             batches.close()
     finally:
         source.close()
@@ -117,12 +121,12 @@ def _on_host(source: WindowSource, pad_id: int) -> Batches:
         for ragged in lease.rank_slice.batches():
             batch = build_on_host(ragged, pad_id)
             if ragged.is_last:
-                lease.release()  # before the step that follows: a worker can use the time
+                lease.release()  # before the training step: a worker can use the time
             yield batch, ragged
 
 
 class _Measured:
-    """A source, with a look at how long windows take to make and to use."""
+    """A source that measures how long windows take to make and to use."""
 
     def __init__(
         self,
@@ -132,11 +136,11 @@ class _Measured:
     ) -> None:
         self._source, self._counters = source, counters
         self.tune = tune
-        """Told of each window the seconds it took to make and to use."""
+        """Called with the seconds that each window took to make and to use."""
         self._taken_s: float | None = None
 
     def take(self) -> Lease:
-        """The next window."""
+        """Return the next window."""
         asked_s = time.perf_counter()
         lease = self._source.take()
         if self.tune and self._taken_s is not None:
@@ -146,16 +150,16 @@ class _Measured:
         return lease
 
     def is_ready(self) -> bool:
-        """Whether `take` would return at once."""
+        """Return whether `take` would return at once."""
         return self._source.is_ready()
 
     def close(self) -> None:
-        """End the source."""
+        """Close the source."""
         self._source.close()
 
 
 def _tune(pool: WorkerPool, tuner: Tuner, made_s: float, used_s: float) -> None:
-    """Count a window, and have as many workers as keep up."""
+    """Measure a window, and set the number of workers that keep up."""
     tuner.add(made_s, used_s)
     suggested = tuner.suggest(pool.num_workers)
     if suggested != pool.num_workers:

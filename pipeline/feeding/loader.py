@@ -259,7 +259,7 @@ class ShardLoader:
         Reads no shard. Cost: planning one window.
 
         Raises:
-            ConfigError: `epochs` is None, so a pass has no end.
+            ConfigError: The loader was made with `epochs=None`, so a pass has no end.
         """
         if self.epochs is None:
             raise ConfigError(

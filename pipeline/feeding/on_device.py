@@ -1,8 +1,7 @@
-"""Builds a micro-batch on a device with torch: widens, pads and labels what was copied there.
+"""Build a micro-batch on a device with torch: widen, pad and label the copied tokens.
 
-Nothing synchronises, because every shape is known on the host. Ids and labels are built at once;
-what not everybody asks for is built when it is asked for, on the stream that is current then, from
-tensors that were handed over with the batch.
+Nothing synchronises, because the host knows every shape. Ids and labels are built at once. Masks,
+positions and `seq_idx` are built on first use, on the current stream, from tensors of the batch.
 
 Shapes: B sequences, T padded length, N tokens, S segments.
 """
@@ -31,13 +30,13 @@ _LENGTHS = "sequence_lengths"
 
 
 def device_inputs(ragged: RaggedBatch) -> Tensors:
-    """What has to cross to the device, as host tensors: views where they can be.
+    """Return the host tensors to copy to the device, as views where possible.
 
-    Columns with a value a token are ragged, in storage dtype; besides, where the batch needs them,
-    the host's `sequence_lengths`, `segments`, `ignored` and `row_targets`.
+    These are the columns with one value per token, shape (N,), in storage dtype, and those of
+    `sequence_lengths`, `segments`, `ignored` and `row_targets` that the batch needs.
     """
     inputs = {name: torch.from_numpy(ragged.of_tokens(name)) for name in ragged.token_columns}
-    ids = ragged.of_tokens(INPUT_IDS)  # torch computes little with unsigned integers
+    ids = ragged.of_tokens(INPUT_IDS)  # torch supports few operations on unsigned integers
     inputs[INPUT_IDS] = torch.from_numpy(ids.view(f"i{ids.itemsize}"))
     for name, values in ragged.staged().items():
         if name != _LENGTHS or not ragged.is_full:
@@ -46,12 +45,15 @@ def device_inputs(ragged: RaggedBatch) -> Tensors:
 
 
 def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
-    """Widen, pad and label on the device of `inputs`; queues a few kernels, never synchronises.
+    """Widen, pad and label on the device of `inputs`. Queues a few kernels and never synchronises.
 
     Args:
-        inputs: `device_inputs` of the same micro-batch, copied.
-        ragged: The micro-batch on the host, for shapes and tracing.
-        pad_id: Fills the padding of input_ids.
+        inputs: Copies on the device of `device_inputs` of the same micro-batch.
+        ragged: The micro-batch on the host, for shapes and row numbers.
+        pad_id: Id that fills the padding of `input_ids`.
+
+    Returns:
+        The batch, with tensors on the device of `inputs`.
     """
     grid = _Grid.full(ragged) if ragged.is_full else _Grid.padded(inputs, ragged)
     ids_N = inputs[INPUT_IDS]
@@ -78,22 +80,22 @@ def build_on_device(inputs: Tensors, ragged: RaggedBatch, pad_id: int) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Where the tokens of a batch go."""
+    """Maps the tokens of a batch to its slots."""
 
     shape: tuple[int, int]
     mask_BT: torch.Tensor | None = None
-    """True on tokens; None where there is no padding."""
+    """True on tokens, bool; None without padding."""
     source_BT: torch.Tensor | None = None
-    """Which token each slot gets; any one where it gets none."""
+    """Index of the token of each slot; any index for padding."""
 
     @classmethod
     def full(cls, ragged: RaggedBatch) -> "_Grid":
-        """Of a batch without padding: the tokens as they are."""
+        """Return the grid of a batch without padding."""
         return cls(ragged.shape)
 
     @classmethod
     def padded(cls, inputs: Tensors, ragged: RaggedBatch) -> "_Grid":
-        """Of any batch."""
+        """Return the grid of a batch with padding."""
         lengths_B = inputs[_LENGTHS].long()
         column_T = torch.arange(ragged.padded_length, device=lengths_B.device)
         first_B = torch.cumsum(lengths_B, 0) - lengths_B
@@ -101,25 +103,25 @@ class _Grid:
         return cls(ragged.shape, column_T < lengths_B[:, None], source_BT)
 
     def lay(self, values_N: torch.Tensor, fill: float) -> torch.Tensor:
-        """Values of tokens in [B, T], with padding."""
+        """Return values of tokens as [B, T], with padding `fill`."""
         if self.mask_BT is None:
             return values_N.view(self.shape)
         return torch.where(self.mask_BT, values_N[self.source_BT], fill)
 
     def copy(self, values_BT: torch.Tensor, fill: int) -> torch.Tensor:
-        """The same values with another padding."""
+        """Return a copy with another padding."""
         if self.mask_BT is None:
             return values_BT.clone()
         return torch.where(self.mask_BT, values_BT, fill)
 
 
 def _widened(values: torch.Tensor) -> torch.Tensor:
-    """Whole numbers as int64, floats as they are."""
+    """Return integers as int64, floats unchanged."""
     return values if values.is_floating_point() else values.long()
 
 
 def _ignore_without_context(labels_BT: torch.Tensor, inputs: Tensors) -> None:
-    """Take from the labels what has no context, or is a prompt."""
+    """Set the labels of prompts and of tokens without context to -100."""
     if "ignored" in inputs:
         labels_BT.view(-1).index_fill_(0, inputs["ignored"].long(), IGNORED)
     elif SEGMENTS in inputs:
@@ -129,7 +131,7 @@ def _ignore_without_context(labels_BT: torch.Tensor, inputs: Tensors) -> None:
 
 
 def _attention_mask(ragged: RaggedBatch, tensors: Tensors) -> torch.Tensor:
-    """That of a batch without padding: the others were built with theirs."""
+    """Return the mask of a batch without padding. Other batches have one from the start."""
     return torch.ones(ragged.shape, dtype=torch.bool, device=tensors[INPUT_IDS].device)
 
 

@@ -1,4 +1,4 @@
-"""Where a loader stands: as which rank of how many, with how many workers."""
+"""Resolve the rank of a loader, the world size and the number of workers."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,14 +13,14 @@ from tokenfeed.pipeline.feeding.process import check_workers_can_run
 __all__ = ["Ranks", "resolve_ranks", "resolve_workers"]
 
 _PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-"""How torchrun, srun, Open MPI and MPICH say how many processes they have started."""
+"""Variables with the number of started processes: torchrun, srun, Open MPI, MPICH."""
 _WORKERS_PER_CORE = 16
-"""More could only be a slip of the finger, and would bring the machine down."""
+"""Largest number of workers per core. More is surely a mistake."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A rank among all, and within the group of ranks that share a stream of windows."""
+    """A rank, the world size, and the groups of ranks that share a stream of windows."""
 
     rank: int
     world_size: int
@@ -28,35 +28,35 @@ class Ranks:
 
     @property
     def group_size(self) -> int:
-        """Ranks of a group."""
+        """Number of ranks of a group."""
         return self.world_size // self.num_streams
 
     @property
     def stream(self) -> int:
-        """Which of the streams its group reads."""
+        """Number of the stream that the rank's group reads."""
         return self.rank // self.group_size
 
     @property
     def rank_in_group(self) -> int:
-        """Which rank of its group."""
+        """Rank within its group."""
         return self.rank % self.group_size
 
 
 def resolve_ranks(
     rank: int | None, world_size: int | None, num_streams: int | Literal["nodes"] = 1
 ) -> Ranks:
-    """Return which rank this is, of how many. The defaults are torch.distributed's, or 0 of 1.
+    """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
 
     Raises:
-        ConfigError: There is no such rank, or torch.distributed will know only later.
+        ConfigError: The rank is out of range, or torch.distributed is not initialized yet.
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     name, launched = first_number(*_PROCESSES)
     if None in (rank, world_size) and not running and (launched or 1) > 1:
         raise ConfigError(
-            f"{name}={launched} says that {launched} processes train together, but which one this "
-            "is will be known after `init_process_group`, and each would get all rows. Make the "
-            "loader after it, or pass `rank` and `world_size` (0 and 1 if they train apart)."
+            f"{name}={launched}: {launched} processes were started, but torch.distributed is not "
+            "initialized, so every process would get all rows. Make the loader after "
+            "`init_process_group`, or pass `rank` and `world_size` (0 and 1 for separate runs)."
         )
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
@@ -73,16 +73,16 @@ def resolve_ranks(
 
 
 def _nodes_of(world_size: int) -> int:
-    """Nodes that ranks are on, if the launcher says how many each has, else 1."""
+    """Return the number of nodes, if the launcher sets the ranks per node; else 1."""
     of_node = ranks_on_node()
     return world_size // of_node if of_node and world_size % of_node == 0 else 1
 
 
 def resolve_workers(num_workers: int, *, least: int = 0) -> int:
-    """A number of workers that this machine can run; at least as many as the data need.
+    """Check a number of workers, and raise it to `least`, the number that the data needs.
 
     Raises:
-        ConfigError: It is no number or out of range, or workers cannot run here.
+        ConfigError: The number is out of range, or workers cannot run here.
     """
     most = _WORKERS_PER_CORE * num_cores()
     asked = checks.whole("num_workers", num_workers, most=most, other=" here, or 'auto'")

@@ -1,7 +1,7 @@
-"""A loader worker as its parent sees it: a process, a socket, some slots; how it starts and ends.
+"""A loader worker as its parent sees it: a process, a socket and buffers.
 
-A start or an end that something broke into, Ctrl-C too, can be finished by calling `end` again, or
-by garbage collection: a worker without a socket ends.
+If Ctrl-C interrupts a start or an end, calling `end` again completes it. Garbage collection does
+too: a worker whose socket is closed ends.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from tokenfeed.pipeline.feeding.worker import (
     Waiting,
     command,
     environment,
-    map_slot,
+    map_buffer,
     not_importable,
     receive,
     send,
@@ -38,8 +38,8 @@ from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
 __all__ = [
+    "BUFFERS",
     "END_S",
-    "SLOTS",
     "Pending",
     "Register",
     "WorkerProcess",
@@ -47,26 +47,26 @@ __all__ = [
     "start_undisturbed",
 ]
 
-SLOTS = 3
-"""Of each worker: one in use, one ready, one being made; with a single worker on a GPU the copies
-of the window before may still run."""
+BUFFERS = 3
+"""Buffers of each worker: one in use, one ready, one being filled. With one worker and a GPU, the
+copies of the last window may still run."""
 
 END_S = 5.0
-"""Seconds that killed workers get to end. Those that hang in the kernel hear of the kill when their
-disk answers, and end then: nobody waits for that."""
+"""Seconds to wait for killed workers. A worker that hangs in the kernel ends when its disk answers;
+nothing waits longer for it."""
 
-_NEEDS_NONE = "Use fewer workers; `num_workers`=0 needs none, and reads in this process."
+_NEEDS_NONE = "Use fewer workers; `num_workers`=0 reads in this process."
 _FAULTS = ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP", "SIGSYS")
 
 Register = Callable[[mmap.mmap], Callable[[], None]]
-"""Prepares the memory of a slot for a device; returns what undoes it."""
+"""Page-locks the memory of a buffer for a device; returns the function that unlocks it."""
 
 
 def check_workers_can_run() -> None:
-    """Refuse workers where they cannot run.
+    """Check that worker processes can run here.
 
     Raises:
-        ConfigError: No Python is there to start as a program, or no memfd.
+        ConfigError: There is no Python executable to start, or no `memfd_create`.
     """
     if getattr(sys, "frozen", False) or not sys.executable:
         why = "this program is frozen or embedded, so it has no Python to start them with"
@@ -79,16 +79,17 @@ def check_workers_can_run() -> None:
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """A window that a worker makes or has made."""
+    """A window that a worker is making or has made."""
 
     position: Position
     worker: "WorkerProcess"
-    slot: int
+    buffer: int
     answer: Reply | Failure | None = None
-    """A failure is raised when its window's turn has come."""
+    """The reply or failure; None while the worker is busy. A failure is raised when its window is
+    next."""
 
     def is_answered(self) -> bool:
-        """Whether it was made, or failed."""
+        """Return whether the worker has answered."""
         return self.answer is not None
 
     def __str__(self) -> str:
@@ -98,27 +99,27 @@ class Pending:
 
 
 class WorkerProcess:
-    """One process, its socket and its slots."""
+    """One process, its socket and its buffers."""
 
     def __init__(self, name: int, maker: WindowMaker) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            LoaderError: The system refuses the process, its memory or a descriptor; or a policy or
-                a store is of a class that is not found by a name.
+            LoaderError: The system refuses the process, memory or a descriptor, or the class of a
+                policy or store cannot be imported.
         """
         self.name = name
         self.leaving = False
         self.heard_s = 0.0
-        """When it last said that it waits for a store, by the monotonic clock."""
+        """Monotonic time of its last report that it waits for a store, in seconds."""
         self.tasks: deque[Pending] = deque()
-        self.free = list(range(SLOTS))
+        self.free = list(range(BUFFERS))
         self._memory: dict[int, mmap.mmap] = {}
         self._unregister: dict[int, Callable[[], None]] = {}
         self._parent = os.getpid()
         try:
             with contextlib.ExitStack() as undo:
-                self._slots = [undo.enter_context(_memory_file()) for _ in range(SLOTS)]
+                self._buffers = [undo.enter_context(_memory_file()) for _ in range(BUFFERS)]
                 self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 undo.enter_context(self.socket)
                 self.process = self._start(maker, theirs)
@@ -130,24 +131,26 @@ class WorkerProcess:
 
     def _start(self, maker: WindowMaker, theirs: socket.socket) -> "subprocess.Popen[bytes]":
         with theirs, _memory_file() as file:
-            slots = [slot.fileno() for slot in self._slots]
+            buffers = [buffer.fileno() for buffer in self._buffers]
             marshal.dump([str(entry) for entry in sys.path if isinstance(entry, str)], file)
             try:
-                pickle.dump(Orders(self._parent, maker, slots), file)
+                pickle.dump(Orders(self._parent, maker, buffers), file)
             except (AttributeError, TypeError, pickle.PicklingError) as error:
                 raise not_importable(error) from error
             file.seek(0)
             handed = (theirs.fileno(), file.fileno())
-            return subprocess.Popen(command(*handed), pass_fds=(*handed, *slots), env=environment())
+            return subprocess.Popen(
+                command(*handed), pass_fds=(*handed, *buffers), env=environment()
+            )
 
     def begin(self, pending: Pending) -> None:
-        """Ask for a window."""
+        """Send a request for a window."""
         self.tasks.append(pending)
-        with contextlib.suppress(ConnectionError):  # it died: the missing answer will say so
-            send(self.socket, Request(pending.position, pending.slot))
+        with contextlib.suppress(ConnectionError):  # it died: `collect` reports it
+            send(self.socket, Request(pending.position, pending.buffer))
 
     def collect(self) -> None:
-        """Take in an answer, or that there will be none."""
+        """Receive an answer, or mark all requests as failed if the worker died."""
         try:
             answer = receive(self.socket)
             if isinstance(answer, Waiting):
@@ -160,25 +163,25 @@ class WorkerProcess:
                 pending.answer = Failure(LoaderError(f"{pending} died {reason}"), "")
             self.tasks.clear()
 
-    def slot_memory(self, slot: int, size: int, register: Register | None) -> mmap.mmap:
-        """The memory of a slot, which the worker may have enlarged."""
-        memory = self._memory.get(slot)
+    def buffer_memory(self, buffer: int, size: int, register: Register | None) -> mmap.mmap:
+        """Return the memory of a buffer. The worker may have enlarged it."""
+        memory = self._memory.get(buffer)
         if memory is None or len(memory) != size:
-            self._unregister.pop(slot, _nothing)()
-            memory = self._memory[slot] = map_slot(self._slots[slot].fileno(), size)
+            self._unregister.pop(buffer, _nothing)()
+            memory = self._memory[buffer] = map_buffer(self._buffers[buffer].fileno(), size)
             if register:
-                self._unregister[slot] = register(memory)
+                self._unregister[buffer] = register(memory)
         return memory
 
     def kill(self) -> None:
-        """Have the process end at once: a window can be made again, so nothing is lost."""
+        """Kill the process. Nothing is lost, because any worker can make its windows again."""
         if self.is_ours():
             self.process.kill()
 
     def end(self, deadline: float) -> None:
-        """Kill the process, wait for its end until `deadline`, and let go of all that is shared.
+        """Kill the process, wait for its end until `deadline`, and release the shared memory.
 
-        In a forked child the process and its memory stay: they are the parent's.
+        In a forked child, the process and the page locks are the parent's and stay.
         """
         self.kill()
         if self.is_ours():
@@ -187,21 +190,23 @@ class WorkerProcess:
             while self._unregister:
                 self._unregister.popitem()[1]()
         self._resources.close()
-        self.tasks.clear()  # they point back here, and the memory shall go at once
+        self.tasks.clear()  # they refer back to this object, which would delay freeing
         self._memory.clear()
 
     def is_ours(self) -> bool:
-        """Whether this process started it; a fork of that one did not."""
+        """Return whether this process started the worker. It is False in a forked child."""
         return os.getpid() == self._parent
 
     def _why_it_died(self) -> str:
-        """How the process ended, and what to do about it."""
+        """Return how the process ended, and a remedy."""
         try:
             code = self.process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return "(it closed its socket). `num_workers`=0 reads in this process."
         if code >= 0:
-            return f"(exit status {code}). It says above why; `num_workers`=0 needs no workers."
+            return (
+                f"(exit status {code}). See its error above; `num_workers`=0 reads in this process."
+            )
         ended = f"(killed by signal {-code}, {signal.strsignal(-code)})."
         if -code in (signal.SIGKILL, signal.SIGBUS):
             return (
@@ -211,18 +216,18 @@ class WorkerProcess:
 
 
 def _memory_file() -> BinaryIO:
-    """A file without a name, in memory that other processes can be given."""
+    """Return an anonymous file in memory, which other processes can map."""
     return os.fdopen(os.memfd_create("tokenfeed"), "w+b")
 
 
 def start_undisturbed(work: Callable[[], None]) -> None:
-    """Start workers in a thread for that alone, and wait for it.
+    """Start workers in a separate thread, and wait for it.
 
-    Ctrl-C breaks into the main thread only, where it would lose a process that has just begun. And
-    what the thread blocks its processes begin with: every signal that asks for something.
+    Ctrl-C interrupts only the main thread, where it could lose a process that was just started. The
+    new processes inherit the signal mask of the thread, which blocks all signals except crashes.
 
     Raises:
-        LoaderError: There can be no more threads, or what `work` raised.
+        LoaderError: The system refuses another thread, or `work` raised it.
     """
     failures: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""What a loader did: tokens, padding, waits, queue. Kept in a few fixed arrays, cheap per batch."""
+"""Counts and times of a loader: tokens, padding, waits, queue. Cheap to update per batch."""
 
 from dataclasses import asdict, astuple, dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Counters", "Quantiles", "RemoteStats", "Stats"]
 
-_KEPT = 4096  # most recent values that quantiles are taken of
+_KEPT = 4096  # quantiles are of this many most recent values
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,30 +24,31 @@ class Quantiles:
     max: float
 
     def worst(self, other: "Quantiles") -> "Quantiles":
-        """Of two, each at its larger."""
+        """Return the larger value of each quantile."""
         return Quantiles(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteStats:
-    """What the workers of this rank took of stores and of the node's cache."""
+    """Reads of this rank's workers from stores and from the node cache."""
 
     requests: int
-    """Repetitions among them."""
+    """Number of requests, with retries."""
     bytes: int
     retries: int
     outage_s: float
-    """Seconds in which requests were being repeated, summed over the workers."""
+    """Seconds in which requests were being retried, summed over the workers."""
     hits: int
-    """Record batches and footers that were in the cache."""
+    """Number of record batches and footers read from the cache."""
     damaged: int
-    """Those that were damaged in the cache or on their way, and were fetched again."""
+    """Number of record batches and footers that were damaged in the cache or on the network, and
+    fetched again."""
     wait_s: Quantiles
-    """Seconds of each window until its bytes were at hand, in a worker: the loop waits for them
-    only where no window is ready."""
+    """Seconds that a worker waited for the bytes of each window. The training loop waits only if no
+    window is ready."""
 
     def with_another(self, other: "RemoteStats") -> "RemoteStats":
-        """What two loaders took; of waits the worse."""
+        """Return the sums of two loaders, and the worse waits."""
         return RemoteStats(
             requests=self.requests + other.requests,
             bytes=self.bytes + other.bytes,
@@ -61,50 +62,54 @@ class RemoteStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Since the loader was made, for this rank."""
+    """Counts and times of this rank since the loader was made."""
 
     batches: int
+    """Number of batches delivered, with fillers."""
     fillers: int
-    """Batches that only kept this rank in step with the others."""
+    """Number of fillers: batches without tokens of their own, so that all ranks have a batch."""
     tokens: int
-    """Tokens delivered."""
+    """Number of tokens delivered."""
     slots: int
-    """Token slots delivered: tokens and padding."""
+    """Number of token slots delivered: tokens and padding."""
     padding: float
-    """Share of the slots that hold no token."""
+    """Padding slots divided by slots, 0 to 1."""
     cut_pieces: int
-    """Pieces that continue a row which was too long."""
+    """Number of pieces that continue a row that was cut."""
     windows: int
+    """Number of windows read."""
     mixing: float | None
-    """About how far a step of a million tokens strays from the whole corpus, if rows that are alike
-    stand together there, over how far it strays after a full shuffle: 1 is as well mixed. None
+    """Estimated deviation of a step of a million tokens from the whole corpus, relative to a full
+    shuffle, if similar rows are neighbours in the corpus. 1 is as good as a full shuffle. None
     without shuffling."""
     epoch_tokens: dict[str, int]
-    """Tokens of the present epoch by source, over all ranks, since its beginning."""
+    """Tokens of the current epoch by source, over all ranks."""
     last_epoch_tokens: dict[str, int]
-    """The same for the epoch before; empty where this loader did not see its end."""
+    """Tokens of the last epoch by source, over all ranks; empty if this loader did not see its
+    end."""
     num_workers: int
+    """Current number of worker processes."""
     pageable: bool
-    """Whether memory that a CUDA device copies from could not be page-locked: copies are slower."""
+    """Whether the system refused to page-lock memory for a CUDA device, so that copies are
+    slower."""
     wait_total_s: float
-    """Seconds that the training loop waited inside `next`."""
+    """Seconds that the training loop spent in `next`, in total."""
     wait_s: Quantiles
-    """Seconds of each `next`."""
+    """Seconds of each `next` call."""
     decode_s: Quantiles
-    """Seconds that making a window took a worker: reading, decoding, planning, gathering; waiting
-    for a core is not counted."""
+    """Seconds to make each window: read, decode, plan, gather; without waiting for a core."""
     queue_depth: Quantiles
-    """Windows that were ready when one was taken."""
+    """Number of ready windows when each window was taken."""
     remote: RemoteStats | None
-    """None where all data are local."""
+    """Reads from stores; None if all data is local."""
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-serialisable."""
+        """Return all values as a JSON-serialisable dict."""
         return asdict(self)
 
 
 class Counters:
-    """Counts batches and windows as they pass."""
+    """Counts the batches and windows of a loader."""
 
     def __init__(self) -> None:
         self.batches = self.fillers = self.tokens = self.slots = self.cut_pieces = self.windows = 0
@@ -115,7 +120,7 @@ class Counters:
         self.fetch_s = _Recent()
 
     def add_batch(self, batch: "Batch", waited_s: float) -> None:
-        """Count a batch that was given out."""
+        """Count a delivered batch."""
         self.batches += 1
         self.fillers += batch.is_filler
         self.tokens += batch.num_tokens
@@ -125,7 +130,7 @@ class Counters:
         self.wait_s.add(waited_s)
 
     def add_window(self, seconds: float, ready: int, fetched: "Fetched | None") -> None:
-        """Count a window that was taken from the queue."""
+        """Count a window taken from the queue."""
         if fetched:
             self.fetched = self.fetched + fetched if self.fetched else fetched
             self.fetch_s.add(fetched.waited_s)
@@ -140,7 +145,7 @@ class Counters:
         epoch_tokens: dict[str, int],
         last_epoch_tokens: dict[str, int],
     ) -> Stats:
-        """The figures now."""
+        """Return the current counts."""
         return Stats(
             batches=self.batches,
             fillers=self.fillers,
@@ -175,7 +180,7 @@ class Counters:
 
 
 class _Recent:
-    """The most recent values, in a ring."""
+    """Ring buffer of the most recent values."""
 
     def __init__(self) -> None:
         self._values = np.zeros(_KEPT)

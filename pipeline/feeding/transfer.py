@@ -38,48 +38,50 @@ __all__ = ["Batches", "CopyStream", "PageLock", "copy_ahead", "copy_stream"]
 
 
 class PageLock:
-    """Page-locks memory for one device; the first refusal is a warning, and stands in the stats."""
+    """Page-locks memory for one device. The first refusal by the system logs a warning and sets
+    `Stats.pageable`."""
 
     def __init__(self, device: torch.device, counters: Counters) -> None:
         self._accelerator, self._counters = accelerator(device), counters
         self._process = os.getpid()
 
     def lock(self, memory: mmap.mmap) -> Callable[[], None]:
-        """Page-lock memory that workers fill.
+        """Page-lock the memory of a worker's buffer.
 
         Returns:
-            What undoes it; to be called before the memory goes, and when nothing is copied from it.
+            A function that unlocks it. Call it when no copy from the memory is running, and before
+            the memory is unmapped.
         """
         address = np.frombuffer(memory, np.uint8).ctypes.data
         if refusal := self._accelerator.lock(address, len(memory)):
-            self._say(refusal)
+            self._warn(refusal)
             return _nothing
         return partial(self._unlock, address)
 
     def stage(self, rank_slice: RankSlice) -> RankSlice:
-        """Move a slice that this process made into page-locked memory."""
+        """Copy a slice that this process made to page-locked memory."""
         try:
             size = rank_slice.num_bytes
             memory = (
                 torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True).numpy().data
             )
         except RuntimeError as refusal:
-            self._say(str(refusal).split("\n", 1)[0])
+            self._warn(str(refusal).split("\n", 1)[0])
             return rank_slice
         return RankSlice.read(rank_slice.write(memory), memory)
 
     def _unlock(self, address: int) -> None:
         if os.getpid() != self._process:
-            return  # a forked child, whose parent goes on
+            return  # a forked child: the lock is the parent's
         with contextlib.suppress(RuntimeError):  # the device has failed
             self._accelerator.unlock(address)
 
-    def _say(self, refusal: str) -> None:
+    def _warn(self, refusal: str) -> None:
         if not self._counters.pageable:
             self._counters.pageable = True
             warnings.warn(
                 f"the system refused to page-lock memory for {self._accelerator.device} "
-                f"({refusal}): copies to it are right but slower. Raise the limit (`ulimit -l`; "
+                f"({refusal}): copies are correct but slower. Raise the limit (`ulimit -l`; "
                 "memlock of a container), or lower `num_workers` or `window_tokens`.",
                 RuntimeWarning,
                 stacklevel=1,
@@ -91,17 +93,17 @@ def _nothing() -> None:
 
 
 _COPIES_AHEAD = 2
-"""Micro-batches copied to the device before they are asked for: one in use, one in flight."""
+"""Number of micro-batches copied to the device ahead of use."""
 _URGENT = -1
-"""Priority: a few small kernels get in beside a device that is full."""
+"""Priority of the copy stream: its few small kernels start before those of a busy device."""
 
 
 Batches = Generator[tuple[Batch, RaggedBatch], None, None]
-"""Without an end; closing it waits for copies that still run."""
+"""Endless iterator. `close` waits for running copies."""
 
 
 class CopyStream:
-    """A device's stream for copies and padding."""
+    """The stream of a device for copies and padding."""
 
     def __init__(self, device: torch.device) -> None:
         self.accelerator = accelerator(device)
@@ -109,15 +111,15 @@ class CopyStream:
         self._process = os.getpid()
 
     def wait(self) -> None:
-        """Wait until nothing is copied any more. Raises nothing: a device that failed copies
-        nothing, and says so to whoever uses it next."""
-        if os.getpid() == self._process:  # not in a forked child, which has no device
+        """Wait until no copy is running. It raises nothing: a failed device copies nothing, and its
+        next use raises the error."""
+        if os.getpid() == self._process:  # a forked child has no device
             with contextlib.suppress(RuntimeError):
                 self.stream.synchronize()
 
 
 copy_stream = functools.cache(CopyStream)
-"""The one of a device: torch keeps the memory that was freed on a stream for that stream alone."""
+"""Returns the one stream of a device. torch reuses freed memory only on the stream that used it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +129,24 @@ class _Copy:
     batch: Batch
     ragged: RaggedBatch
     lease: Lease
-    """The window's memory, which the copy reads until `ready` has passed."""
+    """Lease of the window's memory, which the copy reads until `ready` has passed."""
     ready: torch.Event
 
 
 def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches:
-    """Deliver batches whose copies and padding were queued on a copy stream beforehand.
+    """Yield batches whose copies and padding were queued on the copy stream in advance.
 
-    The compute stream waits for a batch's event, the host does not. What the source raises comes
-    after the batches of the windows before.
+    The compute stream waits for the event of a batch; the host does not. An error of the source is
+    raised after the batches of the windows before it.
     """
     ahead: deque[_Copy] = deque()
-    used: deque[_Copy] = deque()  # last copies of windows whose memory is not given back yet
+    used: deque[_Copy] = deque()  # last copy of each window whose memory is not released yet
     try:
         while True:
             if ahead and not source.is_ready():  # a finished batch never waits for a worker
                 yield _hand_over(ahead.popleft(), copies)
                 continue
-            _give_back(used, keep=1)
+            _release_copied(used, keep=1)
             try:
                 lease = source.take()
             except Exception:
@@ -157,9 +159,9 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
                     used.append(ahead[-1])
                 if len(ahead) > _COPIES_AHEAD:
                     yield _hand_over(ahead.popleft(), copies)
-                _give_back(used)
+                _release_copied(used)
     finally:
-        copies.wait()  # before the leases go, and the memory with them
+        copies.wait()  # before the leases and their memory are freed
 
 
 def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: int) -> _Copy:
@@ -173,8 +175,9 @@ def _queue_copy(ragged: RaggedBatch, lease: Lease, copies: CopyStream, pad_id: i
         return _Copy(batch, ragged, lease, copies.stream.record_event())
 
 
-def _give_back(used: deque[_Copy], keep: int | None = None) -> None:
-    """Return the memory of windows that were copied; wait for the oldest if more than `keep`."""
+def _release_copied(used: deque[_Copy], keep: int | None = None) -> None:
+    """Release the memory of copied windows; wait for the oldest ones if there are more than
+    `keep`."""
     while used and (used[0].ready.query() or (keep is not None and len(used) > keep)):
         copy = used.popleft()
         copy.ready.synchronize()
@@ -182,7 +185,7 @@ def _give_back(used: deque[_Copy], keep: int | None = None) -> None:
 
 
 def _hand_over(copy: _Copy, copies: CopyStream) -> tuple[Batch, RaggedBatch]:
-    """Make the stream that computes wait for the copy, and own its tensors."""
+    """Make the compute stream wait for the copy, and record the stream's use of the tensors."""
     compute_stream = copies.accelerator.current_stream()
     compute_stream.wait_event(copy.ready)
     for tensor in copy.batch.tensors():

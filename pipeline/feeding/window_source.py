@@ -1,8 +1,9 @@
 """Sources of windows: this process, or worker processes. Both return windows in order.
 
 Any worker can make any window, because a window is a pure function of its number. So the number of
-workers can change at any time without a change of the order. Each worker has a few slots of shared
-memory. A window stays in its slot, and the loader reads it there, until its lease is released.
+workers can change at any time without a change of the order. Each worker has a few buffers of
+shared memory. A window stays in its buffer, and the loader reads it there, until its lease is
+released.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.errors import LoaderError
 from tokenfeed.pipeline.feeding.process import (
+    BUFFERS,
     END_S,
-    SLOTS,
     Pending,
     Register,
     WorkerProcess,
@@ -47,23 +48,23 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A slice, and the memory it stands in until it is released."""
+    """A slice in a buffer that stays reserved until `release` is called."""
 
     rank_slice: RankSlice
     seconds: float
-    """Time that making it took a worker."""
+    """Seconds that making the slice took."""
     ready: int
-    """Windows that were ready when it was taken, itself included."""
+    """Number of windows ready when this one was taken, including it."""
     release: Callable[[], None] = field(default=lambda: None)
     fetched: "Fetched | None" = None
-    """What the workers took of stores since the lease before; None of local data."""
+    """Counts of reads from stores since the last lease; None for local data."""
 
 
 class WindowSource(Protocol):
-    """Windows in order, without an end: epoch follows epoch."""
+    """Endless source of windows, in order, over all epochs."""
 
     def take(self) -> Lease:
-        """The next window, waited for if it has to be."""
+        """Return the next window; wait until it is made."""
         ...
 
     def is_ready(self) -> bool:
@@ -71,11 +72,11 @@ class WindowSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End whatever runs."""
+        """Stop everything that runs."""
 
 
 class InlineSource:
-    """Makes each window when it is asked for, in this process."""
+    """Makes each window in `take`, in this process."""
 
     def __init__(
         self,
@@ -83,13 +84,13 @@ class InlineSource:
         start: Position,
         stage: Callable[[RankSlice], RankSlice] | None = None,
     ) -> None:
-        """`stage` puts a slice where a device can copy it from."""
+        """`stage` moves a slice to page-locked memory for a device; None for no device."""
         self._maker = maker
         self._next = start
         self._stage = stage
 
     def take(self) -> Lease:
-        """The next window."""
+        """Return the next window."""
         started = time.perf_counter()
         rank_slice = self._maker.make(self._next)
         if self._stage:
@@ -98,20 +99,20 @@ class InlineSource:
         return Lease(rank_slice, time.perf_counter() - started, ready=0)
 
     def is_ready(self) -> bool:
-        """Never: nothing is made ahead."""
+        """Return False: nothing is made ahead."""
         return False
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: nothing runs."""
 
 
 def end_with_interpreter() -> None:
-    """Where the interpreter ends, which has closed the source, end a daemon thread quietly."""
+    """End a daemon thread silently if the interpreter is ending: exit has closed the source."""
     if not threading.main_thread().is_alive():
         sys.exit()
 
 
-_LONGEST_WAIT_S = 3600.0  # the system's own waits have a limit; a timeout may be longer, or inf
+_LONGEST_WAIT_S = 3600.0  # the system call has a limit; `timeout` may be longer, or inf
 
 
 class WorkerPool:
@@ -126,15 +127,15 @@ class WorkerPool:
         timeout: float,
         register: Register | None = None,
     ) -> None:
-        """Start nothing yet: the first `take` does, and the workers go on from then.
+        """Start nothing yet. The first `take` starts the workers.
 
         Args:
-            maker: What to make.
-            start: The first window, and how much of it was delivered before.
-            num_workers: How many processes.
-            timeout: Seconds to wait for a window before a worker counts as hung; one that waits
-                for a store says so meanwhile, and the time begins anew.
-            register: Called with the memory of each slot, to page-lock it for a device.
+            maker: Makes the windows.
+            start: The first window, and the number of its micro-batches to skip.
+            num_workers: Number of processes.
+            timeout: Seconds without an answer after which a worker counts as hung. A worker that
+                waits for a store reports it every second, which restarts the time.
+            register: Called with the memory of each buffer, to page-lock it for a device.
         """
         self._maker = maker
         self._next = start
@@ -142,47 +143,48 @@ class WorkerPool:
         self._register = register
         self._names = itertools.count()
         self._workers: list[WorkerProcess] = []
-        self._pending: deque[Pending] = deque()  # in the order of the windows
+        self._pending: deque[Pending] = deque()  # in window order
         self._parent = os.getpid()
         self._closed = False
-        self._changing = threading.RLock()  # the list of workers; a fork may find it locked
+        self._changing = threading.RLock()  # guards `_workers`; a fork may find it locked
         self.num_workers = num_workers
-        """Processes that get new work."""
+        """Number of processes that get new work."""
 
     def is_ours(self) -> bool:
-        """Whether this process made it; a fork of that one, which has a copy, did not."""
+        """Return whether this process created the pool. It is False in a forked child."""
         return os.getpid() == self._parent
 
     def resize(self, num_workers: int) -> None:
-        """Start more workers, or let some leave when what they made was used."""
+        """Start more workers, or stop some after their windows were used."""
         self.num_workers = num_workers
-        self._staff()
+        self._adjust_workers()
 
     def take(self) -> Lease:
-        """The next window.
+        """Return the next window.
 
         Raises:
-            LoaderError: The worker died, or did not answer within the timeout; names the window.
-            TokenfeedError: What the worker met.
+            LoaderError: The worker died or did not answer within the timeout. The message names the
+                window.
+            TokenfeedError: An error in the worker, such as a damaged shard.
         """
         with self._while_open():
-            self._staff()
+            self._adjust_workers()
             head = self._pending[0]
             made = self._answer_of(head)
             ready = sum(1 for _ in itertools.takewhile(Pending.is_answered, self._pending))
             self._pending.popleft()
-            memory = head.worker.slot_memory(head.slot, made.size, self._register)
+            memory = head.worker.buffer_memory(head.buffer, made.size, self._register)
             rank_slice = RankSlice.read(made.header, memoryview(memory))
             return Lease(rank_slice, made.seconds, ready, lambda: self._release(head), made.fetched)
 
     def is_ready(self) -> bool:
-        """Whether the next window is made."""
+        """Return whether the next window is ready."""
         with self._while_open():
             self._drain(0)
             return bool(self._pending) and self._pending[0].is_answered()
 
     def close(self) -> None:
-        """End all workers, within seconds whatever they do; again, if something broke into it."""
+        """Kill all workers, within seconds. Call it again if it was interrupted."""
         self._closed = True
         with self._changing if self.is_ours() else contextlib.nullcontext():
             for worker in self._workers:
@@ -195,7 +197,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _while_open(self) -> Iterator[None]:
-        """Explain what fails because another thread closed the pool."""
+        """Raise a clear error if another thread closed the pool inside the block."""
         try:
             self._check_open()
             yield
@@ -208,18 +210,18 @@ class WorkerPool:
             return
         end_with_interpreter()
         raise LoaderError(
-            "a signal handler or another thread closed the loader while it was read from. Let the "
-            "loop close it."
+            "a signal handler or another thread closed the loader during `next`. Let the loop "
+            "close it."
         ) from None
 
-    def _staff(self) -> None:
-        """Start the workers that are missing, let go those that are too many; all get work."""
+    def _adjust_workers(self) -> None:
+        """Start missing workers, stop surplus ones, and assign windows to all."""
         staying = [worker for worker in self._workers if not worker.leaving]
         for worker in staying[self.num_workers :]:
             worker.leaving = True
         if (missing := self.num_workers - len(staying)) > 0:
             start_undisturbed(partial(self._start, missing))
-        self._dismiss()
+        self._stop_leaving()
         self._assign()
 
     def _start(self, missing: int) -> None:
@@ -229,7 +231,7 @@ class WorkerPool:
                     self._workers.append(WorkerProcess(next(self._names), self._maker))
 
     def _assign(self) -> None:
-        """Give every free slot a window, workers with the least to do first."""
+        """Assign a window to every free buffer, starting with the worker with most free buffers."""
         while True:
             free = [worker for worker in self._workers if worker.free and not worker.leaving]
             if not free:
@@ -241,7 +243,7 @@ class WorkerPool:
             worker.begin(pending)
 
     def _answer_of(self, head: Pending) -> Reply:
-        """Wait until a window is made."""
+        """Wait until a window is made; return the reply."""
         asked_s = time.monotonic()
         while head.answer is None:
             heard_s = max(asked_s, head.worker.heard_s)
@@ -249,8 +251,8 @@ class WorkerPool:
             heard_s = max(asked_s, head.worker.heard_s)
             if head.answer is None and time.monotonic() >= heard_s + self._timeout:
                 raise LoaderError(
-                    f"{head} did not answer within {self._timeout:g} s. The disk may hang; or "
-                    "raise `timeout`."
+                    f"{head} did not answer within {self._timeout:g} s. The disk may hang. If "
+                    "windows take longer, raise `timeout`."
                 )
         if isinstance(head.answer, Reply):
             return head.answer
@@ -259,20 +261,20 @@ class WorkerPool:
         raise RuntimeError(f"{head} failed:\n{head.answer.traceback}")
 
     def _drain(self, timeout: float) -> None:
-        """Take in whatever workers have answered; wait for one answer at most `timeout` seconds."""
+        """Collect all answers of workers; wait at most `timeout` seconds for the first."""
         busy = {worker.socket: worker for worker in self._workers if worker.tasks}
         for connection in wait(list(busy), min(timeout, _LONGEST_WAIT_S)):
             busy[connection].collect()  # type: ignore[index]
 
     def _release(self, pending: Pending) -> None:
-        pending.worker.free.append(pending.slot)
-        self._dismiss()
+        pending.worker.free.append(pending.buffer)
+        self._stop_leaving()
         if self._workers:
             self._assign()
 
-    def _dismiss(self) -> None:
-        """End workers that leave and whose slots are all free."""
-        for worker in [w for w in self._workers if w.leaving and len(w.free) == SLOTS]:
+    def _stop_leaving(self) -> None:
+        """Stop leaving workers whose buffers are all free."""
+        for worker in [w for w in self._workers if w.leaving and len(w.free) == BUFFERS]:
             worker.end(time.monotonic() + END_S)
             self._workers.remove(worker)
 

@@ -1,10 +1,10 @@
-"""A loader worker: a process that makes windows for a training process, in memory both can see.
+"""A loader worker: a process that makes windows for a training process, in shared memory.
 
-It is a program of its own, not a fork: it inherits no CUDA handle, no lock and no copy of the
-model, and imports no torch. It ends when its socket closes or its parent is gone, so nothing
-outlives a killed parent; the memory is anonymous (memfd), so nothing is left behind either.
-Terminals and schedulers signal workers as well, but whether the run ends is the parent's decision:
-a worker begins with all signals blocked that ask for something, and leaves it so. Torch-free.
+It is a separate program, not a fork: it inherits no CUDA handle, no lock and no copy of the model,
+and it does not import torch. It ends when its socket closes or its parent has ended, so no worker
+outlives a killed parent. Its memory is anonymous (memfd), so nothing stays on disk. Terminals and
+schedulers send signals to workers too, but only the parent decides when the run ends: a worker
+keeps all signals blocked except those of a crash. Torch-free.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ __all__ = [
     "Waiting",
     "command",
     "environment",
-    "map_slot",
+    "map_buffer",
     "not_importable",
     "receive",
     "send",
@@ -49,20 +49,20 @@ __all__ = [
 
 _DEFAULTS = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
 _ENVIRONMENT = {
-    "MALLOC_ARENA_MAX": "2",  # what threads that fetch have freed is there for the next window
+    "MALLOC_ARENA_MAX": "2",  # memory freed by fetching threads is reused for the next window
     "MALLOC_MMAP_THRESHOLD_": "1073741824",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
-    "OMP_NUM_THREADS": "1",  # importing numpy would start a thread a core, in every worker
+    "OMP_NUM_THREADS": "1",  # else importing numpy starts a thread per core in every worker
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Keeps freed memory in the process: a window's arrays are as large as those of the one before, so
-their pages need not come from the kernel again: 17 page faults a window, where there were 4,646."""
+"""Keeps freed memory in the process. The arrays of a window are about as large as those of the last
+window, so the kernel need not map new pages: 17 page faults per window instead of 4,646."""
 
-_GROWTH = 1.25  # a slot that was too small gets this much more than it needs
+_GROWTH = 1.25  # factor by which a buffer grows beyond the required size
 _PAGE = 1 << 21
-_LONGEST = 1 << 16  # bytes of a message; an answer is some 2,000, a slot holds the rest
+_LONGEST = 1 << 16  # bytes of a message; a reply has about 2,000, the slice is in the buffer
 _LONGEST_TRACEBACK = 1 << 14
-_TELL_EVERY_S = 1.0
+_REPORT_EVERY_S = 1.0
 _PARENT_CHECK_S = 1.0  # a socket stays open while any fork of the parent lives
 _SCHEDULING = Path("/proc/self/schedstat")
 
@@ -71,49 +71,49 @@ _USE_LESS = "Use fewer workers (`num_workers`), or raise the limits that `ulimit
 
 
 class Orders(NamedTuple):
-    """What a worker is told when it starts."""
+    """What a worker receives at its start."""
 
     parent: int
     maker: WindowMaker
-    slots: list[int]
-    """Descriptors of the memory."""
+    buffers: list[int]
+    """File descriptors of the buffers."""
 
 
 class Request(NamedTuple):
-    """Make a rank's slice of a window in one of the worker's slots."""
+    """Make a rank's slice of a window in one of the worker's buffers."""
 
     position: Position
-    slot: int
+    buffer: int
 
 
 class Reply(NamedTuple):
-    """It is made."""
+    """The window was made."""
 
     header: Header
     size: int
-    """Bytes of the slot."""
+    """Bytes of the buffer."""
     seconds: float
-    """Time it took, waiting for a core not counted."""
+    """Seconds it took, without waiting for a core."""
     fetched: "Fetched | None"
-    """What it took of stores since the reply before; None of local data."""
+    """Counts of reads from stores since the last reply; None for local data."""
 
 
 class Waiting(NamedTuple):
-    """A store is waited for: it will answer, or its client will give up and say why."""
+    """The worker waits for a store. The store will answer, or its client will raise an error."""
 
 
 class Failure(NamedTuple):
-    """It could not be made."""
+    """The window could not be made."""
 
     error: TokenfeedError | None
-    """What the user should know, or None for a bug of ours."""
+    """The error for the user; None for a bug in tokenfeed."""
     traceback: str
 
 
 def command(socket_fd: int, orders_fd: int) -> list[str]:
-    """The command line of a worker; the file holds the module search path, then its orders.
+    """Return the command line of a worker. The file has the module search path, then its orders.
 
-    Nothing but built-in modules is imported before that path is set.
+    Only built-in modules are imported before that path is set.
     """
     code = (
         f"import sys, marshal; file = open({orders_fd}, 'rb'); sys.path[:] = marshal.load(file); "
@@ -123,17 +123,17 @@ def command(socket_fd: int, orders_fd: int) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment of a worker: this one, set up for a single thread that keeps its memory."""
+    """Return the environment of a worker: one thread per library, and freed memory is kept."""
     return _DEFAULTS | os.environ | _ENVIRONMENT
 
 
 def send(connection: socket.socket, message: "Request | Reply | Failure") -> None:
-    """Send a message as one packet: it arrives whole or not at all."""
+    """Send a message as one packet: it arrives completely or not at all."""
     connection.send(pickle.dumps(message))
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message.
+    """Receive the next message.
 
     Raises:
         EOFError: The other end is closed.
@@ -143,11 +143,11 @@ def receive(connection: socket.socket) -> Any:
     raise EOFError
 
 
-def map_slot(fd: int, size: int) -> mmap.mmap:
-    """The memory of a slot.
+def map_buffer(fd: int, size: int) -> mmap.mmap:
+    """Map the memory of a buffer.
 
     Raises:
-        LoaderError: The system refuses so much.
+        LoaderError: The system refuses this much memory.
     """
     with _refusals_explained(size):
         return mmap.mmap(fd, size)
@@ -161,37 +161,37 @@ def _refusals_explained(size: int) -> Iterator[None]:
         if error.errno not in _REFUSALS:
             raise
         raise LoaderError(
-            f"a window takes {size:,} bytes of shared memory, which the system refuses "
+            f"a window needs {size:,} bytes of shared memory, but the system refused them "
             f"({error.strerror}). {_USE_LESS}"
         ) from error
 
 
 def not_importable(error: Exception) -> LoaderError:
-    """The error for a policy or a store that does not reach a worker."""
+    """Return the error for a policy or store that a worker cannot import."""
     return LoaderError(
-        f"loader workers cannot import a policy or store that the loader was given ({error}). "
-        "Define its class in a module of its own, or read in this process (`num_workers`=0)."
+        f"loader workers cannot import the policy or store of the loader ({error}). Define its "
+        "class in a separate module, or read in this process (`num_workers`=0)."
     )
 
 
 def main(socket_fd: int, file: BinaryIO) -> None:
-    """Serve tasks until the parent closes the socket, or is gone."""
+    """Make windows until the parent closes the socket or ends."""
     connection = socket.socket(fileno=socket_fd)
     own_process()
     try:
         orders = _read_orders(file, connection)
-        slots = [_Slot(fd) for fd in orders.slots]
+        buffers = [_Buffer(fd) for fd in orders.buffers]
         counter = _Counter(orders.maker.reader)
-        _tell_of_waits(connection, orders.maker.reader)
+        _report_waits(connection, orders.maker.reader)
         while True:
             task = _next_task(connection, orders.parent)
-            send(connection, _serve(orders.maker, task, slots[task.slot], counter))
+            send(connection, _serve(orders.maker, task, buffers[task.buffer], counter))
     except (EOFError, ConnectionError):
-        os._exit(os.EX_OK)  # the parent is gone, or wants no more
+        os._exit(os.EX_OK)  # the parent has ended or closed the socket
 
 
 def _read_orders(file: BinaryIO, connection: socket.socket) -> Orders:
-    """What this worker is told; if it cannot import what that is made of, it answers so instead."""
+    """Read the orders. If a class cannot be imported, answer every request with that error."""
     try:
         with file:
             orders: Orders = pickle.load(file)
@@ -204,7 +204,7 @@ def _read_orders(file: BinaryIO, connection: socket.socket) -> Orders:
 
 
 def _next_task(connection: socket.socket, parent: int) -> Request:
-    """Wait for a task; EOFError when there will be none."""
+    """Wait for a request. Raise EOFError if there will be no more."""
     while not wait([connection], _PARENT_CHECK_S):
         if os.getppid() not in (parent, 0):  # 0: it lives in an outer PID namespace
             raise EOFError
@@ -212,32 +212,32 @@ def _next_task(connection: socket.socket, parent: int) -> Request:
     return task
 
 
-def _tell_of_waits(connection: socket.socket, reader: WindowReader) -> None:
-    """Say every second that a store is waited for, as long as that is so, in a thread."""
+def _report_waits(connection: socket.socket, reader: WindowReader) -> None:
+    """Start a thread that reports every second while the reader waits for a store."""
     if reader.fetched is None:
         return
     message = pickle.dumps(Waiting())
 
-    def tell() -> None:
+    def report() -> None:
         while True:
-            time.sleep(_TELL_EVERY_S)
+            time.sleep(_REPORT_EVERY_S)
             if reader.is_waiting:
-                with contextlib.suppress(OSError):  # the parent has heard enough, or is gone
+                with contextlib.suppress(OSError):  # the socket is full, or the parent has ended
                     connection.send(message, socket.MSG_DONTWAIT)
 
-    Thread(target=tell, name="tokenfeed tells of waits", daemon=True).start()
+    Thread(target=report, name="tokenfeed reports waits", daemon=True).start()
 
 
 def _serve(
-    maker: WindowMaker, task: Request, slot: "_Slot", counter: "_Counter"
+    maker: WindowMaker, task: Request, buffer: "_Buffer", counter: "_Counter"
 ) -> Reply | Failure:
     started, waited_s = time.perf_counter(), _waited_for_core_s()
     try:
         rank_slice = maker.make(task.position)
-        header = rank_slice.write(slot.at_least(rank_slice.num_bytes))
+        header = rank_slice.write(buffer.at_least(rank_slice.num_bytes))
         waited_s = _waited_for_core_s() - waited_s
         seconds = max(0.0, time.perf_counter() - started - waited_s)
-        return Reply(header, slot.size, seconds, counter.new())
+        return Reply(header, buffer.size, seconds, counter.new())
     except TokenfeedError as error:
         return Failure(error, "")
     except MemoryError:
@@ -247,9 +247,9 @@ def _serve(
 
 
 def _waited_for_core_s() -> float:
-    """Seconds in which this process could run, but had no core; 0 where the kernel keeps no count.
+    """Return the seconds in which this process was ready to run but had no core; 0 if unknown.
 
-    Time of the CPU alone would leave out the disk, for which more workers are a remedy.
+    CPU time would not include waiting for the disk, which more workers can reduce.
     """
     try:
         return int(_SCHEDULING.read_bytes().split()[1]) / 1e9
@@ -258,20 +258,20 @@ def _waited_for_core_s() -> float:
 
 
 class _Counter:
-    """What a reader takes of stores, from one reply to the next."""
+    """Counts a reader's reads from stores between two replies."""
 
     def __init__(self, reader: WindowReader) -> None:
         self._reader = reader
-        self._told = reader.fetched
+        self._last = reader.fetched
 
     def new(self) -> "Fetched | None":
-        """What was not told yet."""
-        told, self._told = self._told, self._reader.fetched
-        return self._told.since(told) if self._told and told else None
+        """Return the counts since the last call."""
+        before, self._last = self._last, self._reader.fetched
+        return self._last.since(before) if self._last and before else None
 
 
-class _Slot:
-    """Anonymous shared memory that grows to the largest slice it held."""
+class _Buffer:
+    """Anonymous shared memory that grows to the size of the largest slice."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -279,10 +279,10 @@ class _Slot:
         self.size = 0
 
     def at_least(self, size: int) -> memoryview:
-        """The memory, at least `size` bytes of it."""
+        """Return the memory, with at least `size` bytes."""
         if self._memory is None or self.size < size:
             size = round_up(int(size * _GROWTH), _PAGE)
             with _refusals_explained(size):
                 os.ftruncate(self._fd, size)
-            self._memory, self.size = map_slot(self._fd, size), size
+            self._memory, self.size = map_buffer(self._fd, size), size
         return memoryview(self._memory)

@@ -166,10 +166,10 @@ def test_memory_that_is_refused_to_the_parent_is_an_error_and_no_bug(
 ) -> None:
     monkeypatch.setattr(worker.mmap, "mmap", refuse(errno.ENOMEM))
     with pytest.raises(LoaderError, match=r"4,096 bytes .*Cannot allocate memory.*`num_workers`"):
-        worker.map_slot(0, 4096)
+        worker.map_buffer(0, 4096)
     monkeypatch.setattr(worker.mmap, "mmap", refuse(errno.EBADF))
     with pytest.raises(OSError, match="Bad file descriptor"):
-        worker.map_slot(0, 4096)
+        worker.map_buffer(0, 4096)
 
 
 def test_a_worker_without_memory_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,9 @@ def test_a_worker_that_ends_by_itself_is_not_said_to_lack_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYTHONHOME", "/no/such/home")
-    with pytest.raises(LoaderError, match=r"died \(exit status 1\)\. It says above why") as caught:
+    with pytest.raises(
+        LoaderError, match=r"died \(exit status 1\)\. See its error above"
+    ) as caught:
         deliver(folder, num_workers=1)
     assert "memory" not in str(caught.value)
     assert capfd.readouterr().err

@@ -11,7 +11,12 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 PAGES = ("docs", "examples", "CONTRIBUTING.md")
 """Markdown to check: files and folders. Not yet: README.md, CHANGELOG.md, and `NOT_CHECKED`."""
 NOT_CHECKED = ("docs/decisions", "docs/benchmarks.md", "docs/mixing.md")
-CODE: tuple[str, ...] = ("pipeline/caching", "pipeline/planning", "pipeline/windows")
+CODE: tuple[str, ...] = (
+    "pipeline/caching",
+    "pipeline/feeding",
+    "pipeline/planning",
+    "pipeline/windows",
+)
 """Folders whose docstrings, comments and messages are checked, such as "pipeline"."""
 FORBIDDEN = {
     r"\b(?:is|are|was|were|be) (?:told|hired)\b": "logs, returns, stores",

@@ -334,7 +334,7 @@ def test_segments_are_where_the_batch_is() -> None:
 @pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])
 def test_padded_batch_asked_for_documents_raises(name: str) -> None:
     batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
-    with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have it"):
+    with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have this attribute"):
         getattr(batch, name)
 
 

@@ -180,5 +180,5 @@ def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
 def test_check_of_padded_batch_raises(shards: Path) -> None:
     with ShardLoader(shards, batching=Padded(64), num_workers=0) as loader:
         padded = next(iter(loader))
-    with pytest.raises(ConfigError, match="only packed batches have it"):
+    with pytest.raises(ConfigError, match="only packed batches have this attribute"):
         check_documents_apart(model_of("Llama"), padded)

@@ -198,7 +198,9 @@ def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
     plan, reader = two_sources(Padded(70)), MemoryReader(BATCHES)
     one, two = (tokens or 0 for tokens in plan.epoch_tokens)
     for number, wrong in enumerate([(one + 1, two), (one, two - 1)]):
-        with pytest.raises(LoaderError, match=f"source {number}, its manifest .*{wrong[number]:,}"):
+        with pytest.raises(
+            LoaderError, match=f"source {number}, but its manifest .*{wrong[number]:,}"
+        ):
             whole_epoch(replace(plan, epoch_tokens=wrong), reader)
     whole_epoch(replace(plan, epoch_tokens=(None, two)), reader)
 
