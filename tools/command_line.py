@@ -17,7 +17,7 @@ import tyro
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools.console import parse_words
-from tokenfeed.trainer.settings import Shards, expected, flag_of, kinds_of, nearest, setting_of
+from tokenfeed.trainer.settings import Shards, empty, flag_of, kinds_of, nearest, setting_of
 
 __all__ = ["read_command_line"]
 
@@ -107,7 +107,8 @@ def _check_words(
             meant = f" Did you mean {other}?" if other else nearest(flag, known)
             raise ConfigError(f"Unknown option `{flag}`.{meant} See {prog} --help.")
         if not takes_paths:
-            meant = f" Did you mean {other_names['']} {word}?" if "" in other_names else ""
+            other = other_names.get("")
+            meant = f" Did you mean {other} {word}?" if other and other not in sys.argv else ""
             raise ConfigError(f"`{word}`: unexpected word.{meant} See {prog} --help.")
 
 
@@ -133,7 +134,7 @@ def _value(kind: Any, words: Any, flag: str) -> Any:
         return setting_of(kind, words[0], flag) if words else True
     value = setting_of(kind, list(words) if isinstance(words, tuple) else words, flag)
     if value == "":
-        raise ConfigError(f"{flag} is empty: expected {expected(kind)}. Is a shell variable unset?")
+        raise empty(kind, flag)
     return value
 
 

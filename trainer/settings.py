@@ -30,6 +30,7 @@ __all__ = [
     "check_multiple",
     "check_pattern",
     "check_types",
+    "empty",
     "expected",
     "flag_of",
     "kinds_of",
@@ -111,8 +112,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
             folder: setting_of(AboveZero, weight, f"{where}: the weight of {folder}")
             for folder, weight in value.items()
         }
-    if value in ("", {}) and (Shards in kinds or Path in kinds):  # "" is the working directory
-        raise ConfigError(f"{where} is empty: expected a folder. Is a shell variable unset?")
+    if value in ("", {}) and expected(kind) != "text":  # the path "" is the working directory
+        raise empty(kind, where)
     if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
         value = size
     try:
@@ -123,6 +124,11 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
     if isinstance(found, int) and found >= _LARGEST:
         raise ConfigError(f"{where}: expected below 2**63, got {value}.")
     return found
+
+
+def empty(kind: Any, where: str) -> ConfigError:
+    """The error for an empty value."""
+    return ConfigError(f"{where} is empty: expected {expected(kind)}. Is a shell variable unset?")
 
 
 def _converted(kind: Any, value: Any) -> Any:

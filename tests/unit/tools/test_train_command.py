@@ -162,7 +162,7 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("learning-rate: [1]", r"learning-rate: expected a number above 0, got \[1\]\."),
         ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
         ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
-        ("run_dir: ''", r"run_dir is empty: expected a folder"),
+        ("run_dir: ''", r"run_dir is empty: expected a path"),
         ("shards: {}", r"shards is empty: expected a folder"),
         ("shards: []", r"shards is empty: expected a folder"),
         ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
@@ -200,6 +200,8 @@ def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
         (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
         (["--batch-size", "8"], "Did you mean --step-rows"),
         (["--steps"], r"`--steps`: expected a value\. See train --help"),
+        (["--steps="], r"`--steps` is empty: expected a whole number of at least 1\. Is a shell"),
+        (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
         (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
         (
             ["--precision", "int8"],
