@@ -204,7 +204,7 @@ class TrainConfig:
     export: Path | None = None
     """Write the best weights, their config and tokenizer into this folder at the end."""
     upload: Annotated[str, _shown("URL")] | None = None
-    """Copy the run to this URL while it trains: s3://..., file://..., all that fsspec knows."""
+    """Copy the run to this bucket or folder while it trains: s3://..., gs://..., az://..."""
     resume: Resume = False
     """Continue the run in --run-dir with its settings. auto: only if there is a run, in --run-dir
     or at --upload."""

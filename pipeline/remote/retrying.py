@@ -197,10 +197,10 @@ def _repeat(
                 place,
             )
         if elapsed_s >= timing.warn_after_s and meter.may_tell(timing.warn_every_s):
-            _log.warning(
-                "%s: fails for %.0f s now (%s); given up after %.0f s",
-                *(place, elapsed_s, cause, timing.give_up_s),
+            end = (
+                "" if timing.give_up_s == math.inf else f"; given up after {timing.give_up_s:.0f} s"
             )
+            _log.warning("%s: fails for %.0f s now (%s)%s", place, elapsed_s, cause, end)
         pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
         if meter.abandoned.wait(pause_s):
             raise RemoteError(errno.ECANCELED, f"was broken off while it failed ({cause})", place)

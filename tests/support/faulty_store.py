@@ -1,81 +1,113 @@
-"""A store of fsspec that does what a test says: fails, writes halves, waits."""
+"""A store in memory that does what a test says: fails, loses answers, cuts files off, waits."""
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
+import pyarrow as pa
+import pytest
+
+from tokenfeed.pipeline.format.store import STORES
 
 __all__ = ["URL", "FaultyStore", "faulty_store"]
 
 URL = "faulty://bucket/run"
 
 
-class FaultyStore(MemoryFileSystem):
-    """Before each operation it asks `before`, which may raise or wait; a write that is refused has
-    written a half."""
+class FaultyStore:
+    """A `Place`. Before each operation, and after a write, it calls `before`, which may raise."""
 
-    protocol = "faulty"
-    cachable = False
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
+    store: ClassVar[dict[str, bytes]] = {}
+    """Content of each object by its whole path."""
     before: ClassVar[Callable[[str, str], None]] = staticmethod(lambda operation, path: None)
     kept_share: ClassVar[float] = 1.0
-    """Less than 1: writes lose their ends, and say nothing."""
+    """Less than 1: writes lose their ends without an error."""
+    is_writable = True
 
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> Any:
-        return MemoryFileSystem._strip_protocol(path.replace("faulty://", "memory://"))
+    def __init__(self, url: str) -> None:
+        self.name = url
 
-    def put_file(self, lpath: str, rpath: str, *args: Any, **more: Any) -> None:
-        self._write("put", rpath, Path(lpath).read_bytes())
+    def path(self, name: str) -> str:
+        return f"{self.name}/{name}"
 
-    def pipe_file(self, path: str, value: bytes, *args: Any, **more: Any) -> None:
-        self._write("pipe", path, value)
+    def absolute(self) -> Self:
+        return self
 
-    def mv(self, path1: str, path2: str, *args: Any, **more: Any) -> None:
-        self._ask("mv", path2)
-        self.cp_file(path1, path2)
-        self._ask("mv half", path2)
-        super().rm_file(path1)
+    def prepare(self) -> list[Path]:
+        return []
 
-    def rm_file(self, path: str) -> None:
-        self._ask("rm", path)
-        super().rm_file(path)
+    def size(self, name: str) -> int:
+        return len(self._find(name))
 
-    def cat_file(self, path: str, *args: Any, **more: Any) -> bytes:
-        self._ask("cat", path)
-        data: bytes = super().cat_file(path)
-        return data
+    def exists(self, name: str) -> bool:
+        return self.path(name) in self.store
 
-    def get_file(self, rpath: str, lpath: str, *args: Any, **more: Any) -> None:
-        self._ask("get", rpath)
-        Path(lpath).write_bytes(super().cat_file(rpath))
+    def written_at(self, name: str) -> int | None:
+        return None
 
-    def find(self, path: str, *args: Any, **more: Any) -> Any:
-        self._ask("find", path)
-        return super().find(path, *args, **more)
+    def has(self, info: Any, written_at: int | None = None) -> bool:
+        raise NotImplementedError
 
-    def _ask(self, operation: str, path: str) -> None:
-        type(self).before(operation, self._strip_protocol(path))
+    def names(self, folder: str = "") -> set[str]:
+        self._ask("find", folder)
+        below = self.path(f"{folder}/" if folder else "")
+        return {
+            path.removeprefix(below).partition("/")[0]
+            for path in self.store
+            if path.startswith(below)
+        }
 
-    def _write(self, operation: str, path: str, data: bytes) -> None:
+    def read(self, name: str) -> bytes:
+        self._ask("cat", name)
+        return self._find(name)
+
+    def open(self, name: str, size: int) -> pa.NativeFile:
+        self._ask("get", name)
+        return pa.BufferReader(self._find(name))
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        operation = "pipe" if isinstance(data, bytes) else "put"
+        content = data if isinstance(data, bytes) else data.read_bytes()
+        self._ask(operation, name)
+        self.store[self.path(name)] = content[: round(len(content) * self.kept_share)]
+        self._ask(f"{operation} answer", name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        raise NotImplementedError
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._ask("rm", name)
+            self.store.pop(self.path(name), None)
+
+    def prune(self, *folders: str) -> None:
+        pass
+
+    def room(self) -> contextlib.AbstractContextManager[Path]:
+        raise NotImplementedError
+
+    def _find(self, name: str) -> bytes:
         try:
-            self._ask(operation, path)
-        except Exception:
-            super().pipe_file(path, data[: len(data) // 2])
-            raise
-        super().pipe_file(path, data[: round(len(data) * self.kept_share)])
+            return self.store[self.path(name)]
+        except KeyError:
+            raise FileNotFoundError(self.path(name)) from None
+
+    def _ask(self, operation: str, name: str) -> None:
+        type(self).before(operation, self.path(name))
 
 
 @contextmanager
 def faulty_store() -> Iterator[type[FaultyStore]]:
     """The store, empty and without faults."""
-    fsspec.register_implementation("faulty", FaultyStore, clobber=True)
-    FaultyStore.store.clear()
-    FaultyStore.pseudo_dirs[:] = [""]
-    yield FaultyStore
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STORES, "faulty", FaultyStore)
+        FaultyStore.store.clear()
+        yield FaultyStore
+        for thread in threading.enumerate():
+            if thread.name == "upload":  # it would write into the store of the next test
+                thread.join(60)
     FaultyStore.before = staticmethod(lambda operation, path: None)
     FaultyStore.kept_share = 1.0

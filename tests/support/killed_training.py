@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from saves import assert_same, names_in
 from training import assert_same_run, load_state, make_config, run
 
+from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.trainer.checkpoints import format as checkpoint_format
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
 from tokenfeed.trainer.checkpoints.remote import RemoteRun
@@ -40,7 +41,7 @@ def train(shards: Path, run_dir: Path) -> None:
     """A whole run, or its rest."""
     settings = {"steps": STEPS, "save_every": 2, "eval_every": 4, "eval_tokens": 256}
     if LOSE_DISKS:
-        url = f"file://{copy_of(run_dir)}"
+        url = str(copy_of(run_dir))
         run(make_config(shards, run_dir, **settings, resume="auto", upload=url))
         return
     resume = Checkpoints.of_run(run_dir).latest() is not None
@@ -62,13 +63,13 @@ def slow_down(module: Any) -> None:
     module.write_tensors = slow
 
 
-def upload_slowly(files: LocalFileSystem, path: str, there: str, **_: Any) -> None:
-    data = Path(path).read_bytes()
-    with open(there, "wb") as file:
-        for half in (data[: len(data) // 2], data[len(data) // 2 :]):
+def upload_slowly(place: LocalStore, name: str, data: bytes | Path) -> None:
+    content = data if isinstance(data, bytes) else data.read_bytes()
+    with atomic_file(place.folder / name, is_shared=True) as file:
+        for half in (content[: len(content) // 2], content[len(content) // 2 :]):
             file.write(half)
             file.flush()
-            time.sleep(0.02)
+            time.sleep(0.02 if isinstance(data, Path) else 0)
 
 
 def kill_at(last_event: int) -> None:
@@ -128,7 +129,7 @@ def main(shards: Path, folder: Path, kills: int) -> None:
     SIZES["tiny"] = ModelSize(layers=1, width=32, heads=2)
     train(shards, undisturbed)  # not in a fork: each would import anew what is imported late
     slow_down(checkpoint_format)
-    LocalFileSystem.put_file = upload_slowly
+    LocalStore.write = upload_slowly  # type: ignore[method-assign]
     gc.freeze()  # else collections of each fork would look at, and copy, all that was imported
     seen = {"kills": 0, "during_saves": 0, "during_uploads": 0, "runs": 0}
     while seen["kills"] < kills:

@@ -11,7 +11,7 @@ from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.checkpoints.folder import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.format import read_meta, verify_checkpoint
-from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
+from tokenfeed.trainer.checkpoints.remote import RemoteRun, reason
 from tokenfeed.trainer.checkpoints.uploads import OF_THE_END
 from tokenfeed.trainer.config import CONFIG_FILE, METRICS_FILE
 
@@ -30,7 +30,7 @@ def bring_newest(run_dir: Path, url: str | None) -> bool:
         False where there is no checkpoint at all.
 
     Raises:
-        ConfigError: fsspec does not know the URL.
+        ConfigError: The URL is invalid.
         ResumeError: All are damaged, or the URL cannot be read and may hold some.
     """
     if run_dir.exists() and not run_dir.is_dir():
@@ -67,7 +67,7 @@ class _Search:
         if self._remote is None:
             return []
         try:
-            return patiently(self._remote.steps)
+            return self._remote.steps()
         except Exception as error:  # each file system has its own
             if not self._here.steps():
                 raise self._unread(error) from error
@@ -108,8 +108,7 @@ class _Search:
         meta = read_meta(checkpoint)
         with self._reading():
             files = {
-                name: patiently(partial(self._remote.get, name))
-                for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END)
+                name: self._remote.get(name) for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END)
             }
         for name, data in files.items():
             if data is not None:
@@ -125,7 +124,7 @@ class _Search:
             try:
                 with self._here.receive(step) as folder:
                     with self._reading():
-                        patiently(partial(self._remote.get_checkpoint, step, folder))
+                        self._remote.get_checkpoint(step, folder)
                     verify_checkpoint(folder)
                     bring_others(folder)
                 return True

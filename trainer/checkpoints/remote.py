@@ -1,186 +1,158 @@
-"""A run's folder at a URL of fsspec, laid out as the one on disk.
+"""The copy of a run in another folder or in a bucket, with the same files as the run's folder.
 
-Stores of objects have no rename of folders. So a checkpoint counts there once its checkpoint.json,
-which comes last, is in place; and it loses that file first. Small files are whole or absent: they
-get their name by a rename, which such stores do have for one object.
+Stores cannot rename folders. A checkpoint there is complete once its checkpoint.json exists: this
+file is written last and deleted first.
 """
 
 import contextlib
+import math
 import re
-import time
-from collections import defaultdict
-from collections.abc import Callable
+import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-import fsspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
+from tokenfeed.pipeline.format.store import LocalStore, open_place
+from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.trainer.checkpoints.folder import name_of
 from tokenfeed.trainer.checkpoints.format import CONTENT_FILE, files_of
 from tokenfeed.trainer.config import CHECKPOINTS_FOLDER
 
-__all__ = ["PROBE", "RemoteRun", "patiently", "reason"]
+__all__ = ["PROBE", "RemoteRun", "reason"]
 
-Value = TypeVar("Value")
-
-PATIENCE_S = 30.0
-"""So long is an answer tried for where a run cannot begin without one."""
-_ENDS_AT_ONCE = (PermissionError, NotADirectoryError, FileExistsError)
-"""What no patience mends."""
-_FIRST_WAIT_S = 0.5
-_FILE = re.compile(r"/step-(\d{8})/([^/]+)$")
+_GIVE_UP_S = 30.0
+"""Seconds to repeat a request. Uploads then start again; a run that needs the answer ends."""
+_COPIED_BYTES = 8 << 20
+_STEP = re.compile(r"step-(\d{8})")
 _ASIDE = CONTENT_FILE + ".damaged"
 PROBE = "may-be-written"
-"""A file that is there for a moment."""
+"""A file that `check_writable` writes and deletes."""
 
 
 class RemoteRun:
-    """The copy of a run at a URL.
+    """The copy of a run at a URL or in another folder.
 
     Raises:
-        ConfigError: fsspec knows no such URL, or lacks a package for it.
+        ConfigError: The URL is invalid, or nothing can be written there.
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
         try:
-            self._files, root = fsspec.core.url_to_fs(url)
-        except Exception as error:  # each file system has its own
-            raise ConfigError(
-                f"`--upload`: {url} is no URL that fsspec opens here ({reason(error)})."
-            ) from error
-        self._root = root.rstrip("/")
-        self._known: dict[tuple[str, ...], str] = {}
-        """Checksums of small files that were written: a new try goes on where the last failed."""
+            place = open_place(url)
+        except ConfigError as error:
+            raise ConfigError(f"`--upload`: {error}") from error
+        if isinstance(place, ObjectStore):  # the caller logs what fails
+            give_up_s = min(_GIVE_UP_S, place.timing.give_up_s)
+            timing = replace(place.timing, give_up_s=give_up_s, warn_after_s=math.inf)
+            place = replace(place, timing=timing)
+        self._place = place
+        self.url = place.name
+        self._known: dict[str, str] = {}
+        """Checksums of the small files that this process wrote: a new try skips them."""
 
     def is_in(self, folder: Path) -> bool:
-        """Whether it is a folder of this machine, and this one or inside."""
-        is_local = "file" in self._protocols()
-        return is_local and Path(self._root).resolve().is_relative_to(folder.resolve())
+        """Return whether it is a local folder equal to `folder` or inside it."""
+        place = self._place
+        return isinstance(place, LocalStore) and Path(place.root).resolve().is_relative_to(
+            folder.resolve()
+        )
 
     def holds_shards(self) -> bool:
-        """Whether it is a folder of this machine with a data set in it."""
-        return "file" in self._protocols() and (Path(self._root) / MANIFEST_FILE).exists()
+        """Return whether it is a local folder with a data set in it."""
+        return isinstance(self._place, LocalStore) and self._place.exists(MANIFEST_FILE)
 
     def check_writable(self) -> None:
-        """Write a small file as all others are, and delete it; raises what the store does."""
-        self.put(b"", PROBE)
-        self._files.rm_file(self._at(PROBE))
+        """Write a small file and delete it; raises the store's error."""
+        self._place.write(PROBE, b"")
+        self._place.delete(PROBE)
 
     def steps(self) -> list[int]:
-        """Those of the whole checkpoints, in order."""
+        """Return the steps of the complete checkpoints, in order."""
         return sorted(step for step, names in self._list().items() if CONTENT_FILE in names)
 
-    def put(self, data: bytes, *names: str) -> None:
-        """Write a small file, whole or not at all, unless it was written like this before."""
-        place, checksum = self._at(*names), xxhash.xxh3_64_hexdigest(data)
-        if self._known.get(names) == checksum:
-            return
-        self._make_folder(*names[:-1])
-        self._files.pipe_file(place + TEMPORARY_SUFFIX, data)
-        self._files.mv(place + TEMPORARY_SUFFIX, place)
-        self._known[names] = checksum
+    def put(self, data: bytes, name: str) -> None:
+        """Write a small file, unless this process wrote the same content before."""
+        checksum = xxhash.xxh3_64_hexdigest(data)
+        if self._known.get(name) != checksum:
+            self._place.write(name, data)
+            self._known[name] = checksum
 
-    def get(self, *names: str) -> bytes | None:
-        """A small file; None where there is none."""
+    def get(self, name: str) -> bytes | None:
+        """Return a small file; None if it is missing."""
         with contextlib.suppress(FileNotFoundError):
-            data: bytes = self._files.cat_file(self._at(*names))
-            return data
+            return self._place.read(name)
         return None
 
     def put_checkpoint(self, folder: Path) -> None:
-        """Copy a checkpoint there, unless the same one is; what another had is replaced."""
+        """Upload a checkpoint, unless the same one is there; a different one is replaced."""
         marker = (folder / CONTENT_FILE).read_bytes()
-        place = (CHECKPOINTS_FOLDER, folder.name)
-        if (*place, CONTENT_FILE) in self._known or self.get(*place, CONTENT_FILE) == marker:
+        there = _path(folder.name)
+        content_file = f"{there}/{CONTENT_FILE}"
+        if content_file in self._known or self.get(content_file) == marker:
             return
-        self._remove_marker(*place)
-        self._make_folder(*place)
+        self._place.delete(content_file)
         for name in files_of(marker):
-            path, there = folder / name, self._at(*place, name)
-            self._files.put_file(str(path), there)
-            self._files.invalidate_cache()
-            size = self._files.info(there)["size"]
+            path = folder / name
+            self._place.write(f"{there}/{name}", path)
+            size = self._place.size(f"{there}/{name}")
             if size != path.stat().st_size:
                 raise OSError(f"{name} has {size} bytes there, not {path.stat().st_size}")
-        self.put(marker, *place, CONTENT_FILE)
+        self.put(marker, content_file)
 
     def get_checkpoint(self, step: int, folder: Path) -> None:
-        """Copy the files of a checkpoint into a folder; what is damaged is copied as it is."""
-        for name in _finished(self._list()[step]):
-            place = self._at(CHECKPOINTS_FOLDER, name_of(step), name)
-            self._files.get_file(place, str(folder / name))
+        """Download the files of a checkpoint into a folder. It does not check them."""
+        there = _path(name_of(step))
+        for name in _finished(self._place.names(there)):
+            path = f"{there}/{name}"
+            with (
+                self._place.open(path, self._place.size(path)) as source,
+                open(folder / name, "wb") as copy,
+            ):
+                shutil.copyfileobj(source, copy, _COPIED_BYTES)
 
     def set_aside(self, step: int) -> None:
-        """Rename the checkpoint.json of a step: it is no checkpoint any more."""
-        place = (CHECKPOINTS_FOLDER, name_of(step))
-        self._files.mv(self._at(*place, CONTENT_FILE), self._at(*place, _ASIDE))
+        """Rename the checkpoint.json of a step, so that the step is no checkpoint any more."""
+        there = _path(name_of(step))
+        self._place.write(f"{there}/{_ASIDE}", self._place.read(f"{there}/{CONTENT_FILE}"))
+        self._place.delete(f"{there}/{CONTENT_FILE}")
 
     def delete_old(self, latest: int, keep: int, best: int | None) -> None:
-        """Delete the checkpoints older than the latest `keep`, but for the best; what is half too.
+        """Delete checkpoints older than the latest `keep` except the best, and unfinished files.
 
-        Those above `latest` stay: they are none of this session.
+        Checkpoints of steps above `latest` stay: this session did not write them.
         """
         there = {step: names for step, names in self._list().items() if step <= latest}
-        whole = sorted(step for step, names in there.items() if CONTENT_FILE in names)
+        complete = sorted(step for step, names in there.items() if CONTENT_FILE in names)
         for step, names in there.items():
-            place = (CHECKPOINTS_FOLDER, name_of(step))
-            if step not in (*whole[-keep:], best):
-                self._remove_marker(*place)
-                self._files.rm(self._at(*place), recursive=True)
-                continue
-            for name in names - _finished(names):
-                self._files.rm_file(self._at(*place, name))
-
-    def _at(self, *names: str) -> str:
-        return "/".join((self._root, *names))
-
-    def _protocols(self) -> tuple[str, ...]:
-        protocol: str | tuple[str, ...] = self._files.protocol
-        return (protocol,) if isinstance(protocol, str) else protocol
+            folder = _path(name_of(step))
+            is_kept = step in (*complete[-keep:], best)
+            stale = names - _finished(names) if is_kept else names
+            if not is_kept:
+                self._place.delete(f"{folder}/{CONTENT_FILE}")
+            self._place.delete(*(f"{folder}/{name}" for name in stale - {CONTENT_FILE}))
+            self._place.prune(folder)
+        names = self._place.names()
+        self._place.delete(*names - _finished(names))
 
     def _list(self) -> dict[int, set[str]]:
-        """The files of each step."""
-        self._files.invalidate_cache()
-        found: dict[int, set[str]] = defaultdict(set)
-        with contextlib.suppress(FileNotFoundError):
-            for path in self._files.find(self._at(CHECKPOINTS_FOLDER)):
-                if match := _FILE.search(path):
-                    found[int(match[1])].add(match[2])
-        return found
+        """Return the files of each step."""
+        steps = map(_STEP.fullmatch, self._place.names(CHECKPOINTS_FOLDER))
+        return {int(step[1]): self._place.names(_path(step[0])) for step in steps if step}
 
-    def _remove_marker(self, *place: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(self._at(*place, CONTENT_FILE))
 
-    def _make_folder(self, *names: str) -> None:
-        self._files.makedirs(self._at(*names), exist_ok=True)
+def _path(step: str) -> str:
+    return f"{CHECKPOINTS_FOLDER}/{step}"
 
 
 def _finished(names: set[str]) -> set[str]:
     return {name for name in names if not name.endswith(TEMPORARY_SUFFIX)}
 
 
-def patiently(job: Callable[[], Value]) -> Value:
-    """What the job returns, tried again with growing waits; its last error after half a minute."""
-    give_up, wait_s = time.monotonic() + PATIENCE_S, _FIRST_WAIT_S
-    while True:
-        try:
-            return job()
-        except _ENDS_AT_ONCE:
-            raise
-        except Exception:
-            if time.monotonic() + wait_s > give_up:
-                raise
-            time.sleep(wait_s)
-            wait_s *= 2
-
-
 def reason(error: Exception) -> str:
-    """The first line of an error, and its kind: clients of stores tell long stories."""
+    """Return the kind of an error and the first line of its message."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

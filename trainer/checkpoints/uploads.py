@@ -1,20 +1,22 @@
-"""Copies of a run at a URL, made beside the loop, which never waits for them nor ends by them.
+"""Upload a run in a thread. The training loop does not wait for it and does not end by it.
 
-A thread copies the latest checkpoint and the best. What comes meanwhile waits; of several only the
-latest is copied. What is being copied is kept on the disk until it is there. The best comes before
-the latest, so that whoever goes on from there knows it.
+The thread uploads the best checkpoint, then the latest, so that a run that resumes there knows the
+best. Checkpoints written meanwhile are skipped, except the latest. A checkpoint stays on the disk
+until it is uploaded.
 """
 
+import contextlib
 import logging
 import math
 import threading
-import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.remote.retrying import Meter, Timing, persist
 from tokenfeed.trainer.checkpoints.folder import Checkpoints, Held
-from tokenfeed.trainer.checkpoints.remote import RemoteRun, patiently, reason
+from tokenfeed.trainer.checkpoints.remote import RemoteRun, reason
 from tokenfeed.trainer.config import (
     CONFIG_FILE,
     METRICS_FILE,
@@ -28,11 +30,14 @@ __all__ = ["OF_THE_END", "Uploads", "check_upload"]
 
 _OF_A_CHECKPOINT = (CONFIG_FILE, METRICS_FILE)
 OF_THE_END = (PAGE_FILE, TRACE_FILE, REPORT_FILE)
-"""What a run leaves at its end; the report last, for it promises the others."""
+"""Files that a run writes at its end. The report is last, for it promises the others."""
 
-FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 300.0
+TIMING = Timing(
+    give_up_s=math.inf, warn_after_s=0, first_wait_s=1.0, longest_wait_s=300.0, read_s=1.0
+)
+"""Uploads are repeated like this until the run ends."""
 FINISH_S, LAST_WAITS_S = 600.0, 5.0
-"""So long does a run that ends wait for the last copy, and so long at most between two tries."""
+"""Seconds that a run waits for the last upload at its end, and between two tries at most."""
 
 Value = TypeVar("Value")
 
@@ -40,48 +45,51 @@ _log = logging.getLogger(__name__)
 
 
 class Uploads:
-    """Keeps the copy of a run up to date; does nothing for one without --upload."""
+    """Keep the copy of a run up to date. Without --upload, do nothing."""
 
     def __init__(self, config: TrainConfig, checkpoints: Checkpoints) -> None:
         self._remote = RemoteRun(config.upload) if config.upload else None
         self._config, self._checkpoints = config, checkpoints
         self._condition = threading.Condition()
-        self._is_behind, self._ends_at = False, math.inf
+        self._is_behind = False
+        self._ending_s: float | None = None
+        """Seconds for the last upload; None while the run goes on."""
+        self._meter = Meter()
         self._step: int | None = None
-        self._error: Exception | None = None
+        self._cause: str | None = None
+        """Why the latest try failed."""
         self._thread = threading.Thread(target=self._work, daemon=True, name="upload")
 
     def begin(self) -> None:
-        """Copy what is there, and from now on what comes."""
+        """Upload the existing files, and from now on each new checkpoint."""
         if self._remote is not None:
             self._checkpoints.when_changed(self._wake)
             self._wake()
             self._thread.start()
 
     def finish(self, seconds: float | None = None) -> None:
-        """Wait for the last copy, for so long at most, and say what became of it. Then no
-        checkpoint is held."""
+        """Wait for the last upload, for at most `seconds`, and log the result.
+
+        Afterwards no checkpoint is held.
+        """
         if self._remote is None or self._thread.ident is None:
             return
         url, seconds = self._remote.url, FINISH_S if seconds is None else seconds
         with self._condition:
-            self._is_behind, self._ends_at = True, time.monotonic() + seconds
+            self._ending_s = seconds
             self._condition.notify()
+        self._meter.abandoned.set()
         _log.info("uploading to %s, for %.0f s at most", url, seconds)
         self._thread.join(seconds)
         self._checkpoints.delete_old(self._config.keep)
-        if self._thread.is_alive() or self._error is not None:
+        if self._thread.is_alive() or self._cause is not None:
             _log.warning("%s: %s. Start it again with --resume to upload that.", url, self._lack())
         else:
             _log.info("uploaded to %s", url)
 
-    @property
-    def _is_ending(self) -> bool:
-        return self._ends_at < math.inf
-
     def _lack(self) -> str:
         found = "no checkpoint is there" if self._step is None else f"has step {self._step} only"
-        cause = "it takes longer" if self._error is None else reason(self._error)
+        cause = self._cause or "it takes longer"
         return f"the end of the run was not uploaded, {found} ({cause})"
 
     def _wake(self) -> None:
@@ -90,58 +98,44 @@ class Uploads:
             self._condition.notify()
 
     def _work(self) -> None:
-        failed_at, wait_s = None, FIRST_WAIT_S
-        while self._wait_for_news():
-            try:
-                self._copy()
-            except Exception as error:  # each file system has its own
-                failed_at = failed_at or time.monotonic()
-                self._failed(error, time.monotonic() - failed_at, wait_s)
-                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
-            else:
-                if failed_at is not None:
-                    _log.info("uploads go on")
-                self._error, failed_at, wait_s = None, None, FIRST_WAIT_S
+        while (seconds := self._wait_for_news()) is None:
+            with contextlib.suppress(RemoteError):  # broken off: the run ends
+                self._copy_at_last(TIMING)
+        self._meter.abandoned.clear()
+        with contextlib.suppress(RemoteError):  # `finish` logs the cause
+            last_wait_s = min(TIMING.longest_wait_s, LAST_WAITS_S)
+            self._copy_at_last(replace(TIMING, give_up_s=seconds, longest_wait_s=last_wait_s))
 
-    def _wait_for_news(self) -> bool:
-        """Whether to copy; False at the end."""
+    def _wait_for_news(self) -> float | None:
+        """Wait until something is to be uploaded; return the seconds left if the run ends."""
         with self._condition:
-            self._condition.wait_for(lambda: self._is_behind or self._is_ending)
-            is_wanted = self._is_behind and time.monotonic() < self._ends_at
+            self._condition.wait_for(lambda: self._is_behind or self._ending_s is not None)
             self._is_behind = False
-            return is_wanted
+            return self._ending_s
 
-    def _failed(self, error: Exception, since_s: float, wait_s: float) -> None:
-        """Log the error and wait; for a shorter time where the run ends."""
+    def _copy_at_last(self, timing: Timing) -> None:
         assert self._remote is not None
-        self._error = error
-        with self._condition:
-            if self._is_ending:
-                wait_s = min(wait_s, LAST_WAITS_S)
-        _log.warning(
-            "upload to %s fails, for %.0f s now (%s); next try in %.0f s, and the run goes on",
-            self._remote.url,
-            since_s,
-            reason(error),
-            wait_s,
-        )
-        with self._condition:
-            if self._is_ending:
-                self._condition.wait(min(wait_s, LAST_WAITS_S))
-            else:
-                self._condition.wait_for(lambda: self._is_ending, wait_s)
-            self._is_behind = True
+        persist(self._copy, self._cause_of, f"upload to {self._remote.url}", timing, self._meter)
+        if self._cause is not None:
+            _log.info("uploads go on")
+        self._cause = None
+
+    def _cause_of(self, error: Exception) -> str:
+        self._cause = reason(error)
+        return self._cause
 
     def _copy(self) -> None:
-        """Bring all that is there up to date. First what a checkpoint needs; last the report, as it
-        was before: one that is finished promises the last checkpoint and the best."""
+        """Upload everything that changed: first what a checkpoint needs, last the report.
+
+        The report is read first. A finished report promises the last checkpoint and the best.
+        """
         assert self._remote is not None
-        told = self._read(OF_THE_END)
+        ends = self._read(OF_THE_END)
         with self._checkpoints.hold() as held:
             for name, data in self._read(_OF_A_CHECKPOINT).items():
                 self._remote.put(data, name)
             self._copy_checkpoints(self._remote, held)
-        for name, data in told.items():
+        for name, data in ends.items():
             self._remote.put(data, name)
         self._step = held.latest
 
@@ -158,36 +152,35 @@ class Uploads:
 
 
 def check_upload(config: TrainConfig) -> None:
-    """Refuse a URL that has gone further than the run's folder: it would lose what it has; and one
-    that cannot be written, before hours are trained for it.
+    """Reject a URL that holds later steps than the run's folder, or that cannot be written.
 
     Raises:
-        ConfigError: It has, or cannot be; or a new run cannot learn whether it has.
+        ConfigError: It is one of these, or a new run cannot read it.
     """
     if config.upload is None:
         return
     remote, steps = RemoteRun(config.upload), Checkpoints.of_run(config.run_dir).steps()
     if remote.is_in(config.run_dir):
-        raise ConfigError(f"`--upload`: {config.upload} is in --run-dir. Give another place.")
+        raise ConfigError(f"`--upload`: {remote.url} is in --run-dir. Give another place.")
     if remote.holds_shards():
         raise ConfigError(
-            f"`--upload`: {config.upload} holds shards, and a run would mix its files with them. "
+            f"`--upload`: {remote.url} holds shards, and a run would mix its files with them. "
             "Give another URL."
         )
-    there = _tried(remote.steps, "read", config.upload, begins=not steps)
+    there = _tried(remote.steps, "read", remote.url, begins=not steps)
     if there and there[-1] > max(steps, default=0):
         raise ConfigError(
-            f"`--upload`: {config.upload} holds step {there[-1]}, and {config.run_dir} does not. "
+            f"`--upload`: {remote.url} holds step {there[-1]}, and {config.run_dir} does not. "
             "Add --resume auto to go on from there, or give another URL."
         )
     if there is not None:
-        _tried(remote.check_writable, "written", config.upload, begins=not steps)
+        _tried(remote.check_writable, "written", remote.url, begins=not steps)
 
 
 def _tried(job: Callable[[], Value], done: str, url: str, *, begins: bool) -> Value | None:
-    """What the job returns; None where it fails, and a run that goes on may go on without."""
+    """Return the result of a job; None if it fails and the run has checkpoints to resume from."""
     try:
-        return patiently(job)
+        return job()
     except Exception as error:  # each file system has its own
         if begins:
             raise ConfigError(

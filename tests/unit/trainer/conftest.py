@@ -1,6 +1,7 @@
 """Leaves out what tests parts that are not installed here: extras, and what a newer torch has. And
 a store for copies of runs."""
 
+import dataclasses
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -29,9 +30,7 @@ def store() -> Iterator[type[FaultyStore]]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies wait a hundredth of the time for a store that does not answer."""
-    from tokenfeed.trainer.checkpoints import remote, uploads
+    from tokenfeed.trainer.checkpoints import uploads
 
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.2)
-    monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(uploads, "FIRST_WAIT_S", 0.02)
-    monkeypatch.setattr(uploads, "LONGEST_WAIT_S", 0.05)
+    hurried = dataclasses.replace(uploads.TIMING, first_wait_s=0.02, longest_wait_s=0.05)
+    monkeypatch.setattr(uploads, "TIMING", hurried)

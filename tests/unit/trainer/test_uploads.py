@@ -46,11 +46,11 @@ def undisturbed(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return config.run_dir
 
 
-@pytest.mark.parametrize("kind", ["memory", "file", "faulty"])
+@pytest.mark.parametrize("kind", ["folder", "faulty"])
 def test_a_url_has_at_the_end_what_the_folder_has(
     kind: str, shards: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:
-    url = {"memory": f"memory:/{tmp_path}", "file": f"file://{tmp_path}/copy", "faulty": URL}[kind]
+    url = {"folder": str(tmp_path / "copy"), "faulty": URL}[kind]
     run(saving_config(shards, tmp_path / "run", upload=url, keep=1))
     assert files_at(url) == files_in(tmp_path / "run")
 
@@ -60,7 +60,7 @@ def test_a_url_has_at_the_end_what_the_folder_has(
 def test_a_run_that_lost_its_disk_ends_with_the_bits_of_an_undisturbed_one(
     stop_after: int, shards: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
-    config = saving_config(shards, tmp_path / "run", upload=f"memory:/{tmp_path}", resume="auto")
+    config = saving_config(shards, tmp_path / "run", upload=str(tmp_path / "copy"), resume="auto")
     run(config, stop_after)
     shutil.rmtree(config.run_dir)
     run(config)
@@ -214,7 +214,7 @@ def test_the_best_is_there_before_what_came_after_it(
     markers: list[str] = []
 
     def note(operation: str, path: str) -> None:
-        if operation == "mv":
+        if operation == "pipe" and path.endswith("checkpoint.json"):
             markers.append("/".join(path.split("/")[-2:]))
 
     store.before = staticmethod(note)
@@ -292,7 +292,7 @@ def test_a_dead_store_delays_the_end_by_its_bound_and_does_not_fail_the_run(
     assert_has_the_end(config.run_dir)
 
 
-@pytest.mark.parametrize("refused", ["pipe", "mv", "mv half", "rm"])
+@pytest.mark.parametrize("refused", ["pipe", "rm"])
 def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of_after(
     refused: str,
     shards: Path,
@@ -323,8 +323,8 @@ def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of
 
 def test_a_place_below_a_file_is_refused_at_once(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    config = saving_config(shards, tmp_path / "run", upload=f"file://{tmp_path}/file/run")
-    with pytest.raises(ConfigError, match=r"cannot be written \(NotADirectoryError: "):
+    config = saving_config(shards, tmp_path / "run", upload=f"{tmp_path}/file/run")
+    with pytest.raises(ConfigError, match=r"cannot be read \(NotADirectoryError: "):
         run(config)
 
 
@@ -365,11 +365,11 @@ def test_a_url_that_is_ahead_of_the_folder_is_refused(
     assert files_at(URL) == before
 
 
-@pytest.mark.parametrize("url", ["nonsense://x", "nosuch:://", "memory"])
+@pytest.mark.parametrize("url", ["nonsense://x", "nosuch:://", "file:///tmp/x", "folder"])
 def test_a_url_of_no_kind_and_the_folder_itself_are_refused(
     url: str, shards: Path, tmp_path: Path
 ) -> None:
-    if url == "memory":
+    if url == "folder":
         url = str(tmp_path)
     with pytest.raises(ConfigError, match="--upload"):
         run(saving_config(shards, tmp_path, upload=url))
@@ -378,7 +378,7 @@ def test_a_url_of_no_kind_and_the_folder_itself_are_refused(
 def test_a_url_of_a_data_set_is_refused_and_stays_as_it_is(shards: Path, tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in shards.rglob("*")}
     with pytest.raises(ConfigError, match=r"`--upload`: .* holds shards"):
-        run(saving_config(shards, tmp_path / "run", upload=shards.as_uri()))
+        run(saving_config(shards, tmp_path / "run", upload=str(shards)))
     assert {path: path.stat().st_mtime_ns for path in shards.rglob("*")} == before
 
 
@@ -395,7 +395,7 @@ def test_the_report_of_a_moved_run_names_the_folder_where_it_is(
 
 
 def test_auto_brings_page_and_trace_of_a_finished_run(shards: Path, tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/copy"
+    url = str(tmp_path / "copy")
     config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", steps=2)
     run(config)
     left = files_in(config.run_dir)
@@ -403,23 +403,3 @@ def test_auto_brings_page_and_trace_of_a_finished_run(shards: Path, tmp_path: Pa
     run(config)
     assert {"/report.html", "/trace.json"} <= {*left}
     assert files_in(config.run_dir) == left
-
-
-def test_upload_that_fails_at_the_end_logs_the_true_wait(
-    shards: Path,
-    tmp_path: Path,
-    store: type[FaultyStore],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    waits = {"FIRST_WAIT_S": 300.0, "LONGEST_WAIT_S": 300.0, "LAST_WAITS_S": 0.04, "FINISH_S": 0.4}
-    for name, seconds in waits.items():
-        monkeypatch.setattr(uploads_module, name, seconds)
-    config = saving_config(shards, tmp_path / "run", upload=URL)
-    checkpoint(config.run_dir, 1)
-    store.before = staticmethod(refuse)
-    uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
-    uploads.begin()
-    uploads.finish()
-    last = [line for line in caplog.messages if "next try" in line][-1]
-    assert "next try in 0 s" in last
