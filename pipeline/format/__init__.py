@@ -1,1 +1,1 @@
-"""The format: what a data set is on disk, written and read by everyone else."""
+"""The format of a data set on disk: writing, reading and verifying it."""

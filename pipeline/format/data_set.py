@@ -1,7 +1,7 @@
-"""Data sets as they are opened for reading: a store, its manifest, and one split of it.
+"""Open data sets for reading: a store, its manifest and one split.
 
-Several are opened together where they form a mixture: then ids and labels must mean the same in
-each of them. No shard is opened here. Torch-free.
+The data sets of a mixture are opened together; ids and labels must have the same meaning in all of
+them. No shard is opened here. Torch-free.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ __all__ = ["OpenedSplit", "open_splits"]
 
 @dataclass(frozen=True, slots=True)
 class OpenedSplit:
-    """One split of one data set, opened."""
+    """An opened split of a data set."""
 
     store: Store
     manifest: Manifest
@@ -26,17 +26,17 @@ class OpenedSplit:
     rows: int
     tokens: int
     batches: int
-    """Record batches; like the two above, of the whole split."""
+    """Number of record batches. `rows`, `tokens` and `batches` are of the whole split."""
 
     @classmethod
     def from_manifest(cls, path: StorePath, manifest: Manifest, split: SplitInfo) -> Self:
-        """A split of the data set that `manifest` describes."""
+        """Return a split of the data set with this manifest."""
         sizes = split.rows, split.tokens, split.batches
         return cls(open_store(path), manifest, split, *sizes)
 
     @property
     def name(self) -> str:
-        """The data set as it was given, for messages and statistics."""
+        """The path of the data set as the user gave it, for messages and statistics."""
         return self.store.name
 
 
@@ -44,12 +44,12 @@ def open_splits(paths: Iterable[StorePath], split: str) -> tuple[OpenedSplit, ..
     """Read the manifest of each data set.
 
     Args:
-        paths: Where the data sets are; several are the sources of a mixture.
-        split: Which split of each.
+        paths: Paths of the data sets; several are the sources of a mixture.
+        split: Name of the split in each of them.
 
     Raises:
-        ManifestError: There is no such data set or split.
-        ConfigError: A split has no rows, or the data sets do not fit each other.
+        ManifestError: A data set or its split is missing.
+        ConfigError: A split has no rows, or the data sets do not match.
     """
     opened = tuple(_open(path, split) for path in paths)
     for other in opened[1:]:
@@ -73,7 +73,7 @@ def _open(path: StorePath, split: str) -> OpenedSplit:
 
 
 def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
-    """Ids and labels of a mixture must mean the same in every source."""
+    """Check that ids and labels have the same meaning in both sources."""
     ours, theirs = first.manifest, other.manifest
     for name, left, right in (
         ("tokenizer", ours.tokenizer.xxh3, theirs.tokenizer.xxh3),
@@ -96,7 +96,7 @@ def _refuse_difference(first: OpenedSplit, other: OpenedSplit) -> None:
 
 
 def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:
-    """What is told of a source goes by its place, so no place may be two of them."""
+    """Check that every path appears once, because sources are reported by path."""
     seen: dict[str, str] = {}
     for source in opened:
         if first := seen.get(_place(source)):
@@ -108,6 +108,6 @@ def _refuse_repetition(opened: tuple[OpenedSplit, ...]) -> None:
 
 
 def _place(source: OpenedSplit) -> str:
-    """One string for all paths of a folder."""
+    """Return one string for all paths of a folder."""
     store = source.store
     return str(Path(store.root).resolve()) if isinstance(store, LocalStore) else source.name

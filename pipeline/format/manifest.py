@@ -48,15 +48,15 @@ CHECKSUM_KEY = "manifest_xxh3"
 
 
 def canonical(content: dict[str, Any]) -> bytes:
-    """What the checksum is of, whatever the file looks like."""
+    """Return the bytes that the checksum covers: the content in canonical JSON."""
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 def stored(store: Store, name: str) -> bytes:
-    """The manifest of a data set as it lies there.
+    """Read the bytes of a manifest from a store.
 
     Raises:
-        ManifestError: It is missing, or cannot be read.
+        ManifestError: The manifest is missing or cannot be read.
     """
     path = store.path(name)
     try:
@@ -68,15 +68,16 @@ def stored(store: Store, name: str) -> bytes:
         ) from error
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:  # of the second kind are names with a NUL
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         raise ManifestError(f"{path}: cannot be read: {error_line(error)}.") from error
 
 
 def proved(raw: bytes, path: str) -> tuple[dict[str, Any], str]:
-    """What a manifest says, without its checksum, and that; messages name it as `path`.
+    """Verify a manifest; return its content without the checksum, and the checksum.
 
     Raises:
-        ManifestError: It is no JSON, of another version, or altered.
+        ManifestError: It is not JSON, has another version, or fails its checksum. The message names
+            the file as `path`.
     """
     content = _decoded(raw, path)
     version = content.get("format_version")
@@ -117,20 +118,20 @@ MADE_BY_FILE = ".made_by.json"
 PARTS_FOLDER = ".parts"
 """Holds the records of an unfinished run."""
 JOB_FILE = f"{PARTS_FOLDER}/job.json"
-"""Says what the unfinished run is."""
+"""Describes the unfinished run."""
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 _ADDED = ("seal", "routed", "verified")
-"""Keys that the first manifests lack: left out where nothing is known, so that these keep their
-fingerprints."""
+"""Keys that the first manifests lack. They are omitted if unknown, so that old fingerprints
+stay."""
 _HISTOGRAM_BINS = 32
 _FILE_NAME = re.compile(r"(?!/)(?!(.*/)?\.\.(/|$))[^\0\ud800-\udfff]+", re.DOTALL)
-"""What any system can open, and no other place: neither from the root nor upwards."""
+"""A relative path that stays below the folder of the data set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
-    """A file of the data set and what proves that it is the right one."""
+    """A file of the data set, with its size and checksum."""
 
     file: str
     """Path below the data set's folder, with forward slashes."""
@@ -141,7 +142,7 @@ class FileInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardInfo(FileInfo):
-    """One shard: its file and its size in every unit the plan needs."""
+    """A shard: its file, and its size in rows, tokens and record batches."""
 
     rows: Count
     tokens: Count
@@ -149,32 +150,35 @@ class ShardInfo(FileInfo):
     longest_row: Count
     """Tokens of the longest row."""
     seal: str | None = None
-    """xxh3-64 over the checksums of all its record batches: tells it from a shard with other rows.
-    Absent in the first data sets."""
+    """xxh3-64 over the checksums of all record batches. It differs for other rows. None in the
+    first data sets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitInfo:
-    """The shards of one split, in row order. It is summed up once, and pickled as one piece: a
-    worker of a loader of 100,000 shards starts a second sooner."""
+    """The shards of one split, in row order.
+
+    Sums are cached, and it is pickled as one byte string: with 100,000 shards, a worker starts a
+    second sooner.
+    """
 
     shards: tuple[ShardInfo, ...]
     length_histogram: tuple[Count, ...]
-    """Rows by length: entry k counts those of `2**k` up to `2**(k+1) - 1` tokens."""
+    """Row counts by length: entry k counts rows of `2**k` to `2**(k+1) - 1` tokens."""
 
     @cached_property
     def rows(self) -> int:
-        """Rows of all shards."""
+        """Number of rows of all shards."""
         return sum(shard.rows for shard in self.shards)
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of all shards."""
+        """Number of tokens of all shards."""
         return sum(shard.tokens for shard in self.shards)
 
     @cached_property
     def batches(self) -> int:
-        """Record batches of all shards."""
+        """Number of record batches of all shards."""
         return sum(shard.batches for shard in self.shards)
 
     @cached_property
@@ -192,35 +196,37 @@ def _unpacked(packed: bytes) -> SplitInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerInfo(FileInfo):
-    """The tokenizer that made the ids, stored beside the shards."""
+    """The tokenizer of the data set, stored next to the shards."""
 
     vocabulary_size: Count
-    """Ids are below this number; it decides how wide a token is on disk."""
+    """All ids are below this number. It determines the dtype of ids on disk."""
     end_id: Count | None
-    """Stands at the end of every document, or null where the tokenizer has no such token."""
+    """Id at the end of every document; None if the tokenizer has no such token."""
     pad_id: Count
-    """Fills the padding of a batch; its value is never seen by a loss or by attention."""
+    """Id that fills the padding of a batch. No loss and no attention uses it."""
     engine: str
-    """What made the ids: `tokenizers`, the reference, or a faster one whose ids were compared."""
+    """Library that made the ids: `tokenizers`, the reference, or a faster library whose ids were
+    compared with the reference."""
     engine_version: str
     audited: Count
-    """Texts whose ids a fast engine and the reference both made, to compare."""
+    """Number of texts that both the fast engine and the reference encoded, for comparison."""
     differences: Count
-    """Of those, how many differed. With any, the reference made all ids of the data set."""
+    """Number of compared texts with different ids. If above 0, the reference made all ids."""
     special_tokens_in_text: str
-    """What special-token text inside a document became: `plain` text, or `split` into its id."""
+    """How the text of a special token in a document was encoded: as `plain` text, or `split` into
+    its id."""
     special_tokens_added: bool
-    """Whether the tokenizer's own template ([CLS] ... [SEP]) was put around each row."""
+    """Whether each row has the special tokens of the tokenizer's template ([CLS] ... [SEP])."""
     routed: Count | None = None
-    """Texts that the fast engine left to the reference; of a data set made by it, and not by one of
-    the first release."""
+    """Number of texts that the fast engine passed to the reference; None if no fast engine was used
+    and in the first data sets."""
     verified: bool | None = None
-    """Given where the reference encoded every text too, and gave the same ids."""
+    """True if the reference also encoded every text, with the same ids."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What became of the input: read = written + empty + rejected, always."""
+    """Counts of input records. read = written + empty + rejected, always."""
 
     files: Count
     bytes: Count
@@ -233,40 +239,44 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A finished data set: what it holds, what made it, and the checksum of every file."""
+    """A finished data set: its content, its origin, and the checksum of every file."""
 
     format_version: Count
     task: str
     columns: tuple[Column, ...]
-    """What the task adds to ids and origin."""
+    """Columns of the task, besides ids and origin."""
     label_names: tuple[str, ...]
-    """The classes or tags by their number; empty where the task has none."""
+    """Names of the classes or tags, by number; empty if the task has none."""
     tokenizer: TokenizerInfo
     splits: dict[str, SplitInfo]
     ledger: Ledger
     sources: FileInfo
-    """sources.jsonl: a line per input file, with its own ledger; rows point at it."""
+    """sources.jsonl: one line per input file, with its counts. Rows refer to its line numbers."""
     rejects: FileInfo
-    """rejects.jsonl: a line per record that could not be used: file, record, reason."""
+    """rejects.jsonl: one line per rejected record: file, record, reason."""
 
     @cached_property
     def fingerprint(self) -> str:
-        """xxh3-64 of the content: two data sets are the same if and only if it is the same."""
+        """xxh3-64 of the content, 16 hex digits. Equal data sets have equal fingerprints."""
         return xxhash.xxh3_64_hexdigest(canonical(self.content()))
 
     def content(self) -> dict[str, Any]:
-        """What the file holds beside its checksum."""
+        """Return the content of the file without its checksum."""
         return dataclasses.asdict(self, dict_factory=_without_absent)
 
     def split(self, name: str) -> SplitInfo:
-        """The split called `name`; a ManifestError names those there are."""
+        """Return a split by name.
+
+        Raises:
+            ManifestError: The split is missing. The message lists the existing splits.
+        """
         if name not in self.splits:
             there = ", ".join(self.splits) or "none"
             raise ManifestError(f"no split `{name}` in this data set; it has: {there}")
         return self.splits[name]
 
     def encoded(self) -> bytes:
-        """What manifest.json holds."""
+        """Return the bytes of manifest.json."""
         content = self.content() | {CHECKSUM_KEY: self.fingerprint}
         return json.dumps(content, indent=1).encode() + b"\n"
 
@@ -279,7 +289,8 @@ class Manifest:
         """Read and check the manifest.json of a data set.
 
         Raises:
-            ManifestError: It is missing, no JSON, of another version, altered, or inconsistent.
+            ManifestError: The file is missing, not JSON, of another version, damaged or
+                inconsistent.
         """
         store = open_store(path)
         return once((store, cls), partial(cls._stored, store))
@@ -290,14 +301,15 @@ class Manifest:
 
     @classmethod
     def decoded(cls, raw: bytes, file: str) -> "Manifest":
-        """Check what a manifest.json holds; messages name it as `file`, errors are of `read`."""
+        """Verify and decode the bytes of a manifest.json. Errors as in `read`; they name it as
+        `file`."""
         content, checksum = proved(raw, file)
         try:
             manifest = msgspec.convert(content, cls)
         except msgspec.ValidationError as error:
             raise ManifestError(f"{file}: {error}. Run `pretokenize` again.") from error
         manifest._check(file)
-        vars(manifest)["fingerprint"] = checksum  # to pack 100,000 shards again takes a second
+        vars(manifest)["fingerprint"] = checksum  # computing it for 100,000 shards takes a second
         return manifest
 
     def _check(self, path: str) -> None:
@@ -308,7 +320,7 @@ class Manifest:
             ledger.written + ledger.empty + ledger.rejected
         ):
             raise ManifestError(
-                f"{path}: the ledger does not close: read {ledger.read:,}, written "
+                f"{path}: the counts of records do not match: read {ledger.read:,}, written "
                 f"{ledger.written:,}, empty {ledger.empty:,}, rejected {ledger.rejected:,}, rows "
                 f"in shards {written:,}. Run `pretokenize` again."
             )
@@ -318,7 +330,7 @@ class Manifest:
         for info in (self.tokenizer, self.sources, self.rejects, *shards):
             if not _FILE_NAME.fullmatch(info.file):
                 raise ManifestError(
-                    f"{path}: {info.file!r} is no file below the data set's folder. Run "
+                    f"{path}: {info.file!r} is not a file below the folder of the data set. Run "
                     "`pretokenize` again."
                 )
 

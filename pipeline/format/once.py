@@ -1,9 +1,9 @@
-"""Reading once: within `reading_once` what was read of a data set serves all who ask for it again.
+"""Read small files once: inside `reading_once`, a repeated read returns the first result.
 
-A run asks for the manifest of its data set many times: for its defaults, its task, its loaders and
-each evaluation. From a store that is a program of 0.2 s each time, of 100,000 shards a second more.
-And what a run reads stays one version, whatever is written meanwhile. Elsewhere nothing is kept:
-who copies or repairs sees what is there. Torch-free.
+A run reads the manifest of its data set many times: for defaults, task, loaders and evaluations. A
+read from a store starts a program for 0.2 s, and decoding 100,000 shards takes another second. The
+memo also keeps one version of the file for the whole run. Commands that copy or repair do not use
+it, so they always read the current file. Torch-free.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -22,7 +22,7 @@ _kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept", default=None)
 
 @contextmanager
 def reading_once() -> Iterator[None]:
-    """Keep what this thread reads until the end; within another one, until the end of that."""
+    """Keep what this thread reads until the end of the outermost block."""
     if _kept.get() is not None:
         yield
         return
@@ -34,11 +34,11 @@ def reading_once() -> Iterator[None]:
 
 
 def once(what: Hashable, read: Callable[[], T]) -> T:
-    """What `read` gives, or gave before for the same; an error is not kept.
+    """Return the result of `read`, or the kept result for the same `what`. Errors are not kept.
 
     Args:
-        what: Names it: the store, and what of it. Of a store without a hash nothing is kept.
-        read: Reads it.
+        what: Key of the result, such as (store, name). Without a hash, nothing is kept.
+        read: Reads the value.
     """
     kept = _kept.get()
     if kept is None or not _has_hash(what):
@@ -50,7 +50,7 @@ def once(what: Hashable, read: Callable[[], T]) -> T:
 
 
 def read_once(store: Store, name: str) -> bytes:
-    """The whole of a small file."""
+    """Return the bytes of a small file."""
     return once((store, name), partial(store.read, name))
 
 

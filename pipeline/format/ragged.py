@@ -1,7 +1,7 @@
-"""Rows of unequal length as Arrow binary values, so that copying them costs a memcpy a row.
+"""Rows of different lengths as Arrow binary values, so that copying costs one memcpy per row.
 
-A row's bytes are one binary value over the flat array; Arrow's own kernels then choose and join
-rows in C++, at 1,000-5,000 M tokens/s a core, where an index per token gave 250-500 M.
+Each row is one binary value over the flat array. Arrow selects and joins rows in C++, at 1,000 to
+5,000 million tokens per second and core. An index per token reached 250 to 500 million.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ __all__ = ["Ragged", "binaries", "join", "take"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ragged:
-    """Rows of values of one dtype."""
+    """Rows of different lengths, with values of one dtype."""
 
     values: np.ndarray
-    """One row after the other, shape (N,)."""
+    """All values, row by row, shape (N,)."""
     lengths: np.ndarray
-    """Values of each row, shape (R,), int64; may be 0."""
+    """Number of values of each row, shape (R,), int64; may be 0."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def offsets(self) -> np.ndarray:
-        """Where each row begins, and the end, shape (R + 1,), int64."""
+        """Where each row begins in `values`, and the end, shape (R + 1,), int64."""
         return offsets_of(self.lengths)
 
     def __eq__(self, other: object) -> bool:
@@ -40,11 +40,11 @@ class Ragged:
         return same_lengths and np.array_equal(self.values, other.values)
 
     def rows(self) -> list[np.ndarray]:
-        """The values of each row; a Python object a row, for few rows."""
+        """Return one array per row. For few rows."""
         return np.split(self.values, self.offsets[1:-1]) if len(self) else []
 
     def take(self, rows: np.ndarray) -> "Ragged":
-        """The given rows, shape (K,) integers, in that order."""
+        """Return the rows with the given numbers, shape (K,), in that order."""
         return Ragged(take(self.values, self.offsets, rows), self.lengths[rows])
 
 
@@ -55,7 +55,7 @@ def take(values: np.ndarray, offsets: np.ndarray, pieces: np.ndarray) -> np.ndar
 
 
 def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:
-    """Join segments row by row; a plain array, shape (S,), stands in every row.
+    """Concatenate segments row by row. A plain array, shape (S,), is repeated in every row.
 
     All segments have the same dtype, and at least one is ragged.
     """
@@ -78,9 +78,9 @@ def join(segments: Sequence[Ragged | np.ndarray]) -> Ragged:
 
 
 def binaries(values: Sequence[bytes]) -> pa.LargeBinaryArray:
-    """Byte strings as an Arrow array; they are copied.
+    """Copy byte strings into an Arrow array.
 
-    Built from buffers: `pa.array` would import pandas into the process.
+    It is built from buffers, because `pa.array` imports pandas.
     """
     lengths = np.fromiter(map(len, values), np.int64, len(values))
     joined = np.frombuffer(b"".join(values), np.uint8)
@@ -88,7 +88,7 @@ def binaries(values: Sequence[bytes]) -> pa.LargeBinaryArray:
 
 
 def _binary(values: np.ndarray, offsets: np.ndarray, *, narrow: bool = False) -> pa.Array:
-    """Rows as binary values; `narrow` where 32 bits may hold the offsets: a quarter faster."""
+    """Return rows as binary values. `narrow` allows 32-bit offsets, which are a quarter faster."""
     narrow = narrow and values.nbytes < 1 << 31
     kind = pa.binary() if narrow else pa.large_binary()
     byte_offsets = (offsets * values.itemsize).astype(np.int32 if narrow else np.int64)
@@ -97,11 +97,11 @@ def _binary(values: np.ndarray, offsets: np.ndarray, *, narrow: bool = False) ->
 
 
 def _constant(values: np.ndarray) -> pa.LargeBinaryScalar:
-    """Taken from an array: `pa.scalar` would import pandas into the process."""
+    """Return a scalar taken from an array, because `pa.scalar` imports pandas."""
     return _binary(values, np.array([0, len(values)]))[0]
 
 
 def _int64_array(values: np.ndarray) -> pa.Array:
-    """Built from its buffer: `pa.array` would import pandas into the process."""
+    """Return an array built from its buffer, because `pa.array` imports pandas."""
     buffer = pa.py_buffer(np.ascontiguousarray(values, np.int64))
     return pa.Array.from_buffers(pa.int64(), len(values), [None, buffer])

@@ -1,8 +1,8 @@
-"""A shard read by ranges of bytes: where its record batches lie, and rows out of the bytes of one.
+"""Read a shard by byte ranges: find its record batches in the footer, and decode their bytes.
 
-For stores in which a request costs more than the bytes it brings. The end of a shard names the
-place of every record batch, in 24 bytes each; with it, a record batch is one request. Arrow itself
-would make three, one after the other. Torch-free.
+For stores, in which a request costs more time than its bytes. The footer has the position of every
+record batch, in 24 bytes each. With it, a record batch needs one request. Arrow itself would make
+three requests in sequence. Torch-free.
 """
 
 import struct
@@ -30,49 +30,51 @@ _BLOCK = np.dtype(
         "itemsize": 24,
     }
 )
-"""Where a record batch lies, as Arrow writes it into the footer."""
+"""Position of a record batch in the Arrow footer (struct `Block` of Arrow's File.fbs)."""
 _MAGIC, _LENGTH = b"ARROW1", struct.Struct("<i")
-_BEGIN = _MAGIC + bytes(2)  # of a file: Arrow wants room for it before the footer
+_BEGIN = _MAGIC + bytes(2)  # of a file: Arrow requires it before the footer
 _AFTER_FOOTER = _LENGTH.size + len(_MAGIC)
 _STREAM_END = 8  # bytes between the last record batch and the footer
 _BATCHES_FIELD = 3  # of a footer's table: version, schema, dictionaries, record batches
 _REST = 1 << 12
-"""More than a footer takes beside its blocks: the schema, with names and types of columns."""
+"""More bytes than the rest of a footer: the schema, with names and types of columns."""
 
 
 def end_bytes(info: ShardInfo) -> int:
-    """How much of a shard's end holds its footer, as a rule; see `missing_bytes`."""
+    """Return the bytes at the end of a shard that usually include its footer; see
+    `missing_bytes`."""
     return min(info.bytes, info.batches * _BLOCK.itemsize + _REST)
 
 
 def missing_bytes(end: bytes) -> int:
-    """How much the footer needs if these bytes of a shard's end are too few; else 0."""
+    """Return the bytes that the footer needs if `end` is too short; else 0."""
     if len(end) < _AFTER_FOOTER or not end.endswith(_MAGIC):
-        return 0  # no Arrow file: more of it would not help
+        return 0  # not an Arrow file: more bytes would not help
     needed = _LENGTH.unpack_from(end, len(end) - _AFTER_FOOTER)[0] + _AFTER_FOOTER
     return int(needed) if needed > len(end) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class RangedShard:
-    """The record batches of one shard, of which nothing but the footer is at hand."""
+    """The record batches of one shard whose footer was read."""
 
     expected: ExpectedShard
     edges: np.ndarray
-    """Where each record batch begins, and the last one ends, shape (K + 1,), int64."""
+    """Byte at which each record batch begins, and the end of the last one, shape (K + 1,),
+    int64."""
     head: bytes
-    """The schema, as a stream of record batches begins."""
+    """The schema as the beginning of an Arrow stream."""
 
     @classmethod
     def from_end(cls, expected: ExpectedShard, end: bytes) -> Self:
         """Read the footer.
 
         Args:
-            expected: What the shard has to be.
-            end: Its last bytes, at least the whole footer.
+            expected: What the manifest says about the shard.
+            end: The last bytes of the shard, with at least the whole footer.
 
         Raises:
-            ShardFormatError: They are damaged, or of another shard.
+            ShardFormatError: The footer is damaged, or of another shard.
         """
         options = ipc.IpcReadOptions(use_threads=False, included_fields=expected.kept)
         try:
@@ -86,17 +88,17 @@ class RangedShard:
         return cls(expected, _edges(expected, blocks, len(footer)), head)
 
     def span(self, first: int, count: int) -> tuple[int, int]:
-        """Where neighbouring record batches begin in the file, and how many bytes they take."""
+        """Return the first byte and the number of bytes of neighbouring record batches."""
         start, stop = self.edges[first], self.edges[first + count]
         return int(start), int(stop - start)
 
     def cut(self, first: int, count: int, data: bytes) -> list[bytes]:
-        """The record batches in the bytes of neighbouring ones."""
+        """Split the bytes of neighbouring record batches."""
         edges = (self.edges[first : first + count + 1] - self.edges[first]).tolist()
         return [data[start:stop] for start, stop in pairwise(edges)]
 
     def rows(self, batch_index: int, data: bytes) -> tuple[Rows, int]:
-        """Decode and check one record batch; see `ShardReader.read`.
+        """Decode and verify one record batch; see `ShardReader.read`.
 
         Raises:
             ShardFormatError: The bytes are not those of this record batch.
@@ -109,7 +111,7 @@ class RangedShard:
         except (*UNDECODABLE, StopIteration) as error:
             raise expected.undecodable(batch_index, error) from error
         rest = len(self.head) + len(data) - source.tell()
-        if rest:  # a good one, of a shard that took its place
+        if rest:  # a valid batch of a shard that replaced this one
             raise damaged(expected.path, f"record batch {batch_index} is {rest:,} bytes too short")
         return expected.rows(batch, metadata or {}, batch_index)
 
@@ -120,7 +122,7 @@ def _footer_bytes(end: bytes) -> int:
 
 
 def _blocks(footer: bytes) -> np.ndarray:
-    """The blocks in a footer, which is a flatbuffer, shape (K,), of `_BLOCK`."""
+    """Return the blocks of a footer, a flatbuffer, shape (K,), dtype `_BLOCK`."""
 
     def number(at: int) -> int:
         return int(struct.unpack_from("<I", footer, at)[0])
@@ -133,12 +135,13 @@ def _blocks(footer: bytes) -> np.ndarray:
 
 
 def _edges(expected: ExpectedShard, blocks: np.ndarray, footer_bytes: int) -> np.ndarray:
-    """Where record batches begin and end; they follow each other without a gap up to the footer.
+    """Return where record batches begin and end.
 
-    So a flipped bit in a place or length is found here, and nobody asks for bytes that are none.
+    They must follow each other without gaps, up to the footer. So a flipped bit in a position or
+    length is found here, before any request uses it.
 
     Raises:
-        ShardFormatError: They do not.
+        ShardFormatError: The record batches have gaps or overlap.
     """
     starts = blocks["offset"].astype(np.int64)
     stops = starts + blocks["head"] + blocks["body"]

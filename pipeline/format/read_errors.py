@@ -9,10 +9,10 @@ __all__ = ["damaged", "error_line", "gave_up", "refused"]
 
 _MEMORY, _FILES, _RIGHTS, _DISK = (
     "The machine lacks memory: use fewer workers or a smaller `window_tokens`. If it has enough, "
-    "the shard is damaged: `shards verify` tells.",
+    "the shard may be damaged: run `shards verify`.",
     "Too many files are open at once: close some, or raise the limit (`ulimit -n`).",
-    "Give the user of this process the right to read it.",
-    "The disk or its network failed, and the shard may be whole: mend that and go on.",
+    "Give the user of this process permission to read it.",
+    "The disk or its network failed, and the shard may be intact: repair the disk and run again.",
 )
 _REMEDIES = (
     dict.fromkeys((errno.ENOMEM, errno.ENOBUFS), _MEMORY)
@@ -38,15 +38,15 @@ _REMEDIES = (
 
 
 def damaged(path: str, what: str, cause: BaseException | None = None) -> ShardFormatError:
-    """The error for a file that is not what it should be."""
+    """Return the error for a damaged file."""
     because = f" ({error_line(cause)})" if cause else ""
     remedy = "Copy the shard again, or run `pretokenize` again."
     return ShardFormatError(f"{path}: {what}{because}. {remedy}")
 
 
 def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
-    """The error for what failed: with the machine's remedy where that refused, else for damage."""
-    if isinstance(cause, RemoteError):  # it has its own
+    """Return the error for a failed read, with a remedy for the machine if it is the cause."""
+    if isinstance(cause, RemoteError):  # it has its own remedy
         return ShardFormatError(f"{path}: {what}: {cause.strerror}.")
     if isinstance(cause, MemoryError):
         number: int | None = errno.ENOMEM
@@ -59,11 +59,12 @@ def refused(path: str, what: str, cause: Exception) -> ShardFormatError:
 
 
 def gave_up(cause: BaseException | None) -> bool:
-    """Whether a store was asked for all the time that there is, and did not answer."""
+    """Return whether a store did not answer in all the time for retries."""
     return isinstance(cause, RemoteError) and cause.errno == errno.ETIMEDOUT
 
 
 def error_line(cause: BaseException) -> str:
-    """What an error says, in one line: Arrow adds its own place in further ones."""
+    """Return the message of an error in one line. Arrow adds its own source position in more
+    lines."""
     said = getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
     return " ".join(said.split())

@@ -1,7 +1,7 @@
-"""Rows: documents or samples in memory, column by column, and their form as an Arrow record batch.
+"""Rows in memory, column by column, and their form as an Arrow record batch.
 
-Every array is flat. A value a token lies in one run over all rows, a value a row beside the row
-lengths; so cutting, joining and writing never touch a single row in Python. Torch-free.
+All arrays are flat: a column has one value per token, row after row, or one value per row. So no
+Python code runs per row when rows are cut, joined and written. Torch-free.
 """
 
 from dataclasses import dataclass
@@ -22,30 +22,30 @@ __all__ = [
 ]
 
 Kinds = dict[str, tuple[np.dtype, bool]]
-"""The columns of a record batch in their order: dtype, and whether there is a value a token."""
+"""The columns of a record batch, in order: dtype, and whether it has one value per token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Consecutive rows: what a shard's writer takes and its reader gives."""
+    """Consecutive rows: the input of `ShardWriter` and the output of `ShardReader`."""
 
     lengths: np.ndarray
     """Tokens of each row, shape (R,), int64, every value at least 1."""
     per_token: dict[str, np.ndarray]
-    """A value a token, one row after the other, shape (N,) each; `input_ids` is one of them."""
+    """Columns with one value per token, row after row, shape (N,) each, with `input_ids`."""
     per_row: dict[str, np.ndarray]
-    """A value a row, shape (R,) each; `origin_file` and `origin_record` are among them."""
+    """Columns with one value per row, shape (R,) each, with `origin_file` and `origin_record`."""
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @property
     def ids(self) -> np.ndarray:
-        """All tokens, one row after the other, shape (N,), uint16 or uint32."""
+        """All token ids, row after row, shape (N,), uint16 or uint32."""
         return self.per_token[INPUT_IDS]
 
     def slice(self, start: int, stop: int) -> "Rows":
-        """Rows `start` up to `stop`, without a copy."""
+        """Return rows `start` to `stop` - 1, without a copy."""
         first = int(self.lengths[:start].sum())
         last = first + int(self.lengths[start:stop].sum())
         return Rows(
@@ -56,7 +56,7 @@ class Rows:
 
     @staticmethod
     def concatenate(parts: "list[Rows]") -> "Rows":
-        """Rows of `parts`, one after the other; of a single part, that part."""
+        """Concatenate parts. A single part is returned without a copy."""
         if len(parts) == 1:
             return parts[0]
         return Rows(
@@ -73,12 +73,12 @@ class Rows:
 
 
 def record_batch(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[str, np.ndarray]]:
-    """The rows as an Arrow record batch of `schema`, over the same memory where dtypes agree.
+    """Return rows as an Arrow record batch of `schema`, without a copy if the dtypes agree.
 
-    Built from buffers: `pa.array` would import pandas into every process that writes.
+    It is built from buffers, because `pa.array` imports pandas.
 
     Returns:
-        The record batch, and its buffers as `batch_buffers` would find them.
+        The record batch, and its buffers as `batch_buffers` returns them.
     """
     assert len(rows.ids) < 1 << 31
     offsets = offsets_of(rows.lengths).astype(np.int32)
@@ -97,7 +97,7 @@ def record_batch(rows: Rows, schema: pa.Schema) -> tuple[pa.RecordBatch, dict[st
 
 
 def column_kinds(schema: pa.Schema) -> Kinds:
-    """What `batch_buffers` has to know of a schema: asked once, as Arrow takes its time to say."""
+    """Return the column kinds of a schema, computed once because Arrow is slow at it."""
     return {
         field.name: (np.dtype(field.type.value_type.to_pandas_dtype()), True)
         if pa.types.is_list(field.type)
@@ -107,12 +107,13 @@ def column_kinds(schema: pa.Schema) -> Kinds:
 
 
 def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
-    """Every column's values by name, over Arrow's memory, the row offsets first under "".
+    """Return the values of every column by name, in Arrow's memory; the row offsets come first, as
+    "".
 
-    Takes buffers, not values, because nothing in a damaged batch can be trusted yet.
+    It uses buffers, not Arrow values, because the batch may be damaged.
 
     Raises:
-        ValueError: A buffer is too small for the rows, or the offsets do not describe the tokens.
+        ValueError: A buffer is too small for the rows, or the offsets do not match the tokens.
     """
     num_rows = batch.num_rows
     buffers: dict[str, np.ndarray] = {}
@@ -133,7 +134,7 @@ def batch_buffers(batch: pa.RecordBatch, kinds: Kinds) -> dict[str, np.ndarray]:
 
 
 def rows_of_buffers(buffers: dict[str, np.ndarray], kinds: Kinds) -> Rows:
-    """The rows that `batch_buffers` found, without a copy."""
+    """Return the rows of buffers from `batch_buffers`, without a copy."""
     offsets = buffers[""]
     lengths = np.subtract(offsets[1:], offsets[:-1], dtype=np.int64)
     per_token = {name: buffers[name] for name, (_, is_per_token) in kinds.items() if is_per_token}

@@ -1,7 +1,7 @@
-"""What columns a shard has for each task, and how wide a token is on disk.
+"""The columns of a shard for each task, and the dtype of token ids on disk.
 
-Tokens take two bytes while the vocabulary fits, else four: disk, page cache, inter-process copies
-and the wire to the GPU all shrink with them. They are widened to int64 on the device, not before.
+Token ids have two bytes if the vocabulary fits, else four. That saves disk, page cache, shared
+memory and transfer to the GPU. They are widened to int64 on the device.
 """
 
 import functools
@@ -42,40 +42,40 @@ FORMAT_VERSION = 1
 
 Task = Literal["lm", "classify", "score", "tag", "complete"]
 Role = Literal["input", "target", "context"]
-"""What a batch makes of a task's column.
+"""The use of a task's column in a batch.
 
-    input    goes to the model, as it is
-    target   is what a loss compares with: a label a token, or one a row
-    context  is how many of a row's first tokens are given, and no target
+    input    an input of the model
+    target   the labels of a loss: one per token, or one per row
+    context  the number of tokens at the start of a row that are a prompt, not targets
 """
 Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64", "float32"]
-"""A batch has whole numbers as int64, and floats as they are."""
+"""dtypes on disk. A batch has integers as int64, and floats unchanged."""
 ENDED_TASKS: tuple[Task, ...] = ("lm", "complete")
-"""Their rows end in the tokenizer's end token, where it has one."""
+"""Tasks whose rows end with the tokenizer's end token, if it has one."""
 
 INPUT_IDS = "input_ids"
 TOKEN_TYPE_IDS = "token_type_ids"
-"""Which text of a pair each token belongs to: 0 or 1, unless the tokenizer has it otherwise."""
+"""The text of a pair that each token belongs to: 0 or 1, unless the tokenizer uses other ids."""
 LABEL = "label"
-"""The class of the row: a place in the manifest's label names."""
+"""The class of the row: an index of the manifest's label names."""
 SCORE = "score"
-"""The number that a regression of the row is to give."""
+"""The target of a regression for the row."""
 LABELS = "labels"
-"""The tag of each token: a place in the manifest's label names, or -100 where none is due."""
+"""The tag of each token: an index of the manifest's label names, or -100 for no tag."""
 PROMPT_LENGTH = "prompt_length"
-"""Tokens before the completion, which alone is to be learnt."""
+"""Number of tokens before the completion. Only the completion is a target."""
 ORIGIN_FILE = "origin_file"
-"""Which input file a row came from: a line number, counted from 0, of sources.jsonl."""
+"""The input file of a row: a line number of sources.jsonl, from 0."""
 ORIGIN_RECORD = "origin_record"
-"""Which record of that file: line or row number, counted from 0; 0 where a file is one document."""
+"""The record in that file: a line or row number, from 0. 0 if a file is one document."""
 
 IGNORED = -100
-"""The label of a token without one: what torch's losses ignore by default. See `no_target`."""
+"""The label of tokens without a target, which torch's losses ignore by default. See `no_target`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """A column beside the ids: a value a token, or a value a row."""
+    """A column besides the ids, with one value per token or one per row."""
 
     name: Annotated[str, msgspec.Meta(pattern="^[a-z_]+$")]
     dtype: Dtype
@@ -102,44 +102,48 @@ _ROLES: dict[str, Role] = {
     LABELS: "target",
     PROMPT_LENGTH: "context",
 }
-"""Of each column that a task adds; nothing but this table knows these columns by their names."""
+"""Role of each column that a task adds."""
 
 
 def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
-    """The columns that a task adds to the ids; rows made of two texts say which token is whose."""
+    """Return the columns of a task besides the ids. `pairs`: rows of two texts, with token
+    types."""
     return ((_TYPES,) if pairs else ()) + _OF_TASK[task]
 
 
 def role_of(column: str) -> Role | None:
-    """What a batch makes of a column; None for the ids and for a row's origin."""
+    """Return the role of a column; None for the ids and for the origin."""
     return _ROLES.get(column)
 
 
 def column_of(columns: Iterable[Column], role: Role) -> Column | None:
-    """The column of a role, of which a task adds at most one; None where there is none."""
+    """Return the column of a role, or None. A task has at most one column of each role."""
     return next((column for column in columns if role_of(column.name) == role), None)
 
 
 def no_target(*, is_float: bool) -> float:
-    """What stands where no target is due: `IGNORED`, and NaN among floats, where -100 would pass
-    for a target. A loss that forgets to leave it out is NaN, and not wrong without a sign."""
+    """Return the value for tokens or rows without a target: -100 for integers, NaN for floats.
+
+    -100.0 could be a valid float target. With NaN, a loss that does not mask it becomes NaN, which
+    is noticed.
+    """
     return math.nan if is_float else IGNORED
 
 
 def is_target(values: np.ndarray) -> np.ndarray:
-    """Which values of a column of targets are due, bool."""
+    """Return which values of a target column are targets, bool."""
     found: np.ndarray = ~np.isnan(values) if values.dtype.kind == "f" else values != IGNORED
     return found
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype[np.uint16] | np.dtype[np.uint32]:
-    """The dtype of ids on disk: uint16 up to 65,536 ids, else uint32."""
+    """Return the dtype of ids on disk: uint16 for at most 65,536 ids, else uint32."""
     return np.dtype(np.uint16) if vocabulary_size <= 1 << 16 else np.dtype(np.uint32)
 
 
 @functools.cache
 def shard_schema(vocabulary_size: int, columns: tuple[Column, ...] = ()) -> pa.Schema:
-    """The Arrow schema of a shard: ids, `columns`, origin. Nothing is nullable."""
+    """Return the Arrow schema of a shard: ids, `columns`, origin. No column is nullable."""
     width: Dtype = "uint16" if token_dtype(vocabulary_size) == np.uint16 else "uint32"
     ids = Column(name=INPUT_IDS, dtype=width, per="token")
     return pa.schema([_field(column) for column in (ids, *columns, *_ORIGIN)])

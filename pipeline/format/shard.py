@@ -1,9 +1,9 @@
 """A shard: one Arrow IPC file whose record batches carry their own checksum.
 
-The record batch (about 128k tokens) is the unit of reading, decompression and checking: whenever
-one is decoded, its content is hashed and compared, so wrong bytes never become tokens. Each column
-has its own checksum, so the columns that nobody asked for are neither read nor decompressed.
-Reading is by `pread`, not by memory map: a file cut short under a map kills the process (SIGBUS).
+A record batch (65,536 tokens or a little more, or 16,384 rows) is the unit of reading,
+decompression and verification. When it is decoded, its content is hashed and compared, so wrong
+bytes never become tokens. Each column has its own checksum, so other columns need not be read.
+Files are read by `pread`, not by a memory map: truncating a mapped file kills the process (SIGBUS).
 docs/format.md is the specification. Torch-free; used by the loader and by `pretokenize`.
 """
 
@@ -38,19 +38,19 @@ from tokenfeed.pipeline.format.verification import (
 __all__ = ["ShardReader", "ShardWriter"]
 
 BATCH_TOKENS = 1 << 16
-"""A record batch ends with the row that reaches this many tokens: small enough to shuffle and to
-check, large enough that zstd has something to find."""
+"""A record batch ends with the row that reaches this many tokens. Small batches shuffle better,
+large batches compress better."""
 BATCH_ROWS = 1 << 14
 _CHECKED_BYTES = 1 << 20
 ZSTD_LEVEL = 1
-"""Level 3 saves 7 % more and costs a third more time to write, a tenth more to read."""
+"""Level 3 saves 7 % more bytes, but needs a third more time to write and a tenth more to read."""
 
 
 class ShardWriter:
-    """Writes one shard; the file gets its name only when `close` has synced it.
+    """Writes one shard. The file gets its name when `close` has synced it.
 
-    Where record batches end depends on the rows alone, never on how they were appended, so the same
-    rows give the same bytes. As a context manager it closes on success and discards on an error.
+    The ends of record batches depend on the rows only, not on the calls of `append`, so the same
+    rows give the same bytes. As a context manager, it closes on success and discards on an error.
     """
 
     def __init__(
@@ -62,9 +62,10 @@ class ShardWriter:
         *,
         is_shared: bool = False,
     ) -> None:
-        """Begin it; others may write the same shard at the same time where it `is_shared`."""
+        """Create the file. `is_shared`: other processes may write the same shard at the same
+        time."""
         self.info: ShardInfo | None = None
-        """What the manifest keeps of this shard; set by `close`."""
+        """The shard's entry for the manifest; set by `close`."""
         self.path = folder / name
         self._name = name
         self._vocabulary_size = vocabulary_size
@@ -83,7 +84,7 @@ class ShardWriter:
         self._rows = self._tokens = self._batches = self._longest = 0
 
     def append(self, rows: Rows) -> None:
-        """Add rows; they reach the file a record batch at a time.
+        """Add rows. They are written one record batch at a time.
 
         Raises:
             ConfigError: A row is empty, or an id does not fit the vocabulary.
@@ -104,7 +105,7 @@ class ShardWriter:
         self._pending_rows += len(rest)
 
     def close(self) -> ShardInfo:
-        """Write what is left, sync, give the file its name."""
+        """Write the remaining rows, sync, and give the file its name."""
         if self._pending_rows:
             self._write_batch(Rows.concatenate(self._pending))
         end, seal = self._sink.tell(), self._seal.hexdigest()
@@ -138,7 +139,7 @@ class ShardWriter:
             self._file.__exit__(kind, error, traceback)
 
     def _write_full_batches(self, rows: Rows) -> Rows:
-        """Write what is pending, and of `rows` all that fills record batches; the rest of them."""
+        """Write all full record batches of pending rows and `rows`; return the remaining rows."""
         ends = np.cumsum(rows.lengths)
         begin = 0
         while True:
@@ -165,9 +166,9 @@ class ShardWriter:
 
 
 class ShardReader:
-    """Reads record batches of one shard, each checked as it is decoded.
+    """Reads record batches of one shard, and verifies each.
 
-    Safe to share between threads; not between processes.
+    It can be shared between threads, but not between processes.
     """
 
     def __init__(
@@ -179,23 +180,23 @@ class ShardReader:
         *,
         only: Collection[str] | None = None,
     ) -> None:
-        """Open the shard and compare it with what the manifest says of it.
+        """Open the shard and compare it with the manifest.
 
         Args:
-            path: Where the data set is.
-            info: What the manifest says of the shard.
-            vocabulary_size: As in the manifest.
-            columns: As in the manifest.
+            path: Path of the data set.
+            info: The shard's entry of the manifest.
+            vocabulary_size: Vocabulary size of the manifest.
+            columns: Columns of the manifest.
             only: Names of the columns to read; None for all.
 
         Raises:
-            ShardFormatError: It is missing, cannot be read, was cut short, is no Arrow file, or is
+            ShardFormatError: The shard is missing, unreadable, truncated, not an Arrow file, or
                 another shard.
         """
         self._store = open_store(path)
         self._info = info
         self.path = self._store.path(info.file)
-        """The file as a message names it."""
+        """The path of the file, for messages."""
         self._expected = ExpectedShard.of(self.path, info, vocabulary_size, columns, only)
         self._reader = self._open(self._expected.kept)
         self._expected.check(self._reader.schema, self._reader.num_record_batches)

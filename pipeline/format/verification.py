@@ -42,12 +42,12 @@ _VERSION_KEY, _NAME_KEY, _VOCABULARY_KEY = (
 _CHECKSUM_KEY = "xxh3."
 
 UNSEALED = "(not yet sealed)"
-"""Stands for the seal, in as many bytes, until all record batches are written."""
-_SCHEMA_BYTES = 1 << 16  # more than the schema at the beginning of a file takes
+"""Placeholder of the same length for the seal, until all record batches are written."""
+_SCHEMA_BYTES = 1 << 16  # more than the size of the schema at the beginning of a file
 
 
 def shard_metadata(name: str, vocabulary_size: int) -> dict[bytes, bytes]:
-    """The metadata of a shard's schema, beside the seal."""
+    """Return the metadata of a shard's schema, without the seal."""
     return {
         _VERSION_KEY: str(FORMAT_VERSION).encode(),
         _NAME_KEY: name.encode(),
@@ -58,10 +58,10 @@ def shard_metadata(name: str, vocabulary_size: int) -> dict[bytes, bytes]:
 def batch_checksums(
     shard: str, batch_index: int, first_row: int, buffers: dict[str, np.ndarray]
 ) -> dict[bytes, bytes]:
-    """Metadata key and xxh3-64 of each column of a batch, over the decoded buffers and their place.
+    """Return metadata key and xxh3-64 of each column of a record batch.
 
-    The place is shard, column, index, first row and number of rows: a footer that points at another
-    good batch is caught as well. Every column is hashed with the row offsets.
+    The hash covers the decoded values, the row offsets, and the place: shard, column, batch index,
+    first row and number of rows. So a footer that points at another valid batch is detected too.
     """
     offsets = buffers[""]
     place = struct.pack("<3Q", batch_index, first_row, len(offsets) - 1)
@@ -76,9 +76,9 @@ def batch_checksums(
 
 
 def set_seal(file: IO[bytes], footer: int, seal: str) -> None:
-    """Put the seal into both schemas of a written shard, whose footer begins after `footer`.
+    """Write the seal into both schemas of a shard. The footer begins after byte `footer`.
 
-    Arrow writes the schema before the first record batch, when the seal cannot be known.
+    Arrow writes the schema before the record batches, so the seal is not known then.
     """
     for start, size in ((0, _SCHEMA_BYTES), (footer, -1)):
         file.seek(start)
@@ -87,23 +87,23 @@ def set_seal(file: IO[bytes], footer: int, seal: str) -> None:
 
 
 UNDECODABLE = (OSError, MemoryError, ValueError, KeyError, TypeError, pa.ArrowException)
-"""What Arrow and numpy raise over bytes that are no record batch."""
+"""Errors of Arrow and numpy for bytes that are not a valid record batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedShard:
-    """One shard as its manifest has it."""
+    """What the manifest says about a shard."""
 
     path: str
-    """The file as a message names it."""
+    """The path of the file, for messages."""
     info: ShardInfo
     vocabulary_size: int
     kept: list[int]
-    """The columns to read, by their places in the schema."""
+    """Indices of the columns to read."""
     schema: pa.Schema
-    """Of these columns."""
+    """Schema of the columns to read."""
     whole_schema: pa.Schema
-    """Of all columns."""
+    """Schema of all columns."""
     kinds: Kinds
 
     @classmethod
@@ -115,17 +115,17 @@ class ExpectedShard:
         columns: tuple[Column, ...],
         only: Collection[str] | None,
     ) -> Self:
-        """A shard of a data set with these columns, of which `only` some are read; None for all."""
+        """Return the expectations for a shard. `only` names the columns to read; None for all."""
         schema = shard_schema(vocabulary_size, columns)
         kept = [n for n, name in enumerate(schema.names) if only is None or name in only]
         read = pa.schema([schema.field(n) for n in kept])
         return cls(path, info, vocabulary_size, kept, read, schema, column_kinds(read))
 
     def check(self, stored: pa.Schema, num_batches: int) -> None:
-        """Refuse a shard of another name, vocabulary or columns; then one of other rows.
+        """Compare the schema, the seal and the number of record batches of a shard.
 
         Raises:
-            ShardFormatError: It is not the one that is meant.
+            ShardFormatError: The shard is not the one of the manifest.
         """
         metadata = stored.metadata or {}
         seal = metadata.pop(SEAL_KEY, None)
@@ -134,8 +134,8 @@ class ExpectedShard:
             raise damaged(self.path, "its schema is not the one the manifest implies")
         if seal != (self.info.seal and self.info.seal.encode()):
             raise ShardFormatError(
-                f"{self.path}: holds other rows than the shard that the manifest names: it is of "
-                "another data set or of another run. Copy the one that belongs to the manifest."
+                f"{self.path}: holds other rows than the shard that the manifest names: it comes "
+                "from another data set or run. Copy the shard that belongs to the manifest."
             )
         if num_batches != self.info.batches:
             what = f"expected {self.info.batches} record batches, got {num_batches}"
@@ -144,10 +144,10 @@ class ExpectedShard:
     def rows(
         self, batch: pa.RecordBatch, metadata: Mapping[bytes, bytes], batch_index: int
     ) -> tuple[Rows, int]:
-        """The rows of a record batch, and the number of the first of them within the shard.
+        """Return the rows of a record batch, and the number of its first row in the shard.
 
         Raises:
-            ShardFormatError: Its checksum differs, or there is no sense in it.
+            ShardFormatError: A checksum differs, or the batch cannot be decoded.
         """
         try:
             buffers = batch_buffers(batch, self.kinds)
@@ -160,5 +160,5 @@ class ExpectedShard:
         return rows_of_buffers(buffers, self.kinds), first_row
 
     def undecodable(self, batch_index: int, cause: Exception) -> ShardFormatError:
-        """The error for a record batch of which nothing can be made."""
+        """Return the error for a record batch that cannot be decoded."""
         return refused(self.path, f"record batch {batch_index} cannot be decoded", cause)

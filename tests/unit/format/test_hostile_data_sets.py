@@ -118,7 +118,7 @@ MACHINE = [
     (MemoryError("malloc of size 9 failed"), "Cannot allocate memory. The machine lacks memory"),
     (pa.ArrowMemoryError("malloc of size 9 failed"), "The machine lacks memory"),
     (OSError(errno.EMFILE, "open"), "Too many open files. Too many files are open"),
-    (OSError(errno.EACCES, "open"), "Permission denied. Give the user of this process the right"),
+    (OSError(errno.EACCES, "open"), "Permission denied. Give the user of this process permission"),
     (OSError(errno.EIO, "pread"), "Input/output error. The disk or its network failed"),
     (OSError(errno.ESTALE, "pread"), "Stale file handle. The disk or its network failed"),
 ]

@@ -138,7 +138,7 @@ def test_a_column_whose_name_is_none_is_refused(folder: Path, name: str) -> None
 )
 def test_a_file_outside_the_folder_is_refused(folder: Path, name: str) -> None:
     forge(folder, lambda content: set_file(content, name))
-    with pytest.raises(ManifestError, match=r"manifest\.json: .* is no file below") as caught:
+    with pytest.raises(ManifestError, match=r"manifest\.json: .* is not a file below") as caught:
         Manifest.read(folder)
     assert "\n" not in str(caught.value)
 
