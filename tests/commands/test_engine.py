@@ -137,7 +137,7 @@ def test_verified_ids_are_those_of_every_text(
 def test_verifying_is_refused_where_nothing_is_to_be_verified(tmp_path: Path) -> None:
     options = ("--engine", "tokenizers", "--verify-ids")
     message = run(dict(os.environ), tmp_path, tmp_path / "out", *options, expect=2).stderr
-    assert "`--verify-ids` compares with what `--engine tokenizers` makes" in message
+    assert "`--verify-ids` compares with the ids of `--engine tokenizers`" in message
 
 
 def test_routed_texts_are_counted_and_a_matter_of_the_input_alone(
