@@ -10,7 +10,7 @@ from typing import Any, NotRequired, TypedDict
 import msgspec
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.pipeline.format.storage import hold
 from tokenfeed.trainer.config import METRICS_FILE
 from tokenfeed.trainer.report import encode_json
 

@@ -11,7 +11,7 @@ import struct
 import time
 from collections.abc import Iterator
 
-from tokenfeed.pipeline.format.locking import hold
+from tokenfeed.pipeline.format.storage import hold
 
 try:
     import fcntl

@@ -1,7 +1,7 @@
-"""Files that are either whole or absent, and their checksums.
+"""Files that are either whole or absent, their checksums, and locks on files and folders.
 
-Everything that gets a final name here was first written and synced under a temporary one, so a
-crash, a full disk or a kill leaves no half-written file that could pass for a good one.
+A file gets its final name after it was written and synced under a temporary name. So a crash, a
+full disk or a kill leaves no half-written file under a final name.
 """
 
 import contextlib
@@ -9,11 +9,26 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import xxhash
 
-__all__ = ["TEMPORARY_SUFFIX", "atomic_file", "atomic_write", "file_xxh3", "sync_folder"]
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+__all__ = [
+    "TEMPORARY_SUFFIX",
+    "alone_in",
+    "atomic_file",
+    "atomic_write",
+    "file_xxh3",
+    "hold",
+    "sync_folder",
+    "waited_for",
+]
 
 TEMPORARY_SUFFIX = ".tmp"
 _READ_BYTES = 1 << 20
@@ -84,3 +99,55 @@ def file_xxh3(path: Path) -> str:
         while block := file.read(_READ_BYTES):
             digest.update(block)
     return digest.hexdigest()
+
+
+_HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
+
+
+def hold(file: IO[Any] | int) -> bool:
+    """Hold an open, writable file, or its descriptor, until it is closed or the process ends.
+
+    False where another process, or this one by another opening, holds it. A system or file system
+    without such locks keeps nobody out.
+    """
+    if fcntl is None:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _HELD_BY_ANOTHER
+    return True
+
+
+@contextlib.contextmanager
+def waited_for(file: IO[Any] | int) -> Iterator[None]:
+    """Hold an open, writable file, or a descriptor, until the block ends; wait for others first.
+
+    A system or file system without such locks lets all in.
+    """
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Let one process at a time do something with a folder; others wait.
+
+    A system or file system without such locks lets all in.
+    """
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with waited_for(descriptor):
+            yield
+    finally:
+        os.close(descriptor)

@@ -20,10 +20,8 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
-from tokenfeed.pipeline.remote.address import public
-from tokenfeed.pipeline.remote.objects import FileFacts, VersionedBytes
-from tokenfeed.pipeline.remote.ranged import Ranges
-from tokenfeed.pipeline.remote.schemes import SCHEMES
+from tokenfeed.pipeline.remote.address import SCHEMES, public
+from tokenfeed.pipeline.remote.ranged import FileFacts, Ranges, VersionedBytes
 
 __all__ = [
     "STORES",

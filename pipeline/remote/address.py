@@ -1,4 +1,4 @@
-"""The address of a data set in a store, `s3://bucket/prefix`, and its form without secrets."""
+"""Addresses in stores, `s3://bucket/prefix`: the known schemes, and the form without secrets."""
 
 import re
 from dataclasses import dataclass
@@ -7,9 +7,48 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.remote.schemes import Traits, traits_of
 
-__all__ = ["Address", "object_address", "public", "require", "without_secrets"]
+__all__ = [
+    "SCHEMES",
+    "Address",
+    "Traits",
+    "object_address",
+    "public",
+    "require",
+    "traits_of",
+    "without_secrets",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """How a store differs from S3."""
+
+    is_web: bool = False
+    """It is a web server: it has a host and no bucket, can only be read, and lists nothing."""
+    reads_ends: bool = True
+    """Whether one request brings the last bytes of an object; else its size is asked for first."""
+    counts_versions: bool = False
+    """Whether conditions name a version that it counts, instead of an ETag."""
+    names_container: bool = False
+    """Whether the part of an address before `@` is a container, not a user."""
+
+
+_WEB = Traits(is_web=True)
+SCHEMES = {
+    "s3": Traits(),
+    "gs": Traits(counts_versions=True),
+    "az": Traits(reads_ends=False),
+    "abfss": Traits(reads_ends=False, names_container=True),
+    "http": _WEB,
+    "https": _WEB,
+}
+
+
+def traits_of(scheme: str) -> Traits:
+    """Return the traits of a scheme. An unknown one, which a user registered, is like S3."""
+    return SCHEMES.get(scheme, Traits())
+
 
 _ANONYMOUS = "?anonymous"
 _USER = re.compile(r"[^/?#]*@|(?!\[)[^/?#@]*:(?!\d+(?:[/?#]|$)).*@", re.DOTALL)

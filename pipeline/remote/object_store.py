@@ -16,24 +16,24 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from tokenfeed.pipeline.remote.address import Address, require
-from tokenfeed.pipeline.remote.child import read_in_child
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
-from tokenfeed.pipeline.remote.objects import (
+from tokenfeed.pipeline.remote.process import read_in_child, talks_here
+from tokenfeed.pipeline.remote.ranged import (
     FileFacts,
     ObjectInfo,
     VersionedBytes,
     cut_short,
     version_of,
 )
-from tokenfeed.pipeline.remote.process import talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 from tokenfeed.pipeline.remote.threads import results_of
-from tokenfeed.pipeline.remote.writing import is_quick, put, put_if
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from obstore import GetOptions
+    from obstore.store import ObjectStore as Client
+
 
 __all__ = ["XXH3_KEY", "ObjectStore"]
 
@@ -46,6 +46,11 @@ _PAGE = 1000
 """Names that a store lists at once."""
 _AT_ONCE = 16
 """Objects that are deleted at the same time."""
+
+_ONE_REQUEST_BYTES = 64 << 20
+_PART_BYTES, _PARTS_AT_ONCE = 16 << 20, 4
+_QUICK_BYTES = 1 << 20
+"""So much is sent before anybody has to wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +231,10 @@ class ObjectStore:
         if metadata is None:
             metadata = {XXH3_KEY: _xxh3(data)}
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        timing = self.timing if is_quick(size) else self.timing.uploading
+        timing = self.timing if _is_quick(size) else self.timing.uploading
 
         def attempt() -> str:
-            return self._etag(put(self._connection, name, data, size, metadata))
+            return self._etag(_put(self._connection, name, data, size, metadata))
 
         return self._persist(attempt, name, timing)
 
@@ -326,7 +331,7 @@ class ObjectStore:
         return [self._info(meta["path"], meta, {}) for meta in page]
 
     def _put_if(self, name: str, data: bytes, mode: Any) -> bool:
-        return self._persist(lambda: put_if(self._connection, name, data, mode), name)
+        return self._persist(lambda: _put_if(self._connection, name, data, mode), name)
 
 
 def _xxh3(data: bytes | Path) -> str:
@@ -339,3 +344,59 @@ def _xxh3(data: bytes | Path) -> str:
 def _strong(etag: str | None) -> str:
     """An ETag that a request can ask for; a weak one matches nothing, and says less than a time."""
     return "" if etag is None or etag.startswith("W/") else etag
+
+
+def _is_quick(size: int) -> bool:
+    """Whether so many bytes are sent in no time."""
+    return size <= _QUICK_BYTES
+
+
+def _put(
+    connection: Connection,
+    name: str,
+    data: bytes | Path,
+    size: int,
+    metadata: dict[str, str] | None,
+) -> Mapping[str, Any]:
+    """Put an object, a large one in parts; gives what the store says of it."""
+    in_parts = size > _ONE_REQUEST_BYTES
+    content = data.read_bytes() if isinstance(data, Path) and not in_parts else data
+    client = connection.reads if _is_quick(size) else connection.writes
+    result = client.put(
+        name,
+        content,
+        attributes=metadata,
+        use_multipart=in_parts,
+        chunk_size=_PART_BYTES,
+        max_concurrency=_PARTS_AT_ONCE,
+    )
+    connection.meter.add(Traffic(bytes=size))
+    return result
+
+
+def _put_if(connection: Connection, name: str, data: bytes, mode: Any) -> bool:
+    """Put an object under a condition; whether it now has this content."""
+    try:
+        connection.reads.put(name, data, mode=mode, use_multipart=False)
+    except Exception as error:
+        return _settled(connection.reads, name, data, error)
+    connection.meter.add(Traffic(bytes=len(data)))
+    return True
+
+
+def _settled(client: "Client", name: str, data: bytes, error: Exception) -> bool:
+    """What a write that did not succeed came to; raises where it may be tried again."""
+    from obstore.exceptions import PreconditionError
+
+    refused = isinstance(error, PreconditionError)
+    try:
+        found = bytes(client.get(name).bytes())
+    except FileNotFoundError:
+        if refused:
+            return False
+        raise error from None
+    if found == data:
+        return True
+    if refused or type(error).__name__ == "AlreadyExistsError":
+        return False
+    raise error

@@ -28,7 +28,7 @@ from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.ranged import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.format.verification import ExpectedShard
-from tokenfeed.pipeline.remote.objects import VersionedBytes
+from tokenfeed.pipeline.remote.ranged import VersionedBytes
 
 __all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]
 

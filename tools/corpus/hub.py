@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tokenfeed.pipeline.errors import CorpusError, RemoteError
 from tokenfeed.pipeline.remote.hub import HubStore
-from tokenfeed.pipeline.remote.objects import ObjectInfo
+from tokenfeed.pipeline.remote.ranged import ObjectInfo
 from tokenfeed.tools.corpus.left_out import is_hidden
 from tokenfeed.tools.corpus.places import RemoteFile
 

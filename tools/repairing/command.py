@@ -9,9 +9,9 @@ from typing import Annotated
 import tyro
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.format.locking import alone_in
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.read_errors import gave_up
+from tokenfeed.pipeline.format.storage import alone_in
 from tokenfeed.pipeline.format.store import LocalStore, open_store
 from tokenfeed.tools.console import print_json
 from tokenfeed.tools.fetching import DataFile, data_files, fetch, remove_leftovers

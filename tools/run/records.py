@@ -27,8 +27,8 @@ import msgspec
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.format.locking import hold, waited_for
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
+from tokenfeed.pipeline.format.storage import hold, waited_for
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.outputs.output import FolderOutput, Output
 from tokenfeed.tools.run.versions import versions

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.locking import alone_in
-from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.format.storage import alone_in, atomic_write
 from tokenfeed.trainer.checkpoints.folder import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.format import read_meta, verify_checkpoint
 from tokenfeed.trainer.checkpoints.remote import RemoteRun, reason

@@ -13,7 +13,7 @@ from command import files_of, texts
 from machines import make, part
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
-from tokenfeed.pipeline.format import locking
+from tokenfeed.pipeline.format import storage
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.tools.options import Options
 from tokenfeed.tools.outputs.output import FolderOutput
@@ -218,7 +218,7 @@ def test_two_equal_runs_without_locks_leave_one_data_set(
 ) -> None:
     """The second run begins and ends while the first one writes a shard."""
     make(lines, tmp_path / "plain", tokenizer)
-    monkeypatch.setattr(locking, "fcntl", None)
+    monkeypatch.setattr(storage, "fcntl", None)
     out, append = tmp_path / "out", ShardWriter.append
 
     def late(writer: ShardWriter, rows: Any) -> None:

@@ -7,8 +7,8 @@ from places import ROOT
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.store import STORES, open_place, open_store
+from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.schemes import SCHEMES
 
 pytest.importorskip("obstore")
 OF_AWS_ALONE = {"client.py": {"s3"}}
@@ -39,4 +39,4 @@ def test_no_other_file_names_a_scheme(layer: str) -> None:
         nodes = ast.walk(ast.parse(path.read_text()))
         constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
         said = {str(value).removesuffix("://") for value in constants} & SCHEMES.keys()
-        assert path.name == "schemes.py" or said <= OF_AWS_ALONE.get(path.name, set()), path
+        assert path.name == "address.py" or said <= OF_AWS_ALONE.get(path.name, set()), path

@@ -16,10 +16,12 @@ from typing import Any
 import pytest
 from copies import checkpoint, copy_of, files_at, files_in, refuse, saving_config
 from faulty_store import URL, FaultyStore
+from remote_stores import remote_store
 from saves import best_of, make_meta, make_state, names_in, open_saver, save
 from training import assert_same_run, run, write_counting
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.remote import process
 from tokenfeed.trainer.checkpoints import remote as remote_module
 from tokenfeed.trainer.checkpoints import uploads as uploads_module
 from tokenfeed.trainer.checkpoints.folder import Checkpoints
@@ -326,6 +328,24 @@ def test_a_place_below_a_file_is_refused_at_once(shards: Path, tmp_path: Path) -
     config = saving_config(shards, tmp_path / "run", upload=f"{tmp_path}/file/run")
     with pytest.raises(ConfigError, match=r"cannot be read \(NotADirectoryError: "):
         run(config)
+
+
+def test_upload_to_bucket_survives_the_loss_of_the_folder(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.setattr(process, "_ours", True)
+    with remote_store(monkeypatch) as remote:
+        url = f"s3://{remote.prefix}"
+        config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", steps=4)
+        run(config)
+        left = files_in(config.run_dir)
+        objects = remote.server.objects.items()
+        there = {path.removeprefix(remote.prefix): each.data for path, each in objects}
+        assert there == left
+        shutil.rmtree(config.run_dir)
+        run(config)
+    assert files_in(config.run_dir) == left
 
 
 def test_trying_to_write_leaves_nothing(tmp_path: Path, store: type[FaultyStore]) -> None:
