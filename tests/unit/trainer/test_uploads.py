@@ -337,7 +337,7 @@ def test_upload_to_bucket_survives_the_loss_of_the_folder(
     monkeypatch.setattr(process, "_ours", True)
     with remote_store(monkeypatch) as remote:
         url = f"s3://{remote.prefix}"
-        config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", steps=4)
+        config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", keep=1)
         run(config)
         left = files_in(config.run_dir)
         objects = remote.server.objects.items()
