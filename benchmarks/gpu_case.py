@@ -23,9 +23,9 @@ import torch
 
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.loop import Trainer
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.stall import Cause, StallMeter
 
 __all__ = ["Scale"]

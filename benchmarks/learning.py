@@ -36,8 +36,8 @@ from shuffle_orders import find_peers, make, orders_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import Head
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 
 LENGTH, ROWS = 64, 32

@@ -111,8 +111,10 @@ def before(scenario: Scenario, data: Data, seed: int) -> Outcome:
 
 def after(scenario: Scenario, data: Data, seed: int) -> Outcome:
     """`train` on the same rows."""
-    from tokenfeed.trainer.config import TrainConfig  # the loop before knows nothing of it
-    from tokenfeed.trainer.loop import Trainer
+    from tokenfeed.trainer.config.run_config import (
+        TrainConfig,  # the loop before knows nothing of it
+    )
+    from tokenfeed.trainer.loop.trainer import Trainer
 
     marks = Marks()
     with contextlib.ExitStack() as stack:

@@ -159,8 +159,10 @@ def write(source: Source, records: list[Record], home: Path) -> None:
 
 
 def write_shards(task: Task, home: Path) -> None:
-    from tokenfeed.tools.options import Options  # not for loops that know of no shards
     from tokenfeed.tools.pretokenizing.make import make_dataset
+    from tokenfeed.tools.pretokenizing.options import (
+        Options,  # not for loops that know of no shards
+    )
 
     corpora = (str(home / "train.jsonl"), str(home / "validation.jsonl"))
     make_dataset(

@@ -14,8 +14,8 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.planning.policies import Fixed
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.attention import Scope
+from tokenfeed.trainer.data.attention import Scope
+from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.tasks.task import Task
 

@@ -19,16 +19,16 @@ from torch import nn
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.policies import Fixed
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.evaluation import evaluate
-from tokenfeed.trainer.feeds import Feeds
-from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.config.lr_schedule import learning_rate
+from tokenfeed.trainer.config.phases import phases_of
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.loop.evaluation import evaluate
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.optimizer import set_learning_rate
-from tokenfeed.trainer.phases import phases_of
-from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.schedule import learning_rate
+from tokenfeed.trainer.optim.optimizer import set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Task
 
@@ -138,7 +138,7 @@ def by_train(
         if spread is not None:
             policy = Fixed(case.rows, spread=spread)
             stack.enter_context(
-                patch("tokenfeed.trainer.feeds.make_policy", lambda *_, **__: policy)
+                patch("tokenfeed.trainer.feeding.loaders.make_policy", lambda *_, **__: policy)
             )
         trainer = Trainer(config_of(case, shards, run_dir, steps, **more))
         stack.callback(trainer.close)

@@ -13,11 +13,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tokenfeed.pipeline.remote.process import own_process
-from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.signals import signals_held
+from tokenfeed.tools.shell.console import print_json, run_command
+from tokenfeed.tools.shell.signals import signals_held
 
 if TYPE_CHECKING:
-    from tokenfeed.tools.run.crew import Server
+    from tokenfeed.tools.jobs.crew import Server
 
 __all__ = ["main"]
 
@@ -42,9 +42,9 @@ def _make(server: "Server | None") -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.pipeline.format.manifest import Manifest
         from tokenfeed.pipeline.format.store import open_store
-        from tokenfeed.tools.inspection import describe
-        from tokenfeed.tools.options import parse_options
+        from tokenfeed.tools.data_sets.inspection import describe
         from tokenfeed.tools.pretokenizing.make import make_dataset
+        from tokenfeed.tools.pretokenizing.options import parse_options
         from tokenfeed.tools.pretokenizing.part import make_part
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
@@ -68,7 +68,7 @@ def _early_server(arguments: list[str]) -> "Server | None":
     if {"--runner", "--finish"} & set(arguments):
         return None  # others do the work, or have done it
     from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
-    from tokenfeed.tools.run.crew import SMALL_BYTES, Server
+    from tokenfeed.tools.jobs.crew import SMALL_BYTES, Server
 
     num_bytes = 0
     for before, argument in pairwise(["", *arguments]):

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tokenfeed.pipeline.facts import facts
-from tokenfeed.tools.console import parse_words, print_json, run_command
-from tokenfeed.trainer.config import PAGE_FILE
-from tokenfeed.trainer.page.compare import Row, compare
-from tokenfeed.trainer.page.page import write_page
-from tokenfeed.trainer.page.run_folder import RunData
+from tokenfeed.tools.shell.console import parse_words, print_json, run_command
+from tokenfeed.trainer.config.run_config import PAGE_FILE
+from tokenfeed.trainer.report.compare import Row, compare
+from tokenfeed.trainer.report.page import write_page
+from tokenfeed.trainer.report.run_folder import RunData
 
 __all__ = ["Compare", "Show", "main"]
 

@@ -4,8 +4,8 @@ This file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
 from tokenfeed.pipeline.remote.process import own_process
-from tokenfeed.tools.console import run_command
-from tokenfeed.tools.signals import signals_held
+from tokenfeed.tools.shell.console import run_command
+from tokenfeed.tools.shell.signals import signals_held
 
 __all__ = ["main"]
 
@@ -18,7 +18,7 @@ def main() -> None:
 def _command() -> int:
     own_process()
     with signals_held():  # extension modules turn an interruption into an ImportError
-        from tokenfeed.tools.shards_command import run_subcommand
+        from tokenfeed.tools.data_sets.command import run_subcommand
     return run_subcommand()
 
 

@@ -14,10 +14,10 @@ import sys
 from types import FrameType
 
 from tokenfeed.pipeline.format.once import reading_once
-from tokenfeed.tools.console import print_json, run_command
-from tokenfeed.tools.train_command import read_command
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.ranks.launch import Launch
+from tokenfeed.tools.shell.console import print_json, run_command
+from tokenfeed.tools.train_settings import read_command
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.launcher import Launch
 
 __all__ = ["main"]
 
@@ -84,7 +84,7 @@ def _run() -> int:
         return 0
     if command.dry_run:
         return _plan(config, command.gpu)
-    from tokenfeed.trainer.run import train  # torch takes seconds to load; --help needs none
+    from tokenfeed.trainer.loop.run import train  # torch takes seconds to load; --help needs none
 
     requests = SignalRequests()
     report = train(config, requests.should_stop, requests.should_save)
@@ -98,7 +98,7 @@ def _run() -> int:
 
 
 def _plan(config: TrainConfig, gpu: str | None) -> int:
-    from tokenfeed.trainer.dry_run import dry_run
+    from tokenfeed.trainer.sizing.dry_run import dry_run
 
     found = dry_run(config, gpu)
     if config.json:

@@ -10,7 +10,7 @@ def run_body(body: str) -> subprocess.CompletedProcess[str]:
     script = (
         "import errno, logging, os, signal\n"
         "from tokenfeed.pipeline.errors import *\n"
-        "from tokenfeed.tools.console import print_json, run_command\n"
+        "from tokenfeed.tools.shell.console import print_json, run_command\n"
         f"def body():\n    {body}\n"
         "run_command(body)\n"
     )

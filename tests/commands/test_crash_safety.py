@@ -25,7 +25,7 @@ from command import (
 )
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.run.records import Records
+from tokenfeed.tools.jobs.records import Records
 
 
 def test_a_killed_run_continues_to_the_same_bytes(

@@ -26,10 +26,10 @@ import warm_commands
 import yaml
 
 import tokenfeed
-from tokenfeed.tools.cat import Cat
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.shards_command import Explain, Inspect, Repair, Verify
-from tokenfeed.tools.train_command import Command
+from tokenfeed.tools.data_sets.cat import Cat
+from tokenfeed.tools.data_sets.command import Explain, Inspect, Repair, Verify
+from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.train_settings import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 TEXTS = [
@@ -22,7 +22,7 @@ def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path
         (tmp_path / f"{index}.txt").write_text(f"{index} some words {index * 7919} " * 50)
     script = (
         "import sys; from pathlib import Path\n"
-        "from tokenfeed.tools.corpus.kinds import Kind\n"
+        "from tokenfeed.tools.corpus.records import Kind\n"
         "from tokenfeed.tools.corpus.sources import find_corpus\n"
         "from tokenfeed.tools.encoding.training import train_tokenizer_json\n"
         "from tokenfeed.tools.corpus.units import cut_units\n"

@@ -13,7 +13,7 @@ from command import start as run
 from false_engine import FALSE_ENGINE, write_corpus
 
 from tokenfeed.tools.encoding.audit import Answers
-from tokenfeed.tools.encoding.engine import EngineFailure, FastEngine, ReferenceEngine
+from tokenfeed.tools.encoding.engines import EngineFailure, FastEngine, ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 Engines = Callable[[str], None]

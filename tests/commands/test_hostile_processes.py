@@ -14,19 +14,19 @@ from command import COMMAND, files_of, write_ballast, write_long_corpus
 
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.encoding.counts import UnitResult
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import FolderOutput
+from tokenfeed.tools.jobs.crew import Crew, Progress, Server, WorkerDied
+from tokenfeed.tools.jobs.records import Records
 from tokenfeed.tools.pretokenize import _early_server
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run
-from tokenfeed.tools.run.crew import Crew, Progress, Server, WorkerDied
-from tokenfeed.tools.run.records import Records
 
 Environment = dict[str, str]
 
@@ -59,7 +59,7 @@ def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
     job = EncodeSettings(
-        output=FolderOutput(out),
+        output=LocalStore(out),
         task=Lm(text="text"),
         engine="gigatoken",
         vocabulary_size=made.vocabulary_size,

@@ -8,10 +8,10 @@ import pytest
 from command import write_ballast
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
+from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Summary
 
 

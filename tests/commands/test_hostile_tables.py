@@ -10,7 +10,7 @@ CUT_SHORT = """
 import os, sys
 from pathlib import Path
 from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.pipeline.errors import CorpusError

@@ -13,8 +13,8 @@ from hub_models import save_model
 from places import SUPPORT
 from training import RUNS, make_config, write_every_task
 
-from tokenfeed.trainer.gpus import GPUS
-from tokenfeed.trainer.planned import Planned
+from tokenfeed.trainer.sensors.gpu import GPUS
+from tokenfeed.trainer.sizing.dry_run import Planned
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]

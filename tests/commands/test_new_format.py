@@ -12,9 +12,9 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing import runner
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import warm
 from places import SUPPORT
 from training import RUNS, load_weights, read_metrics, write_every_task
 
-from tokenfeed.trainer.page.run_folder import RunData
+from tokenfeed.trainer.report.run_folder import RunData
 
 PROGRAM = SUPPORT / "ranked_training.py"
 PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])

@@ -19,7 +19,7 @@ from training import make_config, run, write_labelled
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.process import read_in_child
-from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools.data_sets.copy import copy_data_set
 
 pytest.importorskip("obstore")
 

@@ -17,7 +17,7 @@ from remote_stores import FAST, keeps_conditions, set_endpoint
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
-from tokenfeed.tools.copying import copy_data_set
+from tokenfeed.tools.data_sets.copy import copy_data_set
 
 pytest.importorskip("obstore")
 

@@ -13,7 +13,7 @@ import pytest
 from places import SUPPORT
 from training import load_weights, read_metrics, write_labelled
 
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -22,9 +22,9 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.report.run_report import Report
 
 TRAIN = Path(sys.executable).with_name("train")
 MODULE = ("-m", "tokenfeed.tools.train")

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenfeed.tools.encoding.shapes import _REGEXES
-from tokenfeed.tools.encoding.vocabulary import byte_letters
+from tokenfeed.tools.encoding.engine_support import _REGEXES, byte_letters
 
 __all__ = ["CHARACTERS", "differing_characters", "probe_json"]
 

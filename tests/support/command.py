@@ -20,7 +20,8 @@ from unittest import mock
 
 import warm
 
-from tokenfeed.tools import console, pretokenize
+from tokenfeed.tools import pretokenize
+from tokenfeed.tools.shell import console
 
 __all__ = [
     "COMMAND",

@@ -7,8 +7,8 @@ from faulty_store import FaultyStore
 from saves import save
 from training import make_config
 
-from tokenfeed.trainer.checkpoints.remote import RemoteRun
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
+from tokenfeed.trainer.config.run_config import TrainConfig
 
 __all__ = ["checkpoint", "copy_of", "files_at", "files_in", "refuse", "saving_config"]
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from tokenfeed.tools.corpus.kinds import Kind
-from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES
 from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 

@@ -4,9 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.parts import InputFile, Part
-from tokenfeed.tools.corpus.records import Records, records_of
+from tokenfeed.tools.corpus.input_files import InputFile, Part
+from tokenfeed.tools.corpus.records import Fields, Records, records_of
 
 __all__ = ["FASTA", "write_fasta"]
 

@@ -11,8 +11,8 @@ from data_sets import random_rows, write_rows
 from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.models.head import Head, HeadKind
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.head import Head, HeadKind
 
 __all__ = [
     "DECODERS",

@@ -26,8 +26,8 @@ from saves import names_in
 from training import assert_same_run, load_weights, read_metrics
 
 from tokenfeed.trainer.checkpoints import format as checkpoint_format
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.report.run_report import Report
 
 _LONGEST_S, _END_S = 1.5, 20
 _SETTINGS = {

@@ -14,8 +14,8 @@ from typing import Any
 
 from training import make_config
 
-from tokenfeed.trainer import course
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.feeding import curriculum as course
+from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.stall import warmup_steps
 
 __all__ = ["make_late"]

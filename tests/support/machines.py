@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tokenfeed.tools.options import Options
+from tokenfeed.tools.jobs.executors import CLUSTERS, Cluster
 from tokenfeed.tools.pretokenizing import prepare, runner
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.part import PartSummary, make_part
 from tokenfeed.tools.pretokenizing.summary import Summary
-from tokenfeed.tools.run.clusters import CLUSTERS, Cluster
 
 __all__ = ["CarelessExecutor", "make", "on_cluster", "part", "with_fast_engine"]
 
@@ -78,4 +78,6 @@ def on_cluster(monkeypatch: pytest.MonkeyPatch, executor: Executor, num_workers:
         yield Cluster(executor, lambda: num_workers)
 
     monkeypatch.setitem(CLUSTERS, "dask", opened)
-    monkeypatch.setattr("tokenfeed.tools.options.check_installed", lambda runner: None)
+    monkeypatch.setattr(
+        "tokenfeed.tools.pretokenizing.options.check_installed", lambda runner: None
+    )

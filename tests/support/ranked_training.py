@@ -22,9 +22,9 @@ from late_rank import make_late
 from training import make_config
 
 from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
-from tokenfeed.trainer.config import PhaseSettings
-from tokenfeed.trainer.run import train as run_until
-from tokenfeed.trainer.tasks import vocabulary_loss
+from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.loop.run import train as run_until
+from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
 TIMEOUT_S = 100
 _WORTH_BYTES = vocabulary_loss._WORTH_BYTES

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.meta import Best, CheckpointMeta
-from tokenfeed.trainer.checkpoints.saver import Saver
-from tokenfeed.trainer.checkpoints.tree import State
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.distributed.world import State
 
 __all__ = [
     "CPU",

@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, models, trainers
 
-from tokenfeed.tools.encoding import shapes
-from tokenfeed.tools.encoding.vocabulary import byte_letters
+from tokenfeed.tools.encoding import engine_support as shapes
+from tokenfeed.tools.encoding.engine_support import byte_letters
 
 __all__ = ["FLAGS", "MARK", "added_tokens", "json_of", "made_texts", "shape_parts", "trained_model"]
 

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.tree import State
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import Head, HeadKind
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.head import Head, HeadKind
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.report import Report
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.stall import Cause, StallMeter
 from tokenfeed.trainer.tasks.registry import TASKS
 

@@ -1,23 +1,44 @@
-"""The bytes of an input file, decompressed, a block at a time; and the lines in them.
+r"""The bytes of an input file, decompressed, a block at a time; and the lines in them.
 
 A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
 at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too:
-only `Blocks.sound_bytes` of them, the streams that ended well, can be relied on. Lines end at `\\n`
+only `Blocks.sound_bytes` of them, the streams that ended well, can be relied on. Lines end at `\n`
 alone. Memory is bounded, however small a file is for what it unpacks to.
+
+What a damaged file of any format raises, and how a machine that is full is told from one.
+
+Whether bytes are UTF-8, at the speed of Arrow: a block of any size costs next to nothing.
 """
 
 import bz2
+import codecs
+import errno
 import lzma
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import zstandard
 
-from tokenfeed.tools.corpus.places import Place, open_place
+from tokenfeed.tools.corpus.locations import Location, open_location
 
-__all__ = ["READ_ERRORS", "Blocks", "Compression", "Damage", "LongLine", "whole_lines"]
+__all__ = [
+    "DAMAGE",
+    "IS_UTF16",
+    "READ_ERRORS",
+    "UTF16_MARKS",
+    "Blocks",
+    "Compression",
+    "Damage",
+    "LongLine",
+    "damage_reason",
+    "is_utf8",
+    "whole_lines",
+]
 
 Compression = Literal["gz", "zst", "bz2", "xz"]
 
@@ -47,7 +68,7 @@ class Blocks:
 
     def __init__(
         self,
-        path: Place,
+        path: Location,
         compression: Compression | None = None,
         start: int = 0,
         stop: int | None = None,
@@ -69,7 +90,7 @@ class Blocks:
         return self._streams(self._compression) if self._damage is None else self._sound()
 
     def _plain(self) -> Iterator[bytes]:
-        with open_place(self._path) as file:
+        with open_location(self._path) as file:
             end = file.seek(0, os.SEEK_END) if self._stop is None else self._stop
             file.seek(self._start)
             wanted = _FIRST_BLOCK_BYTES
@@ -230,3 +251,41 @@ def _short_lines(data: bytes, most_bytes: int) -> Iterator[bytes | LongLine]:
         end += len(line) + 1
     if start < len(data):
         yield data[start:]
+
+
+UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+"""What a file in UTF-16 begins with."""
+IS_UTF16 = "the file is UTF-16; convert it to UTF-8"
+"""The reason for rejecting such a file."""
+
+
+def is_utf8(block: bytes) -> bool:
+    """Whether a block is valid UTF-8 as a whole."""
+    if block.isascii():
+        return True
+    ends = pa.py_buffer(np.array([0, len(block)], np.int64))
+    text = pa.LargeStringArray.from_buffers(1, ends, pa.py_buffer(block))
+    try:
+        text.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+DAMAGE = (*READ_ERRORS, pa.ArrowException, ValueError, RecursionError)
+_ALLOCATION = re.compile(r"\bsize (\d{14,})\b")
+"""An allocation too large for any machine: its length was damaged."""
+_MACHINE_IS_FULL = {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+
+
+def damage_reason(error: Exception) -> str:
+    """What is wrong with the file, in one line.
+
+    Raises:
+        Exception: `error` itself, where the machine is short of something and the file is sound.
+    """
+    is_shortage = isinstance(error, MemoryError) and not _ALLOCATION.search(str(error))
+    if is_shortage or getattr(error, "errno", None) in _MACHINE_IS_FULL:
+        raise error
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split())

@@ -10,12 +10,11 @@ import logging
 import os
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Blocks, Compression
+from tokenfeed.tools.corpus.blocks import READ_ERRORS, UTF16_MARKS, Blocks, Compression
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.places import Place
-from tokenfeed.tools.corpus.stdin import STANDARD_INPUT
-from tokenfeed.tools.corpus.utf8 import UTF16_MARKS
+from tokenfeed.tools.corpus.input_files import STANDARD_INPUT
+from tokenfeed.tools.corpus.locations import Location
 
 __all__ = [
     "compression_of",
@@ -46,7 +45,7 @@ def needs_look(name: str) -> bool:
     return format_ is None or format_ is FALLBACK or format_.is_vague
 
 
-def format_in_folder(name: str, path: Place, field: str) -> Format:
+def format_in_folder(name: str, path: Location, field: str) -> Format:
     """The format of a file found in a folder; text for an unknown ending.
 
     Args:
@@ -60,7 +59,7 @@ def format_in_folder(name: str, path: Place, field: str) -> Format:
     return format_ or FALLBACK
 
 
-def format_of_given(name: str, path: Place, field: str) -> Format:
+def format_of_given(name: str, path: Location, field: str) -> Format:
     """The format of a file given by name, or of standard input. An unknown ending is resolved by
     content. For the arguments see `format_in_folder`.
 
@@ -81,14 +80,14 @@ def format_of_given(name: str, path: Place, field: str) -> Format:
     return format_in_folder(name, path, field)
 
 
-def is_binary(path: Place, compression: Compression | None) -> bool:
+def is_binary(path: Location, compression: Compression | None) -> bool:
     """Whether the (decompressed) beginning holds a NUL and is not UTF-16, which is rejected with a
     reason instead."""
     beginning = _beginning(path, compression, _NUL_BYTES)[:_NUL_BYTES]
     return b"\0" in beginning and not beginning.startswith(UTF16_MARKS)
 
 
-def is_archive(name: str, path: Place) -> bool:
+def is_archive(name: str, path: Location) -> bool:
     """Whether a file holds other files, by what it holds and by an ending that no format has."""
     is_named_so = _ending(name) in _ARCHIVES and _by_ending(name) is None
     return is_named_so and is_binary(path, compression_of(name))
@@ -102,7 +101,7 @@ def _by_ending(name: str) -> Format | None:
     return None
 
 
-def _by_content(path: Place, compression: Compression | None, field: str) -> Format:
+def _by_content(path: Location, compression: Compression | None, field: str) -> Format:
     """The format whose records begin the file; without records the file is a text."""
     for num_bytes in (_SNIFFED_BYTES, _LONGEST_SNIFFED_BYTES):
         beginning = _beginning(path, compression, num_bytes)
@@ -114,7 +113,7 @@ def _by_content(path: Place, compression: Compression | None, field: str) -> For
     return FALLBACK
 
 
-def _beginning(path: Place, compression: Compression | None, num_bytes: int) -> bytes:
+def _beginning(path: Location, compression: Compression | None, num_bytes: int) -> bytes:
     """About the first `num_bytes`, decompressed. What cannot be read is rejected later."""
     beginning = b""
     try:

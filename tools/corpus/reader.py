@@ -11,13 +11,11 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tokenfeed.pipeline.remote.threads import few_threads
-from tokenfeed.tools.corpus.blocks import READ_ERRORS, Damage
-from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Damage, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.places import RemoteFile
-from tokenfeed.tools.corpus.records import Records, rejected
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.locations import RemoteFile
+from tokenfeed.tools.corpus.records import Fields, Kind, Records, rejected
 
 __all__ = ["UnverifiedError", "fetched_ahead", "read_records", "read_texts"]
 

@@ -1,19 +1,178 @@
-"""Records: what the readers give, whatever file they read.
+"""Kinds: what a field of a record must hold, and what it becomes, whatever file it comes from.
+
+A new kind is a member here and a line of `_SCALARS` or `_ITEMS`: readers of every format ask these.
+
+Records: what the readers give, whatever file they read.
 
 A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad one costs
 itself only and becomes a reject. Readers give many at once, field by field; a field has a kind,
 and `kinds.checker` decides, for every format alike, whether a value is of that kind.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
-from tokenfeed.tools.corpus.kinds import Fields, Unusable, checker
+__all__ = [
+    "Fields",
+    "Kind",
+    "Records",
+    "Reject",
+    "Unusable",
+    "checker",
+    "fits",
+    "is_text",
+    "json_type",
+    "records_of",
+    "rejected",
+    "shown_names",
+    "too_long",
+]
 
-__all__ = ["Records", "Reject", "records_of", "rejected", "shown_names", "too_long"]
+_MOST = float(np.finfo(np.float32).max)
+
+
+class Kind(Enum):
+    """What a field must hold, and how it is given."""
+
+    TEXT = "text"
+    """A text, given as UTF-8 bytes."""
+    WORDS = "a list of texts"
+    """A list of texts, each given as UTF-8 bytes."""
+    LABEL = "a name or a whole number from 0"
+    """Given as str, whatever it was: numbers by their digits, booleans as `false` and `true`."""
+    LABELS = "a list of names or of whole numbers from 0"
+    """A list of labels."""
+    NUMBER = "a finite number"
+    """Given as a float that a float32 can hold; a text may spell it."""
+
+    @property
+    def item(self) -> "Kind | None":
+        """What each item must hold where the field is to hold a list; else None."""
+        return _ITEMS.get(self)
+
+
+Fields = dict[str, Kind]
+"""The fields that a task needs, by name."""
+
+
+class Unusable(Exception):
+    """Why a value is not of its kind."""
+
+
+def json_type(kind: Kind) -> Any:
+    """What JSON must hold for a kind, as msgspec is told it; that does not spare the check."""
+    return list[json_type(kind.item)] if kind.item else _SCALARS[kind].json  # type: ignore[misc]
+
+
+def fits(column: pa.DataType, kind: Kind) -> bool:
+    """Whether a column of this type can hold values of a kind."""
+    if pa.types.is_dictionary(column):
+        return fits(column.value_type, kind)
+    if kind.item:
+        is_list = pa.types.is_list(column) or pa.types.is_large_list(column)
+        return is_list and fits(column.value_type, kind.item)
+    return is_text(column) or any(is_type(column) for is_type in _SCALARS[kind].columns)
+
+
+def checker(kind: Kind) -> Callable[[Any], Any]:
+    """What takes any value and gives it as its kind is given, or raises `Unusable`; asked once for
+    many values."""
+    if kind.item:
+        return partial(_list, kind, _SCALARS[kind.item].check)
+    return _SCALARS[kind].check
+
+
+def is_text(column: pa.DataType) -> bool:
+    """Whether a column holds texts, or bytes that may be."""
+    types = pa.types
+    return bool(
+        types.is_string(column)
+        or types.is_large_string(column)
+        or types.is_string_view(column)
+        or types.is_binary_view(column)
+        or types.is_binary(column)
+        or types.is_large_binary(column)
+    )
+
+
+def _list(kind: Kind, check: Callable[[Any], Any], value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise _not(kind, value)
+    return [check(one) for one in value]
+
+
+def _text(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        try:
+            value.decode()
+        except UnicodeDecodeError as error:
+            raise Unusable(f"has invalid UTF-8 at byte {error.start}") from None
+        return value
+    if not isinstance(value, str):
+        raise _not(Kind.TEXT, value)
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        if "\udc80" <= value[error.start] <= "\udcff":  # stands for a byte that was decoded
+            raise Unusable(f"has invalid UTF-8 at character {error.start}") from None
+        reason = f"has a lone surrogate at character {error.start}: no UTF-8 can express it"
+        raise Unusable(reason) from None
+
+
+def _label(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | bytes):
+        if not value:
+            raise Unusable(f"is empty, expected {Kind.LABEL.value}")
+        return _text(value).decode()
+    if isinstance(value, int) and value >= 0:
+        return str(value)
+    raise _not(Kind.LABEL, value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, str | bytes | Real) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            if abs(number := float(value)) <= _MOST:  # NaN is not
+                return number
+    if isinstance(value, str | bytes):
+        shown = _text(value)[:40].decode(errors="ignore")
+        raise Unusable(f"is {shown!r}, expected {Kind.NUMBER.value}")
+    raise _not(Kind.NUMBER, value)
+
+
+def _not(kind: Kind, value: Any) -> Unusable:
+    shown = "null" if value is None else repr(value) if isinstance(value, int | float) else ""
+    return Unusable(f"is {shown or type(value).__name__}, expected {kind.value}")
+
+
+class _Scalar(NamedTuple):
+    """A kind that is no list."""
+
+    json: Any
+    """What msgspec decodes it as."""
+    columns: tuple[Callable[[pa.DataType], bool], ...]
+    """Types of columns, beside texts, that hold it."""
+    check: Callable[[Any], Any]
+
+
+_SCALARS: dict[Kind, _Scalar] = {
+    Kind.TEXT: _Scalar(str, (), _text),
+    Kind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
+    Kind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
+}
+_ITEMS: dict[Kind, Kind] = {Kind.WORDS: Kind.TEXT, Kind.LABELS: Kind.LABEL}
+"""What lists hold."""
+
 
 _LONGEST_NAMES = 200
 """Characters."""

@@ -5,19 +5,25 @@ names, the output folder, links that lead nowhere and binary files are left out.
 followed, but a file that two ways lead to is read once. To tell binary from text, and JSON Lines
 from other JSON, the start of a file is read here. What `Dataset.save_to_disk` wrote is read as its
 Arrow files.
+
+Patterns of file names, as `--exclude` and `--split` have them, and names of splits.
 """
 
+import fnmatch
 import itertools
 import logging
 import operator
 import os
+import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.remote.address import public
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.detect import (
@@ -30,16 +36,63 @@ from tokenfeed.tools.corpus.detect import (
 )
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.hub import HUB_PREFIX, REPOSITORY_PREFIX, hub_files, repository_files
-from tokenfeed.tools.corpus.left_out import NOT_A_CORPUS, is_data_set, is_hidden
-from tokenfeed.tools.corpus.parts import MAX_RECORD_BYTES, InputFile
-from tokenfeed.tools.corpus.patterns import is_split_name, matching
-from tokenfeed.tools.corpus.places import Place, RemoteFile
-from tokenfeed.tools.corpus.remote import object_at, objects_below
-from tokenfeed.tools.corpus.saved import saved_entries
-from tokenfeed.tools.corpus.stdin import STANDARD_INPUT, spool_stdin
+from tokenfeed.tools.corpus.input_files import (
+    MAX_RECORD_BYTES,
+    STANDARD_INPUT,
+    InputFile,
+    spool_stdin,
+)
+from tokenfeed.tools.corpus.locations import Location, RemoteFile
+from tokenfeed.tools.corpus.remote_sources import (
+    HUB_PREFIX,
+    NOT_A_CORPUS,
+    REPOSITORY_PREFIX,
+    hub_files,
+    is_data_set,
+    is_hidden,
+    object_at,
+    objects_below,
+    repository_files,
+    saved_entries,
+)
 
-__all__ = ["Corpus", "find_corpus"]
+__all__ = ["Corpus", "find_corpus", "is_split_name", "matching"]
+
+_SPLIT = re.compile(r"\w[\w.-]*")
+_NO_SPLITS = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
+"""Files beside the folders of splits. Names that end like a temporary file are cleared away."""
+
+
+def is_split_name(name: str) -> bool:
+    """Whether a split may have this name: it becomes a folder of the output."""
+    is_ours = name.startswith(_NO_SPLITS) or name.endswith(TEMPORARY_SUFFIX)
+    return bool(_SPLIT.fullmatch(name)) and not is_ours
+
+
+def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:
+    """Which of `patterns` match a file or folder.
+
+    A pattern is compared with the name and with the path below `root`, which was given on the
+    command line. A pattern that begins with `./` is compared with that path only. A pattern that
+    begins with `/` or is an address is compared with the whole path. The current folder does not
+    matter. A `*` matches any number of `/`.
+    """
+    if not patterns:
+        return []
+    below = path.removeprefix(root).lstrip("/")
+    return [_matches(pattern, path, below) for pattern in patterns]
+
+
+def _matches(pattern: str, path: str, below: str) -> bool:
+    if "://" in pattern:
+        return fnmatch.fnmatchcase(path, pattern)
+    normal = os.path.normpath(pattern)
+    if pattern.startswith("/"):
+        return fnmatch.fnmatchcase(os.path.abspath(path), normal)
+    if fnmatch.fnmatchcase(below, normal):
+        return True
+    return not pattern.startswith("./") and fnmatch.fnmatchcase(os.path.basename(path), normal)
+
 
 logger = logging.getLogger(__name__)
 
@@ -288,7 +341,7 @@ class _Search:
         self._room -= len(file.content or b"")
         return file if self._room > 0 else replace(file, content=None)
 
-    def _add_given(self, name: str, path: Place, real: str) -> None:
+    def _add_given(self, name: str, path: Location, real: str) -> None:
         """A file that was given by name."""
         if is_archive(name, path):
             raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
@@ -304,13 +357,13 @@ class _Search:
         self._seen.add(real)
         return is_new
 
-    def _unchanged(self, name: str, path: Place) -> Known | None:
+    def _unchanged(self, name: str, path: Location) -> Known | None:
         """What is known of a file, if it has not changed since."""
         known = self._known.get(name)
         is_same = known and (known.bytes, known.state) == _size_and_state(path)
         return known if is_same else None
 
-    def _format_of_found(self, name: str, path: Place) -> Format | None:
+    def _format_of_found(self, name: str, path: Location) -> Format | None:
         """The format of a file in a folder; None for a binary file."""
         if known := self._unchanged(name, path):
             return FORMATS[known.format] if known.format else None
@@ -320,7 +373,7 @@ class _Search:
         return format_
 
     def _append_readable(
-        self, name: str, path: Place, format_: Format | None, root: str, split: str | None
+        self, name: str, path: Location, format_: Format | None, root: str, split: str | None
     ) -> None:
         if format_ is None:
             self.binary.append(Known(name, *_size_and_state(path), None))
@@ -362,7 +415,7 @@ class _Search:
         source = self._source(STANDARD_INPUT, path, format_)
         self._append(replace(source, state=checksum), STANDARD_INPUT, None)
 
-    def _source(self, name: str, path: Place, format_: Format) -> InputFile:
+    def _source(self, name: str, path: Location, format_: Format) -> InputFile:
         size, state = _size_and_state(path)
         compression = compression_of(name)
         ratio = format_.text_ratio * (_COMPRESSION_RATIO if compression else 1)
@@ -386,7 +439,7 @@ def _from_root(path: str) -> str:
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
-def _size_and_state(path: Place) -> tuple[int, int | str]:
+def _size_and_state(path: Location) -> tuple[int, int | str]:
     if isinstance(path, RemoteFile):
         return path.info.size, path.state
     try:

@@ -12,8 +12,8 @@ from itertools import chain, groupby
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.parts import InputFile, Part
-from tokenfeed.tools.corpus.places import RemoteFile
+from tokenfeed.tools.corpus.input_files import InputFile, Part
+from tokenfeed.tools.corpus.locations import RemoteFile
 
 __all__ = ["Unit", "auto_shard_bytes", "cut_units"]
 

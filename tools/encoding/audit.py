@@ -18,10 +18,10 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.ragged import Ragged
-from tokenfeed.tools.corpus.kinds import Fields
 from tokenfeed.tools.corpus.reader import fetched_ahead, read_texts
+from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.engine import (
+from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineFailure,
     FastEngine,

@@ -21,9 +21,9 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.corpus.parts import InputFile
+from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
+from tokenfeed.tools.corpus.records import Fields, Kind
 from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]

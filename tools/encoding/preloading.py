@@ -2,7 +2,7 @@
 
 import contextlib
 
-from tokenfeed.tools.encoding.engine import FastEngine
+from tokenfeed.tools.encoding.engines import FastEngine
 from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
 
 __all__ = ["fast_engine", "preload"]

@@ -1,24 +1,249 @@
-"""Group the records of a unit into batches large enough for an engine to run at speed.
+"""The ledger of one unit: what became of each of its records, and what is kept of it in the end.
+
+Group the records of a unit into batches large enough for an engine to run at speed.
 
 Small files go together, and long blocks of a big one stay as they were read. What a reader or the
 task refuses goes to the ledger.
 """
 
+import contextlib
+import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, Self
 
 import numpy as np
+import xxhash
 
-from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.manifest import (
+    PARTS_FOLDER,
+    FileInfo,
+    ShardInfo,
+    length_histogram,
+)
+from tokenfeed.pipeline.format.storage import atomic_file
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.input_files import Part
 from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
-from tokenfeed.tools.encoding.counts import UnitCounts
-from tokenfeed.tools.encoding.task import TaskEncoder
+from tokenfeed.tools.encoding.audit import Answers
+from tokenfeed.tools.encoding.engines import EngineName, ReferenceEngine
+from tokenfeed.tools.encoding.tasks import TaskEncoder
 
-__all__ = ["RecordBlock", "read_record_blocks"]
+__all__ = [
+    "RecordBlock",
+    "RejectFile",
+    "SourceCounts",
+    "UnitCounts",
+    "UnitResult",
+    "read_record_blocks",
+    "too_many_rejects",
+]
+
+_FIRST_REJECTS = 8
+"""Rejects that are kept in memory for messages."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceCounts:
+    """What became of the records of one input file, within one unit."""
+
+    source: int
+    bytes: int
+    """Bytes of text encoded, as UTF-8."""
+    written: int
+    empty: int
+    rejected: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitResult:
+    """All that is kept of a finished unit, beside its shards."""
+
+    unit: int
+    shards: dict[str, ShardInfo]
+    """The shard of each split that has rows."""
+    histograms: dict[str, list[int]]
+    """Rows by length, of the same splits."""
+    sources: list[SourceCounts]
+    rejects: list[tuple[int, int, str]]
+    """The first rejects: index of the input file, record and reason."""
+    reject_file: FileInfo | None = None
+    """Lists all rejects, a line each, if there are any."""
+    engine: EngineName = ReferenceEngine.name
+    """What made the ids; for a run with another engine the unit counts as not done."""
+    audited: int = 0
+    """Texts of a sample, or all, that both engines encoded."""
+    differing: list[str] = field(default_factory=list)
+    """Those whose ids differed."""
+    routed: int = 0
+    """Texts that the fast engine has left to the reference."""
+
+    @property
+    def files(self) -> tuple[FileInfo, ...]:
+        """All files that were written."""
+        rejects = (self.reject_file,) if self.reject_file else ()
+        return (*self.shards.values(), *rejects)
+
+    @property
+    def rejected(self) -> int:
+        """The number of rejected records."""
+        return sum(counts.rejected for counts in self.sources)
+
+
+class UnitCounts:
+    """Counts by input file: short arrays, since the files of a unit are neighbours."""
+
+    def __init__(self, unit: Unit, max_rejects: int | None) -> None:
+        self.sample: list[Answers] = []
+        """Some of its texts, with the ids that the fast engine gives, to be compared."""
+        self.audited = 0
+        """Texts by which they were compared already."""
+        self.differing: list[bytes] = []
+        """Those whose ids differed."""
+        self.routed = 0
+        """Texts that the fast engine has left to the reference."""
+        self._unit = unit
+        self._max_rejects = max_rejects
+        self._rejects: list[tuple[int, int, str]] = []
+        """Rejects that are not listed in the file yet."""
+        self._first_rejects: list[tuple[int, int, str]] = []
+        self._rejected: Counter[int] = Counter()
+        """Rejected records by input file."""
+        self._histograms: dict[str, np.ndarray] = {}
+        self._first = unit.parts[0].source.index
+        num_sources = unit.parts[-1].source.index - self._first + 1
+        self._bytes, self._written, self._empty = np.zeros((3, num_sources), np.int64)
+
+    def count(self, sources: np.ndarray, num_bytes: np.ndarray, has_text: np.ndarray) -> None:
+        """Enter encoded records: their sources, bytes of text, and which gave tokens; (R,) each."""
+        places = sources - self._first
+        num_sources = len(self._bytes)
+        for total, weights in (
+            (self._bytes, num_bytes),
+            (self._written, has_text),
+            (self._empty, ~has_text),
+        ):
+            total += np.bincount(places, weights, num_sources).astype(np.int64)
+
+    def count_lengths(self, split: str, lengths: np.ndarray) -> None:
+        """Enter rows written to a split."""
+        self._histograms[split] = self._histograms.get(split, 0) + length_histogram(lengths)
+
+    def reject(self, source: int, reject: Reject) -> None:
+        """Enter a record that could not be used.
+
+        Raises:
+            CorpusError: It is one more than allowed.
+        """
+        self._rejects.append((source, reject.record, reject.reason))
+        self._rejected[source] += 1
+        if self._max_rejects is not None and self._rejected.total() > self._max_rejects:
+            names = {part.source.index: part.source.name for part in self._unit.parts}
+            raise too_many_rejects(names[source], reject.record, reject.reason, self._max_rejects)
+
+    def take_rejects(self) -> list[tuple[int, int, str]]:
+        """Return the rejects since the last call, in the order of the input."""
+        taken, self._rejects = sorted(self._rejects), []
+        self._first_rejects += taken[: _FIRST_REJECTS - len(self._first_rejects)]
+        return taken
+
+    def result(
+        self,
+        shards: dict[str, ShardInfo | None],
+        reject_file: FileInfo | None,
+        engine: EngineName,
+    ) -> UnitResult:
+        """Return what is kept of the unit, given the files that were written."""
+        return UnitResult(
+            unit=self._unit.number,
+            shards={split: info for split, info in sorted(shards.items()) if info},
+            histograms={
+                split: counts.tolist() for split, counts in sorted(self._histograms.items())
+            },
+            sources=self._by_source(),
+            rejects=self._first_rejects,
+            reject_file=reject_file,
+            engine=engine,
+            audited=self.audited,
+            differing=[text.decode() for text in self.differing],
+            routed=self.routed,
+        )
+
+    def _by_source(self) -> list[SourceCounts]:
+        mine = {part.source.index for part in self._unit.parts}
+        counts = np.stack([self._bytes, self._written, self._empty], axis=1).tolist()
+        return [
+            SourceCounts(
+                source=source,
+                bytes=num_bytes,
+                written=written,
+                empty=empty,
+                rejected=self._rejected[source],
+            )
+            for source, (num_bytes, written, empty) in enumerate(counts, self._first)
+            if source in mine
+        ]
+
+
+class RejectFile:
+    """Lists the rejects of a unit as rejects.jsonl will have them, without keeping them in memory.
+
+    The file is created with the first reject.
+    """
+
+    def __init__(self, folder: Path, unit: Unit) -> None:
+        self.info: FileInfo | None = None
+        """The finished file; None if there are no rejects."""
+        self._name = f"{PARTS_FOLDER}/{unit.number:05d}.rejects"
+        self._path = folder / self._name
+        self._sources = {part.source.index: part.source for part in unit.parts}
+        self._closing = contextlib.ExitStack()
+        self._file: IO[bytes] | None = None
+        self._digest = xxhash.xxh3_64()
+        self._num_bytes = 0
+
+    def write(self, rejects: list[tuple[int, int, str]]) -> None:
+        """Add rejects: index of the input file, record and reason."""
+        if not rejects:
+            return
+        if self._file is None:
+            self._file = self._closing.enter_context(atomic_file(self._path, is_shared=True))
+        content = "".join(map(self._line, rejects)).encode()
+        self._file.write(content)
+        self._digest.update(content)
+        self._num_bytes += len(content)
+
+    def _line(self, reject: tuple[int, int, str]) -> str:
+        index, record, reason = reject
+        source = self._sources[index]
+        has_lines = FORMATS[source.format].has_record_per_line
+        line = {"line": record + 1} if has_lines else {}
+        return json.dumps({"file": source.name, **line, "record": record, "reason": reason}) + "\n"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
+        if self._file is not None and error[0] is None:
+            digest = self._digest.hexdigest()
+            self.info = FileInfo(file=self._name, bytes=self._num_bytes, xxh3=digest)
+
+
+def too_many_rejects(name: str, record: int, reason: str, allowed: int) -> CorpusError:
+    """The error of a run with one reject more than the `allowed` number."""
+    limit = f"`--max-rejects {allowed}`" if allowed else "`--strict`"
+    return CorpusError(
+        f"{name}, record {record}: {reason}. {limit} ends the run here; allow more, "
+        "or mend the record and start with an empty output folder."
+    )
+
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import object_address
-from tokenfeed.tools.encoding.vocabulary import ID_LIMIT
+from tokenfeed.tools.encoding.engine_support import ID_LIMIT
 
 __all__ = ["NOT_FAILURES", "TextTokenizer", "fetch_tokenizer_json", "panics_unprinted"]
 

@@ -17,9 +17,9 @@ from typing import Self
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.tools.corpus.input_files import Part
 from tokenfeed.tools.corpus.reader import fetched_ahead, read_records, read_texts
+from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["SMALLEST_VOCABULARY", "train_tokenizer_json"]

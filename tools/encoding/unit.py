@@ -20,12 +20,12 @@ from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
+from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.reader import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Questions, beginning
-from tokenfeed.tools.encoding.counts import RejectFile, UnitCounts, UnitResult
-from tokenfeed.tools.encoding.engine import (
+from tokenfeed.tools.encoding.engines import (
     Engine,
     EngineName,
     EngineUnavailable,
@@ -34,11 +34,16 @@ from tokenfeed.tools.encoding.engine import (
     Unencodable,
 )
 from tokenfeed.tools.encoding.preloading import fast_engine
-from tokenfeed.tools.encoding.record_blocks import RecordBlock, read_record_blocks
-from tokenfeed.tools.encoding.task import Samples, TaskEncoder
+from tokenfeed.tools.encoding.record_blocks import (
+    RecordBlock,
+    RejectFile,
+    UnitCounts,
+    UnitResult,
+    read_record_blocks,
+)
+from tokenfeed.tools.encoding.tasks import Samples, TaskEncoder
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
-from tokenfeed.tools.outputs.output import Output
 
 __all__ = ["TRAIN", "VALIDATION", "EncodeSettings", "Encoded", "UnitEncoder"]
 
@@ -53,7 +58,7 @@ _SAMPLED_PART = 1000
 class EncodeSettings:
     """What every worker must know, whichever unit it gets."""
 
-    output: Output
+    output: Place
     """Where shards go; tokenizer.json lies there already."""
     task: TaskEncoder
     engine: EngineName

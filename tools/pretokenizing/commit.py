@@ -25,16 +25,15 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
-from tokenfeed.tools.corpus.parts import InputFile
+from tokenfeed.pipeline.format.store import Place
+from tokenfeed.tools.corpus.input_files import InputFile
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.counts import UnitResult
-from tokenfeed.tools.encoding.engine import ReferenceEngine
-from tokenfeed.tools.encoding.installed import engine_version
+from tokenfeed.tools.encoding.engines import ReferenceEngine, engine_version
+from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
-from tokenfeed.tools.outputs.output import Output
-from tokenfeed.tools.run.claim import changed_file
-from tokenfeed.tools.run.hired import PROBES
+from tokenfeed.tools.jobs.claim import changed_file
+from tokenfeed.tools.jobs.hired import PROBES
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
 
@@ -159,7 +158,7 @@ def _tokenizer_info(
     )
 
 
-def _join_rejects(output: Output, results: list[UnitResult]) -> FileInfo:
+def _join_rejects(output: Place, results: list[UnitResult]) -> FileInfo:
     """Write rejects.jsonl from the files of the units."""
     digest, num_bytes = xxhash.xxh3_64(), 0
     with output.room() as folder, atomic_file(folder / REJECTS_FILE, is_shared=True) as file:
@@ -172,7 +171,7 @@ def _join_rejects(output: Output, results: list[UnitResult]) -> FileInfo:
     return FileInfo(file=REJECTS_FILE, bytes=num_bytes, xxh3=digest.hexdigest())
 
 
-def _write_lines(output: Output, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
+def _write_lines(output: Place, name: str, rows: Iterable[dict[str, Any]]) -> FileInfo:
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     output.write(name, content)
     return FileInfo(file=name, bytes=len(content), xxh3=xxhash.xxh3_64_hexdigest(content))

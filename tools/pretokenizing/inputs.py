@@ -13,19 +13,19 @@ from typing import Any, Self
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
 from tokenfeed.tools.corpus.reader import UnverifiedError, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
-from tokenfeed.tools.encoding.task import Labelled, TaskEncoder
+from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import FolderOutput
-from tokenfeed.tools.run.crew import Crew, Server
-from tokenfeed.tools.run.progress import Bar
+from tokenfeed.tools.jobs.crew import Crew, Server
+from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.pretokenizing.options import Options
 
 __all__ = ["Inputs"]
 
@@ -63,7 +63,7 @@ class Inputs:
         task, output = options.make_task(), options.output
         corpus = find_corpus(
             options.corpus,
-            out=output.folder if isinstance(output, FolderOutput) else None,
+            out=output.folder if isinstance(output, LocalStore) else None,
             field=next(iter(task.fields)),
             exclude=options.exclude,
             splits=options.splits,

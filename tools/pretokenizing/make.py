@@ -11,18 +11,18 @@ from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.sources import Corpus
-from tokenfeed.tools.encoding.counts import UnitResult
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import Output
+from tokenfeed.tools.encoding.record_blocks import UnitResult
+from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
+from tokenfeed.tools.jobs.crew import Server
+from tokenfeed.tools.jobs.records import Records, is_begun, parts_in, remove_records
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.part import begin_writing
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import EngineRefused, UnitsMissing, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
-from tokenfeed.tools.run.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.records import Records, is_begun, parts_in, remove_records
 
 __all__ = ["make_dataset"]
 
@@ -121,7 +121,7 @@ def _encode(prepared: Prepared, records: Records[UnitResult], recipe: dict[str, 
     return manifest
 
 
-def _parts_missing(output: Output, missing: UnitsMissing) -> TokenfeedError:
+def _parts_missing(output: Place, missing: UnitsMissing) -> TokenfeedError:
     """Which parts have to be run again, as far as anything says how many there are."""
     count = parts_in(output) if is_begun(output) else None
     if not count:

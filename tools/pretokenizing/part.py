@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.tools.encoding.counts import UnitResult
-from tokenfeed.tools.options import Options
+from tokenfeed.tools.encoding.record_blocks import UnitResult
+from tokenfeed.tools.jobs.claim import recognise, state_of
+from tokenfeed.tools.jobs.crew import Server
+from tokenfeed.tools.jobs.records import Part, Records, planning_alone
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import run_units
-from tokenfeed.tools.run.claim import recognise, state_of
-from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.records import Part, Records, planning_alone
 
 __all__ = ["PartSummary", "begin_writing", "make_part"]
 

@@ -12,21 +12,20 @@ import xxhash
 from tokenfeed.pipeline.errors import TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
+from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.address import public
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engine import FastEngine, ReferenceEngine
-from tokenfeed.tools.encoding.installed import installed_engines
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines
 from tokenfeed.tools.encoding.preloading import preload
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import Output
+from tokenfeed.tools.jobs.claim import State
+from tokenfeed.tools.jobs.crew import Server
+from tokenfeed.tools.jobs.records import Part, check_recipe, is_begun, kept_plan
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
-from tokenfeed.tools.run.claim import State
-from tokenfeed.tools.run.crew import Server
-from tokenfeed.tools.run.records import Part, check_recipe, is_begun, kept_plan
 
 __all__ = ["Listed", "Prepared"]
 
@@ -38,7 +37,7 @@ class Listed:
     """A command and its input files, of which no record was read yet."""
 
     options: Options
-    output: Output
+    output: Place
     inputs: Inputs
     """Not planned."""
     tokenizer: TextTokenizer | None
@@ -50,7 +49,7 @@ class Listed:
 
     @classmethod
     def from_options(
-        cls, options: Options, output: Output, state: State, server: Server | None
+        cls, options: Options, output: Place, state: State, server: Server | None
     ) -> Self:
         """List the input files and load the tokenizer that is given.
 
@@ -126,7 +125,7 @@ def _plan_run(
     options: Options,
     inputs: Inputs,
     tokenizer: TextTokenizer,
-    output: Output,
+    output: Place,
     server: Server | None,
 ) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small.
@@ -165,7 +164,7 @@ def _plan_run(
 
 
 def _trained_tokenizer(
-    options: Options, inputs: Inputs, output: Output, kept: dict[str, Any] | None
+    options: Options, inputs: Inputs, output: Place, kept: dict[str, Any] | None
 ) -> TextTokenizer:
     """Train a tokenizer, or take the one that this run has trained before.
 

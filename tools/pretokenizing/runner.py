@@ -20,23 +20,22 @@ from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Audit, Questions
-from tokenfeed.tools.encoding.counts import UnitResult, too_many_rejects
-from tokenfeed.tools.encoding.engine import (
+from tokenfeed.tools.encoding.engines import (
     EngineRejected,
     EngineUnavailable,
     FastEngine,
     ReferenceEngine,
 )
 from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
+from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
+from tokenfeed.tools.jobs.crew import SMALL_BYTES, Crew, Server, Worker, WorkerDied
+from tokenfeed.tools.jobs.executors import CLUSTERS, Runner
+from tokenfeed.tools.jobs.hired import Hired
+from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.records import Part, Records
 from tokenfeed.tools.pretokenizing.inputs import Inputs
-from tokenfeed.tools.run.clusters import CLUSTERS, Runner
-from tokenfeed.tools.run.crew import SMALL_BYTES, Crew, Server, WorkerDied
-from tokenfeed.tools.run.hired import Hired
-from tokenfeed.tools.run.progress import Bar
-from tokenfeed.tools.run.records import Part, Records
-from tokenfeed.tools.run.worker import Worker
 
 __all__ = ["EngineRefused", "Run", "UnitsMissing", "is_small", "run_units"]
 

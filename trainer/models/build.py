@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.batching import MOST_SHAPES
-from tokenfeed.trainer.config import ALL_LINEAR, TrainConfig
-from tokenfeed.trainer.data_sets import first_of
-from tokenfeed.trainer.models.head import Head
-from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, TrainConfig
+from tokenfeed.trainer.data.datasets import first_of
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MOST_SHAPES
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
-from tokenfeed.trainer.models.words import words_of
 
 __all__ = ["compile_model", "make_model"]
 
@@ -118,7 +117,8 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
             "of the two out."
         )
     try:
-        from tokenfeed.trainer.models import hub, trial
+        from tokenfeed.trainer.models import hf_checks as trial
+        from tokenfeed.trainer.models import hf_model as hub
     except ImportError as error:
         raise _lacking(f"`--model`={config.model}", "hub", error) from error
     is_frozen = config.lora is not None and not config.chooses
@@ -129,7 +129,8 @@ def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module
 
 def _add_adapters(model: nn.Module, config: TrainConfig, head: Head) -> None:
     try:
-        from tokenfeed.trainer.models import hub, lora
+        from tokenfeed.trainer.models import hf_model as hub
+        from tokenfeed.trainer.models import lora
     except ImportError as error:
         raise _lacking(f"`--lora`={config.lora}", "lora", error) from error
     assert isinstance(model, hub.HubModel)

@@ -9,9 +9,9 @@ import warnings
 import peft
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config import ALL_LINEAR
-from tokenfeed.trainer.models.head import Head
-from tokenfeed.trainer.models.hub import HubModel
+from tokenfeed.trainer.config.run_config import ALL_LINEAR
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.models.hf_model import HubModel
 
 __all__ = ["add_adapters"]
 

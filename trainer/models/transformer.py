@@ -5,6 +5,11 @@ distance between two tokens means something, and no parameter ties a checkpoint 
 price is two multiplications more per attention input than with learned positions.
 
 Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs.
+
+Words: tokens whose texts differ in case, or in the space around them, alone.
+
+A tokenizer that keeps both has " happy", "happy" and "Happy" apart, and of few rows a model would
+learn each by itself.
 """
 
 import math
@@ -13,14 +18,19 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.attention import Scope, attend
-from tokenfeed.trainer.models.head import Head
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import StorePath
+from tokenfeed.trainer.data.attention import Scope, attend
+from tokenfeed.trainer.data.datasets import read_tokenizer
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MicroBatch
 
-__all__ = ["SIZES", "ModelSize", "Transformer"]
+__all__ = ["SIZES", "ModelSize", "Transformer", "words_of"]
 
 _INITIAL_STD = 0.02
 _ROTARY_BASE = 10_000.0
@@ -199,3 +209,38 @@ def _rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     cosine, sine = (part.to(x_BHTK.dtype) for part in rotary)
     left, right = x_BHTK.chunk(2, dim=-1)
     return torch.cat((left * cosine - right * sine, right * cosine + left * sine), dim=-1)
+
+
+_BROKEN = "\ufffd"
+"""In the text of a token that is a part of a character's bytes."""
+
+
+def words_of(shards: StorePath) -> Tensor:
+    """(V,): for each id the least id of the same word; what has no text of its own stays.
+
+    Raises:
+        ConfigError: The tokenizer of the shards cannot be read.
+    """
+    ids = list(range(Manifest.read(shards).tokenizer.vocabulary_size))
+    tokenizer = _read(shards)
+    texts = tokenizer.decode_batch([[id] for id in ids], skip_special_tokens=False)
+    first: dict[str, int] = {}
+    words = [_fold(text) for text in texts]
+    return torch.tensor(
+        [first.setdefault(w, id) if w else id for id, w in zip(ids, words, strict=True)]
+    )
+
+
+def _fold(text: str) -> str:
+    return "" if _BROKEN in text else text.strip().casefold()
+
+
+def _read(shards: StorePath) -> Tokenizer:
+    content = read_tokenizer(shards)
+    try:
+        return Tokenizer.from_buffer(content)
+    except Exception as error:  # `tokenizers` raises nothing more exact
+        raise ConfigError(
+            f"{shards}: its tokenizer cannot be read ({error}). Give another --model, which needs "
+            "none."
+        ) from error

@@ -60,7 +60,7 @@ class Machine:
     @property
     def peak_tflops(self) -> float | None:
         """Of its dense arithmetic in half precision; None where that is not known."""
-        from tokenfeed.trainer.gpus import recognized
+        from tokenfeed.trainer.sensors.gpu import recognized
 
         return recognized(self.name, 0, "bf16").tflops if self.on_gpu else None
 
@@ -112,8 +112,7 @@ def _module(device: "torch.device") -> Any:
 
 
 def _energy_of(device: "torch.device") -> Callable[[], float | None]:
-    from tokenfeed.trainer.precision import device_uuid
-    from tokenfeed.trainer.sensors.gpu import sensor_of
+    from tokenfeed.trainer.sensors.gpu import device_uuid, sensor_of
 
     uuid = device_uuid(device)
     sensor = None if uuid is None else sensor_of(uuid)

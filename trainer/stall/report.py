@@ -101,12 +101,12 @@ class StallReport:
         Returns:
             The page, report.html.
         """
-        from tokenfeed.trainer.page.page import write_page  # it imports this module
+        from tokenfeed.trainer.stall.page import render_page, save_page  # needs jinja2
 
         Path(folder).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"stall": asdict(self)}, indent=1)
         atomic_write(Path(folder) / REPORT_FILE, content.encode() + b"\n")
-        return write_page(Path(folder))
+        return save_page(Path(folder), render_page(Path(folder), self))
 
 
 def _shown(report: Any) -> Any:

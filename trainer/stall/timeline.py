@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config.run_config import TRACE_FILE
 from tokenfeed.trainer.stall.causes import Phase
 
-__all__ = ["TRACE_FILE", "Timeline"]
+__all__ = ["Timeline"]
 
-TRACE_FILE = "trace.json"
 
 _MOST = 20_000
 _DEVICE, _STEPS = 1, 2

@@ -6,14 +6,17 @@ import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.data_sets import first_of, run_manifest, shown
-from tokenfeed.trainer.tasks.classify import Classify
-from tokenfeed.trainer.tasks.masked import Masked
-from tokenfeed.trainer.tasks.next_token import Completion, LanguageModelling
-from tokenfeed.trainer.tasks.score import Score
-from tokenfeed.trainer.tasks.special import SpecialIds
-from tokenfeed.trainer.tasks.tag import Tag
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.datasets import first_of, run_manifest, shown
+from tokenfeed.trainer.tasks.classification import Classify
+from tokenfeed.trainer.tasks.language_modeling import (
+    Completion,
+    LanguageModelling,
+    Masked,
+    SpecialIds,
+)
+from tokenfeed.trainer.tasks.regression import Score
+from tokenfeed.trainer.tasks.tagging import Tag
 from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["TASKS", "make_task", "task_of"]

@@ -15,16 +15,20 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, TOKEN_TYPE_IDS
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import HasHidden, Head, HeadKind, has_hidden
-from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.tasks.vocabulary_loss import (
+from tokenfeed.trainer.data.head import HasHidden, Head, HeadKind, has_hidden
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.tasks.chunked_loss import (
     is_worth_chunks,
     most_chunk_tokens,
     vocabulary_loss,
 )
 
-__all__ = ["BestBy", "Loss", "Scores", "Task"]
+__all__ = ["BestBy", "Loss", "Metrics", "Scores", "Task"]
+
+
+Metrics = dict[str, float]
+"""By name; `loss` is the mean per target, in nats."""
 
 
 class Loss(NamedTuple):

@@ -19,8 +19,8 @@ from scenarios_data import Data
 from scenarios_disk import CLOUD_VOLUME
 
 from tokenfeed import Fixed, ShardLoader
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.loop.trainer import Trainer
 
 ROWS = 24
 SOURCE = '''"""Text of a module, which says what it is for."""

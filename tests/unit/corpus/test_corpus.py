@@ -23,9 +23,8 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
-from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Reject
+from tokenfeed.tools.corpus.records import Kind, Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 

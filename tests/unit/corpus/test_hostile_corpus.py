@@ -18,13 +18,12 @@ import zstandard
 from corpora import read, read_bytes
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.kinds import Kind
-from tokenfeed.tools.corpus.patterns import is_split_name
-from tokenfeed.tools.corpus.sources import Corpus, find_corpus
+from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.sources import Corpus, find_corpus, is_split_name
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import Labels, find_labels
 from tokenfeed.tools.encoding.tasks import Classify, Tag
-from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.options import Options
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
 RECORDS = {0: b"a", 1: b"b"}

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.formats import quoting
-from tokenfeed.tools.corpus.kinds import Kind
 from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 

@@ -12,9 +12,9 @@ from corpora import Found, read
 from tables import GROUP, ROWS, random_texts, write_batches, write_encrypted
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.damage import damage_reason
-from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.blocks import damage_reason
 from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 

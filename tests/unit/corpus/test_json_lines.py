@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
 from tokenfeed.tools.corpus.formats.json_list import is_json_list
-from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.corpus.records import Records
+from tokenfeed.tools.corpus.records import Fields, Kind, Records
 
 FIELDS: list[Fields] = [
     {"text": Kind.TEXT},

@@ -13,10 +13,9 @@ from corpora import read
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of
-from tokenfeed.tools.run.versions import versions
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.records import Fields, Records, records_of
+from tokenfeed.tools.jobs.records import versions
 
 
 def read_members(part: Part, fields: Fields) -> Iterator[Records]:

@@ -26,9 +26,9 @@ from remote_stores import Remote, remote_store, set_google
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.kinds import Kind
-from tokenfeed.tools.corpus.parts import Part
+from tokenfeed.tools.corpus.input_files import Part
 from tokenfeed.tools.corpus.reader import read_records, read_texts
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 
 pytest.importorskip("obstore")

@@ -18,10 +18,10 @@ from remote_stores import FAST, Remote, remote_store
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.remote import process
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic
-from tokenfeed.tools.corpus.kinds import Fields, Kind
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.places import RemoteFile
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.locations import RemoteFile
 from tokenfeed.tools.corpus.reader import read_records, read_texts
+from tokenfeed.tools.corpus.records import Fields, Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 

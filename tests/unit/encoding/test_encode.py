@@ -12,17 +12,17 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.pipeline.remote import process
-from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.encoding.counts import UnitResult
-from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
-from tokenfeed.tools.outputs.output import FolderOutput
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog " * 20,
@@ -85,7 +85,7 @@ def encode_files(
     (unit,) = cut_units(corpus.sources, 10**9)
     task = Lm(text="text")
     job = EncodeSettings(
-        output=FolderOutput(folder / "out"),
+        output=LocalStore(folder / "out"),
         task=task,
         engine="tokenizers",
         vocabulary_size=tokenizer.vocabulary_size,

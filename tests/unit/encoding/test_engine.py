@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from tokenfeed.tools.encoding import engine as engine_module
+from tokenfeed.tools.encoding import engines as engine_module
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts, beginning
-from tokenfeed.tools.encoding.engine import (
+from tokenfeed.tools.encoding.engines import (
     EngineUnavailable,
     FastEngine,
     ReferenceEngine,

@@ -20,15 +20,15 @@ from tokenizer_shapes import (
 from tokenizers import normalizers
 
 from tokenfeed.pipeline.format.ragged import Ragged
-from tokenfeed.tools.encoding import shapes
+from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts
-from tokenfeed.tools.encoding.code_points import LETTERS, NFC_LEADS, SIGNS
-from tokenfeed.tools.encoding.engine import (
+from tokenfeed.tools.encoding.engines import (
     EngineUnavailable,
     FastEngine,
     ReferenceEngine,
     Unencodable,
 )
+from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, SIGNS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_3 = shapes._splits(shapes._REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tokenizer_shapes import FLAGS, MARK, json_of, trained_model
 
-from tokenfeed.tools.encoding import shapes
-from tokenfeed.tools.encoding.engine import EngineUnavailable, FastEngine
+from tokenfeed.tools.encoding import engine_support as shapes
+from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 LLAMA_2 = (shapes.Prepend(MARK), shapes._SPACES)

@@ -8,7 +8,7 @@ import pytest
 from tokenizer_shapes import json_of
 
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 

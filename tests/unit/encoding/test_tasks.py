@@ -20,13 +20,12 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.tools.corpus.kinds import Kind, checker
+from tokenfeed.tools.corpus.records import Kind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.encoding.engine import ReferenceEngine
+from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.labels import Labels, find_labels
-from tokenfeed.tools.encoding.task import TaskEncoder
-from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag
+from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, TaskEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 Row = dict[str, Any]

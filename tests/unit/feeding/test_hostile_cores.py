@@ -7,7 +7,7 @@ import pytest
 from delivery import MakeDataset, open_loader, realistic_lengths
 
 from tokenfeed.pipeline.feeding import cores
-from tokenfeed.tools.options import Options
+from tokenfeed.tools.pretokenizing.options import Options
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import task_columns
 from tokenfeed.pipeline.format.shard import ShardReader, ShardWriter
 from tokenfeed.pipeline.windows.reader import WindowReader
-from tokenfeed.tools.verify import find_problems
+from tokenfeed.tools.data_sets.verify import find_problems
 
 NAME = "train/00000.arrow"
 

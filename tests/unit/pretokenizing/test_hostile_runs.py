@@ -16,15 +16,15 @@ from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.storage import file_xxh3
-from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.encoding.audit import Answers, Audit
-from tokenfeed.tools.encoding.engine import ReferenceEngine
-from tokenfeed.tools.options import Options, parse_options
-from tokenfeed.tools.outputs.output import FolderOutput
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.jobs.claim import state_of
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options, parse_options
 from tokenfeed.tools.pretokenizing.summary import Summary
-from tokenfeed.tools.run.claim import state_of
 
 
 def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
@@ -294,5 +294,5 @@ def test_an_address_of_another_place_is_no_output_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="looks like an address of another place"):
-        state_of(FolderOutput(Path(out)))
+        state_of(LocalStore(Path(out)))
     assert not list(tmp_path.iterdir())

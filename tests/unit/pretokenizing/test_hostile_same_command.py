@@ -9,9 +9,9 @@ import pytest
 from command import files_of
 
 from tokenfeed.pipeline.errors import CorpusError, ManifestError
-from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.summary import Summary
 
 

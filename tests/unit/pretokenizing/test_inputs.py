@@ -10,13 +10,13 @@ import pytest
 from machines import make
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.kinds import Kind
+from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import Unit, cut_units
 from tokenfeed.tools.encoding import training
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, find_labels
-from tokenfeed.tools.options import Options
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.options import Options
 
 
 def write_rows(path: Path, count: int, **row: object) -> None:

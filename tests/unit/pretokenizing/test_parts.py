@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.run.records import Part, Records
+from tokenfeed.tools.jobs.records import Part, Records
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_a_part_with_other_packages_is_refused(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part("0/3", lines, tmp_path / "out", tokenizer)
-    monkeypatch.setattr("tokenfeed.tools.run.records.versions", lambda: ["pyarrow 1.0"])
+    monkeypatch.setattr("tokenfeed.tools.jobs.records.versions", lambda: ["pyarrow 1.0"])
     with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
         part("1/3", lines, tmp_path / "out", tokenizer)
 
@@ -224,7 +224,9 @@ def test_options_that_say_two_things_are_refused(
     tokenizer: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tokenfeed.tools.options.check_installed", lambda runner: None)
+    monkeypatch.setattr(
+        "tokenfeed.tools.pretokenizing.options.check_installed", lambda runner: None
+    )
     with pytest.raises(ConfigError, match=words):
         make(tmp_path, tmp_path / "out", tokenizer, **options)
 

@@ -15,12 +15,12 @@ from machines import make, part
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import storage
 from tokenfeed.pipeline.format.shard import ShardWriter
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.outputs.output import FolderOutput
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.jobs import records
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed
-from tokenfeed.tools.run import records
 
 opened: list[str] = []
 
@@ -162,15 +162,15 @@ def test_part_and_another_command_begun_at_once_exclude_each_other(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other command begins when the part has found an empty folder, and not claimed it yet."""
-    out, create = tmp_path / "out", FolderOutput.create
+    out, create = tmp_path / "out", LocalStore.create
 
-    def late(output: FolderOutput, *arguments: Any) -> Any:
+    def late(output: LocalStore, *arguments: Any) -> Any:
         patched.undo()
         interrupt(monkeypatch, lines, out, tokenizer)
         return create(output, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(FolderOutput, "create", late)
+        patched.setattr(LocalStore, "create", late)
         with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
             part("0/2", lines, out, tokenizer, validation=0.5)
     assert make(lines, out, tokenizer).units >= 7
@@ -238,14 +238,14 @@ def test_two_equal_runs_without_locks_leave_one_data_set(
 def test_withdrawn_run_leaves_no_temporary_file(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = FolderOutput.write
+    write = LocalStore.write
 
-    def killed_before(output: FolderOutput, name: str, content: bytes) -> None:
+    def killed_before(output: LocalStore, name: str, content: bytes) -> None:
         """What a kill leaves of an earlier try to write the file."""
         (output.folder / f"{name}.0123.tmp").write_bytes(content[:9])
         write(output, name, content)
 
-    monkeypatch.setattr(FolderOutput, "write", killed_before)
+    monkeypatch.setattr(LocalStore, "write", killed_before)
     (tmp_path / "a.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(CorpusError, match="no usable document"):
         make(tmp_path / "a.jsonl", tmp_path / "out", tokenizer)

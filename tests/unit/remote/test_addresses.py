@@ -14,7 +14,7 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote import address, process
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.tools.corpus.remote import object_at, objects_below
+from tokenfeed.tools.corpus.remote_sources import object_at, objects_below
 
 pytest.importorskip("obstore")
 

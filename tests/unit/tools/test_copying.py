@@ -21,9 +21,9 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.pipeline.remote import object_store, process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.tools import copying
-from tokenfeed.tools.copying import copy_data_set
-from tokenfeed.tools.fetching import DataFile, fetch
+from tokenfeed.tools.data_sets import copy as copying
+from tokenfeed.tools.data_sets.copy import copy_data_set
+from tokenfeed.tools.data_sets.fetch import DataFile, fetch
 from tokenfeed.tools.shards import main
 
 pytest.importorskip("obstore")

@@ -11,9 +11,9 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import pretokenize, report, shards
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.kinds import Fields, Kind
+from tokenfeed.tools.corpus.records import Fields, Kind
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Lm
-from tokenfeed.tools.options import (
+from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
     input_formats,
     parse_options,

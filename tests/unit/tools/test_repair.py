@@ -16,10 +16,10 @@ from machines import make, with_fast_engine
 from tokenizers import Tokenizer
 
 from tokenfeed.tools import shards
-from tokenfeed.tools.corpus.kinds import Fields, Kind
+from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.data_sets.repair import _fields
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Complete
-from tokenfeed.tools.options import Options
-from tokenfeed.tools.repairing.remake import _fields
+from tokenfeed.tools.pretokenizing.options import Options
 
 DAMAGE: list[Callable[[Path], object]] = [
     Path.unlink,

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models
 
 from tokenfeed.pipeline.format.manifest import CHECKSUM_KEY, FileInfo, Manifest, canonical, proved
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.tools.data_sets.command import Cat, Verify
+from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shards import main
-from tokenfeed.tools.shards_command import Cat, Verify
-from tokenfeed.tools.verify import find_problems
 
 
 def shards(*arguments: object, expect: int = 0) -> str:

@@ -16,11 +16,11 @@ from training import make_config, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import train
-from tokenfeed.tools.train_command import FILE_KINDS, GROUPS, Command, layered, parse_config
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.gpus import GPUS
-from tokenfeed.trainer.presets import PRESETS
-from tokenfeed.trainer.settings import expected, read_settings, setting_of
+from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered, parse_config
+from tokenfeed.trainer.config.presets import PRESETS
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import expected, read_settings, setting_of
+from tokenfeed.trainer.sensors.gpu import GPUS
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),

@@ -15,13 +15,13 @@ from command import call
 from training import write_labelled
 
 from tokenfeed.tools import train as command
-from tokenfeed.tools.train_command import Command
-from tokenfeed.trainer import run as outside
-from tokenfeed.trainer.evaluation import evaluate
-from tokenfeed.trainer.loop import Trainer
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.step_gradients import StepGradients
+from tokenfeed.tools.train_settings import Command
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop import run as outside
+from tokenfeed.trainer.loop.evaluation import evaluate
+from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.optim.gradients import StepGradients
+from tokenfeed.trainer.optim.precision import Precision
 
 SETTINGS: dict[str, Any] = {
     "model": "training:small_model",
@@ -147,9 +147,9 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
         return evaluate(model, task, kept, *others)
 
     monkeypatch.setattr(outside, "Trainer", Watched)
-    monkeypatch.setattr("tokenfeed.trainer.loop.StepGradients", WatchedGradients)
-    monkeypatch.setattr("tokenfeed.trainer.loop.Precision", WatchedPrecision)
-    monkeypatch.setattr("tokenfeed.trainer.evaluation.evaluate", counted)
+    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.StepGradients", WatchedGradients)
+    monkeypatch.setattr("tokenfeed.trainer.loop.trainer.Precision", WatchedPrecision)
+    monkeypatch.setattr("tokenfeed.trainer.loop.evaluation.evaluate", counted)
 
 
 def rows_a_step(seen: Seen) -> set[int]:

@@ -30,7 +30,7 @@ def store() -> Iterator[type[FaultyStore]]:
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies wait a hundredth of the time for a store that does not answer."""
-    from tokenfeed.trainer.checkpoints import uploads
+    from tokenfeed.trainer.checkpoints import uploader as uploads
 
     hurried = dataclasses.replace(uploads.TIMING, first_wait_s=0.02, longest_wait_s=0.05)
     monkeypatch.setattr(uploads, "TIMING", hurried)

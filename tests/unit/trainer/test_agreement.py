@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.ranks.agreement import Agreement
-from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.distributed.step_sync import Agreement
+from tokenfeed.trainer.distributed.world import World
 
 Counts = tuple[int, int]
 """Tokens and slots of a step on a rank."""

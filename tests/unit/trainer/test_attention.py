@@ -9,7 +9,7 @@ import torch.nn.attention.varlen as varlen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.models.attention import Reach, Scope, attend
+from tokenfeed.trainer.data.attention import Reach, Scope, attend
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 

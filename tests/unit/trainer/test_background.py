@@ -5,7 +5,7 @@ import threading
 import pytest
 from delivery import eventually
 
-from tokenfeed.trainer.checkpoints.background import Background
+from tokenfeed.trainer.checkpoints.async_saver import Background
 
 
 def fail() -> None:

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from saves import CPU, assert_same, best_of, make_meta, make_state, names_in, open_saver, save
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.meta import Best
-from tokenfeed.trainer.checkpoints.random_state import random_state, set_random_state
-from tokenfeed.trainer.checkpoints.tree import State, join, split
+from tokenfeed.trainer.checkpoints.format import join, split
+from tokenfeed.trainer.checkpoints.metadata import Best
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.optim.optimizer_io import random_state, set_random_state
 
 DTYPES = [
     torch.float64,

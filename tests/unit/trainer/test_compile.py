@@ -17,9 +17,10 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer import loop
-from tokenfeed.trainer.batching import MOST_SHAPES, make_policy, shapes
-from tokenfeed.trainer.config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.data.micro_batch import MOST_SHAPES
+from tokenfeed.trainer.feeding.batching import make_policy, shapes
+from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.build import compile_model
 
 GRAPHS = 4

@@ -18,11 +18,11 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.data_sets import DataSets, read_manifest, shown
-from tokenfeed.trainer.dry_run import dry_run
-from tokenfeed.trainer.evaluation import over_all
-from tokenfeed.trainer.origins import write_origins
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.data.datasets import DataSets, read_manifest, shown
+from tokenfeed.trainer.loop.divergence import write_origins
+from tokenfeed.trainer.loop.evaluation import over_all
+from tokenfeed.trainer.sizing.dry_run import dry_run
 
 
 @pytest.fixture(scope="module")

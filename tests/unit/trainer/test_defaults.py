@@ -16,12 +16,12 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.batching import make_policy
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.defaults import Asked, epochs_of, lasting, steps_of, suited
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.feeding.batching import make_policy
+from tokenfeed.trainer.feeding.loaders import step_feed
 from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.step_feed import step_feed
+from tokenfeed.trainer.sizing.recommended import Asked, epochs_of, lasting, steps_of, suited
 
 AUTO = Asked()
 LABELLED = ("classify", "score", "tag")

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from training import make_config, run, write_counting
 
-from tokenfeed.trainer import run_report
-from tokenfeed.trainer.report import Report
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.report import interim_report as run_report
+from tokenfeed.trainer.report.run_report import Report
 
 
 class Killed(BaseException):

@@ -14,11 +14,11 @@ from torch import nn
 from training import load_weights, make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer import evaluation, export
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.export import Exported, load_exported
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.head import Head
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop import evaluation, export
+from tokenfeed.trainer.loop.export import Exported, load_exported
 
 IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
 

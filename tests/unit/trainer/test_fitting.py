@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.batching import make_policy, micro_batch_sizes, shapes
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.fitting import MOST_RUNS, largest_fitting
-from tokenfeed.trainer.gpus import GPUS, gpu_of, recognized
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.feeding.batching import make_policy, micro_batch_sizes, shapes
+from tokenfeed.trainer.sensors.gpu import GPUS, gpu_of, recognized
+from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, largest_fitting
 
 Sizes = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=40, unique=True).map(sorted)
 

@@ -5,8 +5,8 @@ import platform
 import pytest
 import torch
 
-from tokenfeed.trainer import host_memory
-from tokenfeed.trainer.host_memory import keep_freed_memory
+from tokenfeed.trainer.loop import malloc as host_memory
+from tokenfeed.trainer.loop.malloc import keep_freed_memory
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from host_waits import HostWaits
 from training import RUNS, follow_brackets, make_config, write_every_task
 
-from tokenfeed.trainer.loop import Trainer
+from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 
 VALUES = torch.arange(6)

@@ -19,15 +19,15 @@ from training import assert_same_run, make_config, read_metrics, run, write_coun
 
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ResumeError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer import evaluation
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.evaluation import Metrics, evaluate
-from tokenfeed.trainer.metrics_file import MetricsFile
-from tokenfeed.trainer.page.page import write_page
-from tokenfeed.trainer.run import train
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.loop import evaluation
+from tokenfeed.trainer.loop.evaluation import evaluate
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.report.metrics_file import MetricsFile
+from tokenfeed.trainer.report.page import write_page
+from tokenfeed.trainer.tasks.task import Metrics, Task
 
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,15 @@ from training import load_weights, make_config, read_metrics, run, write_countin
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer import judge, learner, loop, progress_log
-from tokenfeed.trainer.feeds import Feeds
-from tokenfeed.trainer.metrics_file import MetricsFile
+from tokenfeed.trainer.config.phases import phases_of
+from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.loop import evaluation as judge
+from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.phases import phases_of
-from tokenfeed.trainer.precision import Precision, _allow_tf32
+from tokenfeed.trainer.optim import train_state as learner
+from tokenfeed.trainer.optim.precision import Precision, _allow_tf32
+from tokenfeed.trainer.report import progress as progress_log
+from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.registry import make_task
 

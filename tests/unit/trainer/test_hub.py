@@ -33,12 +33,12 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.planning.policies import Packed, Padded
-from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.data.head import Head, HeadKind, has_hidden
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.models.build import make_model
-from tokenfeed.trainer.models.head import Head, HeadKind, has_hidden
-from tokenfeed.trainer.models.hub import HubModel
-from tokenfeed.trainer.tasks import vocabulary_loss
-from tokenfeed.trainer.tasks.next_token import LanguageModelling
+from tokenfeed.trainer.models.hf_model import HubModel
+from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
+from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
 
 MakeModel = Any
 CASES: list[tuple[str, HeadKind]] = [
@@ -220,7 +220,7 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, make_hub: Make
 
 
 @pytest.mark.parametrize(
-    ("lacking", "extra", "changes"), [("hub", "hub", {}), ("lora", "lora", {"lora": 4})]
+    ("lacking", "extra", "changes"), [("hf_model", "hub", {}), ("lora", "lora", {"lora": 4})]
 )
 def test_a_missing_library_is_named_with_its_extra(
     lacking: str,

@@ -16,9 +16,9 @@ from hub_models import LABELS, VOCABULARY, save_model, write_shards
 from training import assert_same_run, load_weights, make_config, run
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.config import PhaseSettings
-from tokenfeed.trainer.export import load_exported
-from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop.export import load_exported
 
 pytest.importorskip("peft")
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training import write_labelled
 
-from tokenfeed.tools import train_command
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.gpus import GIB, GPUS, recognized
-from tokenfeed.trainer.machine import Machine, able, machine_of, sized
+from tokenfeed.tools import train_settings as train_command
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.sensors.gpu import GIB, GPUS, recognized
+from tokenfeed.trainer.sizing.recommended import Machine, able, machine_of, sized
 
 MANY = TrainConfig(shards="out", run_dir=Path("run"), step_tokens=1 << 16)
 gpus = st.sampled_from([*GPUS.values(), recognized("NVIDIA A10", 22 * GIB, "bf16")])
@@ -98,7 +98,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "470.1")
     monkeypatch.setattr("torch.version.cuda", "13.0")
     config = dataclasses.replace(MANY, device="auto")
-    monkeypatch.setattr("tokenfeed.trainer.planned.find_gpu", lambda *_: None)
+    monkeypatch.setattr("tokenfeed.trainer.sizing.dry_run.find_gpu", lambda *_: None)
     (lack,) = able(config, machine_of(config, None))
     assert lack.reason.startswith(
         "training on the CPU: a GPU is here, and its driver 470.1 does not"

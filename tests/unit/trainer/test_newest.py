@@ -14,11 +14,11 @@ from saves import make_state, names_in, save
 from training import run, write_counting
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.newest import bring_newest
-from tokenfeed.trainer.checkpoints.remote import RemoteRun
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
+from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("hurried")
 

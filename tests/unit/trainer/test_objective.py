@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from training import make_transformer, one_document_a_row
 
-from tokenfeed.trainer.config import PrecisionName
+from tokenfeed.trainer.config.run_config import PrecisionName
 from tokenfeed.trainer.models.transformer import Transformer
-from tokenfeed.trainer.optimizer import make_optimizer
-from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.tasks.next_token import LanguageModelling
+from tokenfeed.trainer.optim.optimizer import make_optimizer
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
 
 CPU = torch.device("cpu")
 TASK = LanguageModelling(None, 0)  # type: ignore[arg-type] - the loss needs no data set

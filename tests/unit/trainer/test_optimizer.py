@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from training import make_transformer
 
-from tokenfeed.trainer.config import OptimizerName
-from tokenfeed.trainer.optimizer import (
+from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.optim.optimizer import (
     hidden_matrices,
     make_optimizer,
     set_learning_rate,

@@ -8,10 +8,10 @@ import torch
 from training import LONGEST, RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.batching import is_packed, make_policy, padding_remedy
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.epoch_shapes import EpochShapes
-from tokenfeed.trainer.feeds import Feeds
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.feeding.batching import is_packed, make_policy, padding_remedy
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.loaders import Feeds
 from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.tools import report as report_command
-from tokenfeed.trainer.page.compare import compare
-from tokenfeed.trainer.page.page import page_of, write_page
-from tokenfeed.trainer.page.plots import Plot, Scale, Series, short, thinned
-from tokenfeed.trainer.page.run_folder import RunData
+from tokenfeed.trainer.report.compare import compare
+from tokenfeed.trainer.report.page import page_of, write_page
+from tokenfeed.trainer.report.plots import Plot, Scale, Series, short, thinned
+from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.stall import StallReport
 
 Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))

@@ -25,14 +25,14 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.checkpoints.optimizer_state import keep_moments
-from tokenfeed.trainer.config import PhaseSettings, TrainConfig
-from tokenfeed.trainer.dry_run import dry_run
-from tokenfeed.trainer.models.trainable import train_only, trainable_names
-from tokenfeed.trainer.optimizer import make_optimizer
-from tokenfeed.trainer.phases import phase_at, phases_of
-from tokenfeed.trainer.schedule import learning_rate
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.lr_schedule import learning_rate
+from tokenfeed.trainer.config.phases import phase_at, phases_of
+from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.models.weights import train_only, trainable_names
+from tokenfeed.trainer.optim.optimizer import make_optimizer
+from tokenfeed.trainer.optim.optimizer_io import keep_moments
+from tokenfeed.trainer.sizing.dry_run import dry_run
 
 PATTERNS = ("norm", r"blocks\.0", ".")
 STEPS = (3, 4, 3)

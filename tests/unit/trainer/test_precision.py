@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 from training import make_config, write_labelled
 
-from tokenfeed.trainer.config import OptimizerName, PrecisionName
-from tokenfeed.trainer.learner import Learner
-from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.precision import Precision
+from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")

@@ -11,14 +11,14 @@ from training import RUNS, make_config, read_metrics, run, write_every_task
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer import loop
-from tokenfeed.trainer.batching import possible_sizes
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.dry_run import dry_run
-from tokenfeed.trainer.fitting import MOST_RUNS, SHARE_OF_MEMORY
-from tokenfeed.trainer.peak_bytes import PeakBytes
-from tokenfeed.trainer.probing import DeviceMemory, _Probe, decide_micro_batch
-from tokenfeed.trainer.ranks.world import World
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.feeding.batching import possible_sizes
+from tokenfeed.trainer.loop import trainer as loop
+from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, _Probe, decide_micro_batch
+from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, SHARE_OF_MEMORY
+from tokenfeed.trainer.sizing.dry_run import dry_run
+from tokenfeed.trainer.sizing.memory_model import PeakBytes
 from tokenfeed.trainer.tasks.registry import make_task
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
 
 
 @pytest.fixture(scope="module")

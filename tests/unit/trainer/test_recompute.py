@@ -16,10 +16,10 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config import RecomputeName
-from tokenfeed.trainer.models.recompute import recompute_layers
+from tokenfeed.trainer.config.run_config import RecomputeName
+from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.peak_bytes import PeakBytes
+from tokenfeed.trainer.sizing.memory_model import PeakBytes
 
 SIZE = ModelSize(layers=4, width=64, heads=2)
 WAYS: tuple[RecomputeName, ...] = ("none", "selective", "full")

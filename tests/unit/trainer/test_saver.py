@@ -15,14 +15,13 @@ from training import make_config, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints import format as checkpoint_format
-from tokenfeed.trainer.checkpoints.background import Background
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.host_copy import HostCopy
-from tokenfeed.trainer.checkpoints.optimizer_state import load_optimizer, optimizer_state
-from tokenfeed.trainer.checkpoints.saver import Saver
-from tokenfeed.trainer.config import OptimizerName
-from tokenfeed.trainer.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.checkpoints.async_saver import Background, Saver
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
+from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.optimizer_io import load_optimizer, optimizer_state
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.format.schema import IGNORED
-from tokenfeed.trainer.tasks.classify import ClassScores
-from tokenfeed.trainer.tasks.spans import SpanScores, TagScheme, spans
+from tokenfeed.trainer.tasks.classification import ClassScores
+from tokenfeed.trainer.tasks.tagging import SpanScores, TagScheme, spans
 
 CPU = torch.device("cpu")
 TAGS = ("O", *(f"{place}-{kind}" for place in "BIES" for kind in ("PER", "LOC")))

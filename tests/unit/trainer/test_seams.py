@@ -14,11 +14,11 @@ from training import make_config, read_metrics, run, write_labelled
 from tokenfeed.pipeline.feeding import devices
 from tokenfeed.pipeline.format import schema
 from tokenfeed.pipeline.format.schema import Column, Task
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.ranks import group
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed import process_group as group
 from tokenfeed.trainer.tasks.registry import TASKS
-from tokenfeed.trainer.tasks.score import Score
+from tokenfeed.trainer.tasks.regression import Score
 from tokenfeed.trainer.tasks.task import BestBy
 
 GRADE: Any = "grade"

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
 from stall_scenarios import REGIMES, Run
 
-from tokenfeed.trainer.page.page import page_of
-from tokenfeed.trainer.page.run_folder import RunData
+from tokenfeed.trainer.report.page import page_of
+from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading, StallReport
 from tokenfeed.trainer.stall.advice import advise
 from tokenfeed.trainer.stall.causes import Cause

@@ -8,7 +8,7 @@ from torch import Tensor
 from training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.micro_batch import MicroBatch
+from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.transformer import Transformer
 
 

@@ -24,16 +24,15 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED, Task
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.trainer.config import ObjectiveName
-from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.config.run_config import ObjectiveName
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.report import Report
+from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.tasks import task as tasks
-from tokenfeed.trainer.tasks.masked import Masked
+from tokenfeed.trainer.tasks.language_modeling import Masked, SpecialIds
 from tokenfeed.trainer.tasks.registry import make_task
-from tokenfeed.trainer.tasks.score import ScoreScores
-from tokenfeed.trainer.tasks.special import SpecialIds
+from tokenfeed.trainer.tasks.regression import ScoreScores
 
 CPU = torch.device("cpu")
 TASKS: list[tuple[Task, ObjectiveName]] = [

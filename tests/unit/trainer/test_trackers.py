@@ -11,9 +11,9 @@ import pytest
 from training import make_config, read_metrics, run, write_labelled
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer import trackers
-from tokenfeed.trainer.config import TrainConfig
-from tokenfeed.trainer.trackers import Trackers, check_trackers
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.report import trackers
+from tokenfeed.trainer.report.trackers import Trackers, check_trackers
 
 
 class Service(types.ModuleType):

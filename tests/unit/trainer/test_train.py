@@ -31,11 +31,11 @@ from training import (
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.train_command import parse_config
-from tokenfeed.trainer.evaluation import Evaluator
-from tokenfeed.trainer.loop import Trainer
-from tokenfeed.trainer.progress_log import StepLog
-from tokenfeed.trainer.run import train
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.loop.evaluation import Evaluator
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.report.progress import StepLog
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 

@@ -21,7 +21,7 @@ from training import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.models.trainable import train_only, trainable_names
+from tokenfeed.trainer.models.weights import train_only, trainable_names
 
 WAYS: dict[str, dict[str, Any]] = {
     "biases and norms": {"trainable": r"bias$|norm"},

@@ -22,15 +22,15 @@ from training import assert_same_run, run, write_counting
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote import process
-from tokenfeed.trainer.checkpoints import remote as remote_module
-from tokenfeed.trainer.checkpoints import uploads as uploads_module
-from tokenfeed.trainer.checkpoints.folder import Checkpoints
-from tokenfeed.trainer.checkpoints.newest import bring_newest
-from tokenfeed.trainer.checkpoints.remote import RemoteRun
-from tokenfeed.trainer.checkpoints.uploads import Uploads
-from tokenfeed.trainer.page.run_folder import RunData
-from tokenfeed.trainer.report import Report
-from tokenfeed.trainer.run import train
+from tokenfeed.trainer.checkpoints import remote_copy as remote_module
+from tokenfeed.trainer.checkpoints import uploader as uploads_module
+from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
+from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import Uploads
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.report.run_report import Report
 
 pytestmark = pytest.mark.usefixtures("hurried")
 

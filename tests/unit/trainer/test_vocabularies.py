@@ -13,7 +13,7 @@ from training import VOCABULARY, make_config, run, word_tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.config import TrainConfig
+from tokenfeed.trainer.config.run_config import TrainConfig
 
 
 def write_shards(folder: Path, tokenizer: bytes) -> Path:

@@ -20,13 +20,13 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.pipeline.planning.policies import Packed
-from tokenfeed.trainer.evaluation import evaluate
-from tokenfeed.trainer.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.models.transformer import ModelSize, Transformer
-from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.ranks.world import World
-from tokenfeed.trainer.tasks import vocabulary_loss as chunked
-from tokenfeed.trainer.tasks.masked import TARGET_SHARE, Masked
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.tasks import chunked_loss as chunked
+from tokenfeed.trainer.tasks.language_modeling import TARGET_SHARE, Masked
 from tokenfeed.trainer.tasks.registry import make_task
 from tokenfeed.trainer.tasks.task import Loss, Task
 

@@ -10,16 +10,16 @@ from torch.profiler import ProfilerActivity, profile
 from training import RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.batching import is_packed, make_policy
-from tokenfeed.trainer.epoch_shapes import EpochShapes
-from tokenfeed.trainer.gpus import GPUS
-from tokenfeed.trainer.learner import Learner
+from tokenfeed.trainer.feeding.batching import is_packed, make_policy
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
-from tokenfeed.trainer.peak_bytes import PeakBytes
-from tokenfeed.trainer.planned import Planned
-from tokenfeed.trainer.precision import Precision
-from tokenfeed.trainer.step_gradients import Tally
-from tokenfeed.trainer.tasks import vocabulary_loss
+from tokenfeed.trainer.optim.gradients import Tally
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.sensors.gpu import GPUS
+from tokenfeed.trainer.sizing.dry_run import Planned
+from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
 CPU = torch.device("cpu")
 WAYS: dict[str, dict[str, Any]] = RUNS | {

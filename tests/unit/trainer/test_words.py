@@ -21,10 +21,9 @@ from training import (
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.trainer.export import load_exported
-from tokenfeed.trainer.micro_batch import MicroBatch
-from tokenfeed.trainer.models.transformer import SIZES, Transformer
-from tokenfeed.trainer.models.words import words_of
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.models.transformer import SIZES, Transformer, words_of
 
 TEXTS = [
     "Happy happy HAPPY x X  x",

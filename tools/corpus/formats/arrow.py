@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.tables import (
     BATCH_ROWS,
@@ -24,9 +24,8 @@ from tokenfeed.tools.corpus.formats.tables import (
     read_table,
     table_schema,
 )
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.places import Place, local_copy
-from tokenfeed.tools.corpus.records import Records, rejected
+from tokenfeed.tools.corpus.locations import Location, local_copy
+from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
 __all__ = ["ARROW"]
 
@@ -140,7 +139,7 @@ def _reader(file: pa.NativeFile, options: pa.ipc.IpcReadOptions | None = None) -
 
 
 @contextmanager
-def _open(place: Place) -> Iterator[_ArrowTable]:
+def _open(place: Location) -> Iterator[_ArrowTable]:
     with local_copy(place) as path:
         yield _ArrowTable(path)
 

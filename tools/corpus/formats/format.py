@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.parts import InputFile, Part, whole
-from tokenfeed.tools.corpus.places import Place
-from tokenfeed.tools.corpus.records import Records
+from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
+from tokenfeed.tools.corpus.locations import Location
+from tokenfeed.tools.corpus.records import Fields, Records
 
 __all__ = ["Format"]
 
@@ -36,7 +35,7 @@ class Format:
     cannot be anything else. None if only the ending of a name tells."""
     is_vague: bool = False
     """Whether files with its endings may be of another format, so that their content decides."""
-    schema: Callable[[Place], pa.Schema] | None = None
+    schema: Callable[[Location], pa.Schema] | None = None
     """The schema of the table at a place; errors are those of `OpenTable`."""
     text_ratio: int = 1
     """Bytes of text that a byte of the file holds, about: for weighing work, no more."""

@@ -21,13 +21,21 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
+from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, LongLine, is_utf8, whole_lines
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.lines import cut_lines
-from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker, json_type
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of, rejected, too_long
-from tokenfeed.tools.corpus.utf8 import IS_UTF16, UTF16_MARKS, is_utf8
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.records import (
+    Fields,
+    Kind,
+    Records,
+    Unusable,
+    checker,
+    json_type,
+    records_of,
+    rejected,
+    too_long,
+)
 
 __all__ = ["JSON_LINES", "JsonLines", "is_json_lines", "json_object"]
 

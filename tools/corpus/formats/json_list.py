@@ -9,9 +9,8 @@ from typing import Any
 
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.json_lines import json_object
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.records import Fields, Records, records_of
 
 __all__ = ["JSON_LIST", "is_json_list"]
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.parts import InputFile, Part, whole
+from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
 
 __all__ = ["cut_lines"]
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from tokenfeed.pipeline.remote.ranged import SeekableFile
 from tokenfeed.pipeline.remote.spans import Span, SpansFile
-from tokenfeed.tools.corpus.damage import DAMAGE, damage_reason
+from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.tables import (
     BATCH_ROWS,
@@ -24,9 +24,8 @@ from tokenfeed.tools.corpus.formats.tables import (
     read_table,
     table_schema,
 )
-from tokenfeed.tools.corpus.kinds import Fields
-from tokenfeed.tools.corpus.places import Place, open_spans
-from tokenfeed.tools.corpus.records import Records, rejected
+from tokenfeed.tools.corpus.locations import Location, open_spans
+from tokenfeed.tools.corpus.records import Fields, Records, rejected
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
@@ -152,7 +151,7 @@ def _span(chunk: "pq.ColumnChunkMetaData") -> Span:
 
 
 @contextmanager
-def _open(place: Place) -> Iterator[_ParquetTable]:
+def _open(place: Location) -> Iterator[_ParquetTable]:
     """Open a Parquet file; its pages are checked where they have checksums.
 
     Raises:

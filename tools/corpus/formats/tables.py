@@ -14,12 +14,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, fits, is_text
-from tokenfeed.tools.corpus.parts import InputFile, Part, whole
-from tokenfeed.tools.corpus.places import Place
+from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
+from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
+    Fields,
+    Kind,
     Records,
     Reject,
+    Unusable,
+    fits,
+    is_text,
     records_of,
     rejected,
     shown_names,
@@ -69,7 +73,7 @@ class Table(Protocol):
         ...
 
 
-OpenTable = Callable[[Place], AbstractContextManager[Table]]
+OpenTable = Callable[[Location], AbstractContextManager[Table]]
 """Opens a table; raises OSError, ValueError or ArrowException where it is none."""
 
 
@@ -136,7 +140,7 @@ def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> 
         start, first_record, num_rows = stop, first_record + num_rows, 0
 
 
-def table_schema(place: Place, *, open_table: OpenTable) -> pa.Schema:
+def table_schema(place: Location, *, open_table: OpenTable) -> pa.Schema:
     """The schema of the table at a place."""
     with open_table(place) as table:
         return table.schema

@@ -3,11 +3,18 @@
 import codecs
 from collections.abc import Iterator
 
+from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS
 from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.kinds import Fields, Kind, Unusable, checker
-from tokenfeed.tools.corpus.parts import Part
-from tokenfeed.tools.corpus.records import Records, records_of, too_long
-from tokenfeed.tools.corpus.utf8 import IS_UTF16, UTF16_MARKS
+from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.records import (
+    Fields,
+    Kind,
+    Records,
+    Unusable,
+    checker,
+    records_of,
+    too_long,
+)
 
 __all__ = ["TEXT"]
 

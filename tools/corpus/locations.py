@@ -1,0 +1,146 @@
+"""Where an input file is read: at a path of this machine, or as an object that a store has.
+
+An object is read as it was found: each request says which version it wants, and each answer which
+one it has, so that one which changes meanwhile is an error and never a mixture. What a store
+refuses is no damage of the file.
+"""
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING, BinaryIO, Self
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
+from tokenfeed.pipeline.remote.ranged import ObjectInfo, VersionedBytes, open_ranged_bytes
+from tokenfeed.pipeline.remote.spans import SpansFile
+
+if TYPE_CHECKING:
+    from tokenfeed.pipeline.remote.object_store import ObjectStore
+
+__all__ = ["PUT_BACK", "Location", "RemoteFile", "local_copy", "open_location", "open_spans"]
+
+PUT_BACK = "Put it back, or start again with an empty output folder."
+_PIECE_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """An object, in the version that was found."""
+
+    store: "ObjectStore"
+    info: ObjectInfo
+    pinned: str = ""
+    """Of a file of the Hub its address with the commit, under which it never changes."""
+    content: bytes | None = field(default=None, repr=False)
+    """All of it, if it was fetched already."""
+
+    def __str__(self) -> str:
+        return self.pinned or self.store.path(self.info.name)
+
+    @property
+    def state(self) -> str:
+        """Changes when the object does."""
+        return self.pinned or self.info.etag or f"{self.info.modified_s} {self.info.size}"
+
+    def asked_for(self) -> Self:
+        """The same as the store tells it alone, where a list has said too little to compare.
+
+        Raises:
+            CorpusError: It is gone, or the store fails.
+        """
+        if self.info.etag or self.pinned:
+            return self
+        try:
+            return replace(self, info=self.store.head(self.info.name))
+        except (RemoteError, ConfigError) as error:
+            raise self._told(error) from error
+
+    @property
+    def is_small(self) -> bool:
+        """Whether to fetch it takes one request, which is over before its bytes are wanted."""
+        return self.content is None and self.info.size <= _SMALL_BYTES
+
+    def fetched(self) -> Self:
+        """The same with its content; errors are those of `read_range`."""
+        return replace(self, content=self.read_range(self.info.name, 0, self.info.size).data)
+
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
+        """Some of its bytes; the name is its own.
+
+        Raises:
+            CorpusError: It is gone or has changed, or the store fails.
+        """
+        if self.content is not None:
+            return VersionedBytes(self.content[start : start + length], self.info.version)
+        try:
+            part = self.store.read_range(name, start, length, self.info.etag)
+        except (RemoteError, ConfigError) as error:
+            raise self._told(error) from error
+        is_same = self.pinned or _bare(part.version) == _bare(self.info.version)
+        if part.data and not is_same:
+            raise self._changed()
+        return part
+
+    def _told(self, error: RemoteError | ConfigError) -> CorpusError:
+        if isinstance(error, RemoteMissingError):
+            return CorpusError(f"{self}: vanished while the corpus was read. {PUT_BACK}")
+        if isinstance(error, RemoteError) and error.errno == errno.ESTALE:
+            return self._changed()
+        return CorpusError(str(error))
+
+    def _changed(self) -> CorpusError:
+        return CorpusError(f"{self}: changed while the corpus was read. {PUT_BACK}")
+
+
+def _bare(version: str) -> str:
+    """Some lists name a version without its quotes."""
+    return version.strip('"')
+
+
+Location = str | RemoteFile
+"""A path from the root, or an object."""
+
+
+def open_location(place: Location) -> BinaryIO:
+    """Open an input file to read its bytes; those of an object come in requests that grow."""
+    if isinstance(place, str):
+        return open(place, "rb", buffering=0)
+    return open_ranged_bytes(place, place.info.name, place.info.size)
+
+
+def open_spans(place: RemoteFile) -> SpansFile:
+    """Open an object of which only some spans will be read."""
+    return SpansFile(place, place.info.name, place.info.size)
+
+
+@contextlib.contextmanager
+def local_copy(place: Location) -> Iterator[str]:
+    """The path of an input file on this machine: of an object a copy, for as long as the block.
+
+    Raises:
+        CorpusError: There is no room for it, or the store fails.
+    """
+    if isinstance(place, str):
+        yield place
+        return
+    with tempfile.NamedTemporaryFile(prefix="tokenfeed-") as copy:
+        try:
+            _copy(place, copy)
+        except OSError as error:
+            raise CorpusError(
+                f"{place}: cannot be copied to {os.path.dirname(copy.name)}: {error.strerror}. Set "
+                "TMPDIR to a folder with more room."
+            ) from error
+        yield copy.name
+
+
+def _copy(place: RemoteFile, copy: IO[bytes]) -> None:
+    size = place.info.size
+    for start in range(0, size, _PIECE_BYTES):
+        length = min(_PIECE_BYTES, size - start)
+        copy.write(place.read_range(place.info.name, start, length).data)
+    copy.flush()

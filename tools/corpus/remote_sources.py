@@ -1,0 +1,233 @@
+"""Data sets of the Hub: converted by `datasets`, or files of a repository as they are.
+
+`hub:OWNER/NAME[@REVISION][:CONFIG]` is loaded by `datasets`, which downloads and converts it once;
+from then on its files are read like any other Arrow file. A local folder that `datasets` can load
+goes the same way. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` names files of a repository, which
+are read by ranges. Both depend on the commit that the revision is at, not on times of local copies.
+
+Find the input files at an address: one object, or all below it.
+
+What is below comes in the order of a folder with the same names, and what is hidden there is left
+out. A web server has no lists: its files are given one by one.
+
+Data sets that `datasets` saved by `save_to_disk`: their folders name their own files.
+
+What of a folder is no text to learn, whoever keeps the folder.
+"""
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError
+from tokenfeed.pipeline.format.manifest import (
+    MANIFEST_FILE,
+    PARTS_FOLDER,
+    TOKENIZER_FILE,
+)
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.pipeline.remote.address import object_address, public
+from tokenfeed.pipeline.remote.hub import HubStore
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.ranged import ObjectInfo
+from tokenfeed.tools.corpus.locations import RemoteFile
+
+__all__ = [
+    "HUB_PREFIX",
+    "NOT_A_CORPUS",
+    "REPOSITORY_PREFIX",
+    "hub_files",
+    "is_data_set",
+    "is_hidden",
+    "is_saved",
+    "object_at",
+    "objects_below",
+    "repository_files",
+    "saved_entries",
+]
+
+_SET, _INFO, _SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
+"""What is left in the folder of a data set, and in that of several splits."""
+
+
+def is_saved(names: Collection[str]) -> bool:
+    """Whether a folder of these names is a saved data set, or one of several splits."""
+    return _SPLITS in names or {_SET, _INFO} <= set(names)
+
+
+def saved_entries(
+    folder: str, names: list[str], split: str | None
+) -> list[tuple[str, str | None]] | None:
+    """The names of the splits or Arrow files of a saved data set, each with its split. None if the
+    folder is not a saved data set.
+
+    Args:
+        folder: Where `names` are.
+        names: What is there.
+        split: The split that `folder` belongs to.
+
+    Raises:
+        CorpusError: It looks like a saved data set, but cannot be read as one, or it names a file
+            that is not in the folder.
+    """
+    entries: list[tuple[str, str | None]]
+    try:
+        if _SPLITS in names:
+            splits = json.loads(Path(folder, _SPLITS).read_bytes())["splits"]
+            entries = [(name, name) for name in splits]
+        elif {_SET, _INFO} <= set(names):
+            files = json.loads(Path(folder, _SET).read_bytes())["_data_files"]
+            entries = [(file["filename"], split) for file in files]
+        else:
+            return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorpusError(
+            f"{folder}: looks like a saved data set, but cannot be read as one: {error}."
+        ) from error
+    for name, _ in entries:
+        if name not in names:
+            raise CorpusError(
+                f"{folder}: the saved data set names {name!r}, which is not in this folder. Save "
+                "the data set again."
+            )
+    return entries
+
+
+NOT_A_CORPUS = (
+    "is a data set of pretokenize, not a corpus. Expected CORPUS... OUT: the last path is the "
+    "output."
+)
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is not meant to be looked at."""
+    return name.startswith(".") or name == "__pycache__"
+
+
+def is_data_set(names: Iterable[str]) -> bool:
+    """Whether a folder of these names is an output of ours: its files are no text to learn."""
+    found = set(names)
+    return PARTS_FOLDER in found or {MANIFEST_FILE, TOKENIZER_FILE} <= found
+
+
+def object_at(url: str) -> RemoteFile | None:
+    """The object that a URL names; None where there is none.
+
+    Raises:
+        ConfigError: There is no such store.
+        CorpusError: Nothing else can be at this URL.
+    """
+    is_web = _object_store(url).address.traits.is_web
+    folder, name = object_address(url)
+    if not folder:
+        return None  # a whole bucket
+    store = _object_store(folder)
+    try:
+        return RemoteFile(store, store.head(name))
+    except FileNotFoundError:
+        pass
+    if is_web:
+        raise CorpusError(
+            f"{public(url)}: not found. Give each file by its URL: a web server has no "
+            "lists of them."
+        )
+    return None
+
+
+def objects_below(url: str) -> Iterator[tuple[RemoteFile, tuple[str, ...]]]:
+    """The objects below a URL, each with the folders that it is in, as paths from the URL.
+
+    Raises:
+        CorpusError: A folder was written by `save_to_disk`, or all of it is a data set of ours.
+    """
+    store = _object_store(url)
+    found = {tuple(info.name.split("/")): info for info in store.list()}
+    within: dict[tuple[str, ...], set[str]] = defaultdict(set)
+    for parts in found:
+        for depth in range(len(parts)):
+            within[parts[:depth]].add(parts[depth])
+    for folder, names in within.items():
+        if is_saved(names):
+            raise CorpusError(
+                f"{'/'.join((store.name, *folder))}: looks like a saved data set, which is read "
+                "from a folder. Copy it to this machine."
+            )
+    skipped = {folder for folder, names in within.items() if is_data_set(names)}
+    if () in skipped:
+        raise CorpusError(f"{store.name}: {NOT_A_CORPUS}")
+    for parts in sorted(found.keys() - within.keys()):  # what stands for a folder is no file
+        folders = [parts[:depth] for depth in range(len(parts))]
+        if not any(map(is_hidden, parts)) and skipped.isdisjoint(folders):
+            paths = ("/".join((store.name, *folder)) for folder in folders[1:])
+            yield RemoteFile(store, found[parts]), tuple(paths)
+
+
+def _object_store(url: str) -> ObjectStore:
+    store = open_store(url)
+    if isinstance(store, ObjectStore):
+        return store
+    raise ConfigError(
+        f"{public(url)}: no corpus is read from there. Give the address of a bucket, of a file on "
+        "the web, or hf://datasets/OWNER/NAME."
+    )
+
+
+HUB_PREFIX, REPOSITORY_PREFIX = "hub:", "hf://"
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+def repository_files(url: str) -> list[RemoteFile]:
+    """List files of a repository at the commit that its revision is at now.
+
+    Raises:
+        ConfigError: The address cannot be one, or a package is missing.
+        CorpusError: There is no such repository or folder, or the Hub cannot be reached.
+    """
+    place = HubStore.from_url(url)
+    try:
+        commit, files = place.list()
+    except RemoteError as error:
+        raise CorpusError(str(error)) from None
+    store, kind = place.files_at(commit), f"{place.kind}s"
+    return [
+        RemoteFile(
+            store,
+            ObjectInfo(path, size, etag="", version=""),
+            pinned=f"hf://{kind}/{place.repository}@{commit}/{path}",
+        )
+        for path, size in sorted(files.items(), key=lambda each: each[0].split("/"))
+        if not any(map(is_hidden, path.split("/")))
+    ]
+
+
+def hub_files(name: str) -> Iterator[tuple[str, str, str | None]]:
+    """The Arrow files of a data set, each with its split, and the commit that it was made of, if
+    the Hub has it.
+
+    Args:
+        name: `hub:` and an id, perhaps with `@` and a revision, and with `:` and a configuration.
+
+    Raises:
+        CorpusError: It cannot be loaded.
+    """
+    import datasets  # seconds that only its users should pay
+
+    identity, _, configuration = name.removeprefix(HUB_PREFIX).partition(":")
+    revision = ""
+    if not os.path.exists(identity):
+        identity, _, revision = identity.partition("@")
+    try:
+        splits = datasets.load_dataset(identity, configuration or None, revision=revision or None)
+    except Exception as error:  # whatever a script, a server or a parser of theirs may raise
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        raise CorpusError(f"{name}: cannot be loaded by `datasets`: {reason}") from error
+    for split, data in splits.items():
+        if not data.cache_files:
+            raise CorpusError(f"{name}: `datasets` keeps it in memory; save it by `save_to_disk`.")
+        for file in data.cache_files:
+            path = file["filename"]
+            commit = _COMMIT.fullmatch(os.path.basename(os.path.dirname(path)))
+            yield path, str(split), commit[0] if commit else None

@@ -1,0 +1,1 @@
+"""The subcommands of `shards`, each over finished data sets."""

@@ -1,0 +1,194 @@
+"""`shards cat OUT`: rows as text again, each with where it came from."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
+from tokenfeed.pipeline.format.read_errors import error_line
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import (
+    ENDED_TASKS,
+    ORIGIN_FILE,
+    ORIGIN_RECORD,
+    PROMPT_LENGTH,
+    Column,
+    is_target,
+    role_of,
+)
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.shell.console import print_json
+
+__all__ = ["Cat", "DataSet", "longest_row"]
+
+DataSet = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
+"""As it was typed: `Path` would take a slash from `s3://bucket/data`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cat:
+    """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    split: str = "train"
+    """Split to read."""
+    start: int = 0
+    """First row, counted from 0 within the split."""
+    rows: int = 5
+    """Rows to print."""
+    json: bool = False
+    """Print a JSON object per row."""
+
+    def run(self) -> int:
+        """Print the rows."""
+        store = open_store(self.out)
+        manifest = Manifest.read(store)
+        num_rows = manifest.split(self.split).rows
+        if not num_rows:
+            raise ConfigError(f"{store.name}: split `{self.split}` has no rows.")
+        if not 0 <= self.start < num_rows or self.rows < 1:
+            raise ConfigError(
+                f"`--start` {self.start} and `--rows` {self.rows}: split `{self.split}` has rows 0 "
+                f"to {num_rows - 1:,}, and at least one must be asked for."
+            )
+        for row in _decoded_rows(store, manifest, self):
+            if self.json:
+                print_json(row)
+            else:
+                print(_heading(row, _targets(manifest, "row")))
+                print(row["text"])
+                for name in _targets(manifest, "token"):
+                    tagged = zip(row["pieces"], row[name], strict=True)
+                    print(" ".join(f"{piece}/{tag}" for piece, tag in tagged if tag is not None))
+        return 0
+
+
+def longest_row(store: Store, manifest: Manifest, split: str) -> str:
+    """The file and record that the longest row of a split comes from.
+
+    Raises:
+        TokenfeedError: A file is damaged.
+    """
+    shards = manifest.split(split).shards
+    shard = max(shards, key=lambda shard: shard.longest_row)
+    reader = ShardReader.open(store, manifest, shard)
+    sources = _checked_bytes(store, manifest.sources).splitlines()
+    batches = (reader.read(index)[0] for index in range(shard.batches))
+    rows = next(rows for rows in batches if rows.lengths.max() == shard.longest_row)
+    row = int(rows.lengths.argmax())
+    path = json.loads(sources[int(rows.per_row[ORIGIN_FILE][row])])["path"]
+    return f"{path} record {int(rows.per_row[ORIGIN_RECORD][row])}"
+
+
+def _targets(manifest: Manifest, per: str) -> list[str]:
+    """Names of the columns with a target a row, or one a token."""
+    return [c.name for c in manifest.columns if c.per == per and role_of(c.name) == "target"]
+
+
+def _heading(row: dict[str, Any], targets: list[str]) -> str:
+    """Where a row comes from, how long it is, and what it is labelled with."""
+    facts = [
+        f"--- {row['split']} row {row['row']}",
+        f"{row['file']} record {row['record']}",
+        f"{row['tokens']:,} tokens",
+    ]
+    facts += [f"{name} {row[name]}" for name in targets]
+    if PROMPT_LENGTH in row:
+        facts.append(f"{row[PROMPT_LENGTH]:,} of them prompt")
+    return " | ".join(facts)
+
+
+def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
+    tokenizer = _stored_tokenizer(store, manifest)
+    sources = _checked_bytes(store, manifest.sources).splitlines()
+    end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
+    for row, rows in _wanted_rows(store, manifest, wanted):
+        ids = rows.ids.tolist()
+        text_ids = ids[:-1] if ends and ids[-1] == end_id else ids
+        yield {
+            "split": wanted.split,
+            "row": row,
+            "file": json.loads(sources[int(rows.per_row[ORIGIN_FILE][0])])["path"],
+            "record": int(rows.per_row[ORIGIN_RECORD][0]),
+            "tokens": len(ids),
+            **_values(rows, manifest, tokenizer),
+            "text": tokenizer.tokenizer.decode(text_ids, skip_special_tokens=False),
+        }
+
+
+def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The task's values of a single row; beside targets of tokens the pieces they belong to."""
+    values: dict[str, Any] = {}
+    for column in manifest.columns:
+        if column.per == "row":
+            (values[column.name],) = _said(rows.per_row[column.name], column, manifest)
+        else:
+            values[column.name] = _said(rows.per_token[column.name], column, manifest)
+    if _targets(manifest, "token"):
+        values["pieces"] = [tokenizer.tokenizer.id_to_token(i) for i in rows.ids.tolist()]
+    return values
+
+
+def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
+    """Values as they are printed: targets by their names, if they have some, and None where none
+    is due; a float with the digits that tell it from others of its width."""
+    said: list[Any] = values.tolist()
+    if values.dtype.kind == "f":
+        said = list(map(float, map(str, values)))
+    if role_of(column.name) != "target":
+        return said
+    names, due = manifest.label_names, is_target(values).tolist()
+    return [
+        (names[value] if names else value) if is_due else None
+        for value, is_due in zip(said, due, strict=True)
+    ]
+
+
+def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
+    json_bytes = _checked_bytes(store, manifest.tokenizer)
+    return TextTokenizer.load(json_bytes, origin=store.path(manifest.tokenizer.file))
+
+
+def _checked_bytes(store: Store, info: FileInfo) -> bytes:
+    """The content of a side file, if it is the one the manifest names."""
+    path = store.path(info.file)
+    try:
+        content = store.read(info.file)
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
+    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
+        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
+    return content
+
+
+def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
+    """Single rows from `wanted.start` on, with their number in the split."""
+    start, stop = wanted.start, wanted.start + wanted.rows
+    for shard in manifest.split(wanted.split).shards:
+        if start < shard.rows and stop > 0:
+            reader = ShardReader.open(store, manifest, shard)
+            first = wanted.start - start
+            for row, rows in _rows_of_shard(reader, shard.batches, max(start, 0), stop):
+                yield first + row, rows
+        start, stop = start - shard.rows, stop - shard.rows
+
+
+def _rows_of_shard(
+    reader: ShardReader, num_batches: int, start: int, stop: int
+) -> Iterator[tuple[int, Rows]]:
+    """Single rows `start` up to `stop` of a shard."""
+    for index in range(num_batches):
+        batch, first = reader.read(index)
+        if first >= stop:
+            return
+        for row in range(max(start - first, 0), min(stop - first, len(batch))):
+            yield first + row, batch.slice(row, row + 1)

@@ -1,0 +1,72 @@
+"""`shards inspect|verify|cat|copy|repair|explain`: show a data set, check it, print its text,
+copy it elsewhere, repair it, and show what a step of a training run held."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+
+from tokenfeed.pipeline.errors import ManifestError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import open_store
+from tokenfeed.tools.data_sets.cat import Cat, DataSet
+from tokenfeed.tools.data_sets.copy import Copy
+from tokenfeed.tools.data_sets.explain import Explain
+from tokenfeed.tools.data_sets.inspection import Inspect
+from tokenfeed.tools.data_sets.repair import Repair
+from tokenfeed.tools.data_sets.verify import find_problems
+from tokenfeed.tools.shell.console import parse_words, print_json
+
+__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_subcommand"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verify:
+    """Check every checksum, every record batch and the ledger; exit code 1 if anything is wrong."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Check the data set, and print every problem."""
+        store = open_store(self.out)
+        try:
+            manifest = Manifest.read(store)
+        except ManifestError as error:
+            if not self.json:
+                raise
+            print_json({"ok": False, "problems": [str(error)]})
+            return 1
+        problems = list(find_problems(store, manifest))
+        num_shards = sum(len(split.shards) for split in manifest.splits.values())
+        num_batches = sum(split.batches for split in manifest.splits.values())
+        if self.json:
+            print_json({"ok": not problems, "problems": problems})
+        elif problems:
+            print("\n".join(problems))
+            print(f"{store.name}: damaged, problems found: {len(problems):,}")
+        else:
+            print(f"{store.name}: good, shards: {num_shards:,}, record batches: {num_batches:,}")
+        return 1 if problems else 0
+
+
+def run_subcommand() -> int:
+    """Run the subcommand of the command line, and return its exit code."""
+    command: Any = parse_words(
+        lambda: tyro.extras.subcommand_cli_from_dict(
+            {
+                "inspect": Inspect,
+                "verify": Verify,
+                "cat": Cat,
+                "copy": Copy,
+                "repair": Repair,
+                "explain": Explain,
+            },
+            prog="shards",
+            description="Show, check, copy or repair a data set that `pretokenize` made.",
+            config=(tyro.conf.FlagCreatePairsOff,),
+        )
+    )
+    return int(command.run())

@@ -1,0 +1,215 @@
+"""`shards copy FROM TO`: a data set brought to another place, each file proved on the way.
+
+Files go first, four at a time, the manifest last, as it is: a copy that has one is complete. Which
+files are there already is told by size and checksum, so the same command continues, and completes
+a copy that has lost some. A file of an object store is known by the checksum it was written with.
+"""
+
+import contextlib
+import errno
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import tyro
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
+from tokenfeed.pipeline.format.manifest import (
+    MADE_BY_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    stored,
+)
+from tokenfeed.pipeline.format.read_errors import gave_up
+from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
+from tokenfeed.pipeline.remote.threads import few_threads
+from tokenfeed.tools.data_sets.fetch import DataFile, data_files, fetch, remove_leftovers
+from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.records import claimed, is_begun
+from tokenfeed.tools.shell.console import print_json
+
+__all__ = ["Copied", "Copy", "copy_data_set"]
+
+_AT_ONCE = 4
+_COPY_FILE = ".copying"
+"""In a bucket: the fingerprint of the data set that is being copied there."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy came to."""
+
+    to: str
+    fingerprint: str
+    files: int
+    bytes: int
+    """Of all files."""
+    copied: int
+    """Files that were not there yet."""
+    copied_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        there = self.files - self.copied
+        return (
+            f"{self.to}: complete, files: {self.files:,}, {self.bytes / 1e6:,.1f} MB; copied: "
+            f"{self.copied:,}, already there: {there:,}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """Copy a finished data set, from and to folders and stores; the same command continues."""
+
+    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FROM")]]
+    """A finished data set: a folder or an address."""
+    to: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TO")]]
+    """A new folder or address, or that of a copy to be completed."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Copy it."""
+        copied = copy_data_set(self.source, self.to)
+        if self.json:
+            print_json(asdict(copied))
+        else:
+            print(copied)
+        return 0
+
+
+def copy_data_set(source_path: str, to: str) -> Copied:
+    """Copy a data set, as far as it is not there yet.
+
+    Raises:
+        TokenfeedError: A place holds something else, a file is damaged, or a store fails.
+    """
+    started = time.perf_counter()
+    source, target = open_store(source_path), open_place(to)
+    # What is proved here is what is written at the end: it may be replaced meanwhile.
+    raw = stored(source, MANIFEST_FILE)
+    manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
+    if target.name == source.name:
+        raise ConfigError(f"{source.name}: is the place to copy from. Give another one.")
+    files = list(data_files(manifest))
+    with _alone(target, manifest):
+        _check_place(source, target, manifest)
+        missing = _bring(files, source, target)
+        if made_by := _optional(source, MADE_BY_FILE):
+            target.write(MADE_BY_FILE, made_by)
+        target.write(MANIFEST_FILE, raw)
+    return Copied(
+        to=target.name,
+        fingerprint=manifest.fingerprint,
+        files=len(files),
+        bytes=sum(file.weight_bytes for file in files),
+        copied=len(missing),
+        copied_bytes=sum(file.weight_bytes for file in missing),
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+def _bring(files: list[DataFile], source: Store, target: Place) -> list[DataFile]:
+    """Copy the files that are not there yet, and return them."""
+    with few_threads(_AT_ONCE) as threads:
+        there = list(threads.map(lambda file: target.has(file.info), files))
+    missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
+    with Bar(missing) as bar, few_threads(_AT_ONCE) as threads:
+        jobs = [threads.submit(_put, file, source, target, bar) for file in missing]
+        try:
+            for job in as_completed(jobs):
+                job.result()
+                bar.count_unit()
+        except KeyboardInterrupt:
+            if not isinstance(target, LocalStore):
+                _log.warning("what is being sent is sent to its end; a second Ctrl-C ends at once")
+            raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
+    return missing
+
+
+def _optional(store: Store, name: str) -> bytes | None:
+    """Return a file that the manifest does not name; None where it cannot be had.
+
+    A store may refuse access to what is not there.
+    """
+    try:
+        return store.read(name)
+    except OSError as error:
+        if gave_up(error):
+            raise
+        return None
+
+
+def _put(file: DataFile, source: Store, target: Place, bar: Bar) -> None:
+    """Copy a file by way of this machine, where it is checked before it is in the target."""
+    with target.room() as folder:
+        is_local = isinstance(target, LocalStore)
+        fetch(file, source, folder / file.info.file, bar, synced=is_local)
+
+
+@contextlib.contextmanager
+def _alone(target: Place, manifest: Manifest) -> Iterator[None]:
+    """Keep other copies and runs out of the target until the block ends.
+
+    A folder is claimed as by `pretokenize`. A bucket gets the fingerprint: two copies of one data
+    set write the same bytes.
+
+    Raises:
+        ConfigError: Another copy or run is at work there.
+    """
+    if isinstance(target, LocalStore):
+        with claimed(target, {"shards copy": manifest.fingerprint}):
+            remove_leftovers(target.folder)
+            yield
+        return
+    if not _is_first(target, manifest.fingerprint):
+        raise ConfigError(
+            f"{target}: a copy of another data set is being made there. Give another "
+            f"place; if that copy was killed, delete {target.path(_COPY_FILE)}."
+        )
+    try:
+        if is_begun(target):
+            raise ConfigError(f"{target}: holds an unfinished run. Give another place.")
+        yield
+    finally:
+        target.delete(_COPY_FILE)
+
+
+def _is_first(target: Place, fingerprint: str) -> bool:
+    try:
+        return target.create(_COPY_FILE, fingerprint.encode())
+    except RemoteError as error:
+        if error.errno != errno.EOPNOTSUPP:  # a store without conditional writes
+            raise
+        return True
+
+
+def _check_place(source: Store, to: Place, manifest: Manifest) -> None:
+    """Reject a target that holds anything but a copy of the source."""
+    there = _manifest_at(to)
+    if there and there.fingerprint != manifest.fingerprint:
+        raise ConfigError(
+            f"{to.name}: holds another data set, with the fingerprint {there.fingerprint}; "
+            f"{source.name} has {manifest.fingerprint}. Give another place."
+        )
+
+
+def _manifest_at(store: Store) -> Manifest | None:
+    """The manifest at a place; None where there is none.
+
+    Raises:
+        ConfigError: It says nothing here, so nobody knows of what data set it is.
+    """
+    file = store.path(MANIFEST_FILE)
+    try:
+        return Manifest.decoded(store.read(MANIFEST_FILE), file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ManifestError as error:
+        raise ConfigError(
+            f"{error} To have this place completed by a copy all the same, delete {file}."
+        ) from error

@@ -1,0 +1,128 @@
+"""`shards inspect`: what a data set holds. `pretokenize` ends with the same lines."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.errors import TokenfeedError
+from tokenfeed.pipeline.facts import count_of, facts
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import shard_schema
+from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.tools.data_sets.cat import DataSet, longest_row
+from tokenfeed.tools.shell.console import print_json
+
+__all__ = ["Inspect", "describe"]
+
+_MANY_ROWS, _LARGE_SHARE = 100, 0.05
+"""In a split of at least so many rows, a row with at least this share of the tokens is named."""
+_BAR_WIDTH = 40
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inspect:
+    """Show what is inside: splits, shards, tokenizer, ledger, lengths of rows."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    json: bool = False
+    """Print the manifest as JSON."""
+
+    def run(self) -> int:
+        """Print the description or the manifest."""
+        manifest = Manifest.read(self.out)
+        if self.json:
+            print_json(manifest.content() | {"fingerprint": manifest.fingerprint})
+        else:
+            print(describe(open_store(self.out), manifest))
+        return 0
+
+
+def describe(store: Store, manifest: Manifest, more: Mapping[str, str] | None = None) -> str:
+    """Return a data set as text: a table of its splits, facts, and histograms of row lengths.
+
+    Args:
+        store: Holds the data set.
+        manifest: Its manifest.
+        more: Further facts, such as those of the run that made the data set.
+    """
+    table, known = _splits_table(manifest), facts(_facts(manifest) | dict(more or {}))
+    return "\n".join([*table, known, *_lengths(store, manifest)])
+
+
+def _splits_table(manifest: Manifest) -> Iterator[str]:
+    """Yield a line for each split, in columns as wide as their numbers."""
+    rows: list[tuple[str, ...]] = [
+        ("split", "shards", "rows", "tokens", "tokens of longest row", "MB on disk")
+    ]
+    for name, split in manifest.splits.items():
+        counts = (len(split.shards), split.rows, split.tokens, split.longest_row)
+        megabytes = f"{sum(shard.bytes for shard in split.shards) / 1e6:,.1f}"
+        rows.append((name, *map("{:,}".format, counts), megabytes))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([f"{first:<{widths[0]}}", *cells])
+
+
+def _facts(manifest: Manifest) -> dict[str, str]:
+    tokenizer, ledger = manifest.tokenizer, manifest.ledger
+    tokens = max(sum(split.tokens for split in manifest.splits.values()), 1)
+    num_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    end = "no end token" if tokenizer.end_id is None else f"end id {tokenizer.end_id}"
+    labels = manifest.label_names
+    columns = shard_schema(tokenizer.vocabulary_size, manifest.columns).names
+    return {
+        "task": f"{manifest.task}, columns {', '.join(columns)}",
+        "labels": f"{len(labels):,}: {', '.join(labels)}" if labels else "none",
+        "tokenizer": f"{tokenizer.vocabulary_size:,} ids, {end}, pad id {tokenizer.pad_id}",
+        "ids": _ids(manifest),
+        "documents": f"{ledger.read:,} read = {ledger.written:,} written + {ledger.empty:,} empty "
+        f"+ {ledger.rejected:,} rejected",
+        "input": f"{count_of(ledger.files, 'file')}, {ledger.bytes / 1e6:,.1f} MB of text, "
+        f"{ledger.bytes / tokens:.2f} bytes of text per token",
+        "shards": f"{num_bytes / 1e6:,.1f} MB, compressed to {num_bytes / tokens:.2f} bytes per "
+        "token on disk",
+        "fingerprint": f"{manifest.fingerprint}, the same for equal data sets",
+    }
+
+
+def _ids(manifest: Manifest) -> str:
+    """How the ids were made, and how far they were checked."""
+    tokenizer = manifest.tokenizer
+    audit = ""
+    if tokenizer.audited:
+        compared = "every text" if tokenizer.verified else f"{tokenizer.audited:,} texts"
+        routed = f", {tokenizer.routed:,} left to `tokenizers`" if tokenizer.routed else ""
+        audit = (
+            f"{routed}, {compared} compared with `tokenizers`, "
+            f"{tokenizer.differences:,} with other ids"
+        )
+    template = "with" if tokenizer.special_tokens_added else "without"
+    return (
+        f"by {tokenizer.engine} {tokenizer.engine_version}{audit}; {template} the tokenizer's "
+        f"template; special tokens in text: {tokenizer.special_tokens_in_text}"
+    )
+
+
+def _lengths(store: Store, manifest: Manifest) -> Iterator[str]:
+    """Yield histograms of the lengths of rows, and rows that hold much of their split."""
+    for name, split in manifest.splits.items():
+        if split.rows:
+            yield f"rows of {name} by their tokens"
+            yield from _histogram(split.length_histogram)
+        share = split.longest_row / max(split.tokens, 1)
+        if split.rows >= _MANY_ROWS and share >= _LARGE_SHARE:
+            with contextlib.suppress(TokenfeedError):  # `verify` reports damage
+                place = longest_row(store, manifest, name)
+                yield f"1 row holds {share:.0%} of the tokens of {name}: {place}"
+
+
+def _histogram(counts: Sequence[int]) -> Iterator[str]:
+    """Yield a line for each power of two, from the shortest rows to the longest."""
+    filled = [exponent for exponent, count in enumerate(counts) if count]
+    for exponent in range(filled[0], filled[-1] + 1) if filled else ():
+        bar = "█" * ceil_div(counts[exponent] * _BAR_WIDTH, max(counts))
+        label = f"{2**exponent:,} to {2 ** (exponent + 1) - 1:,}"
+        yield f"{label:>25} {bar:<{_BAR_WIDTH}} {counts[exponent]:,}"

@@ -1,0 +1,368 @@
+"""Engines: what turns texts into ids. `tokenizers` says what is right; `gigatoken` is fast.
+
+An engine takes a batch of UTF-8 texts and gives flat ids and lengths as numpy arrays, in storage
+dtype; no token is ever a Python object. A fast engine is trusted only as far as it was compared
+with the reference: `audit` does that.
+
+Trust: whether the fast engine is known to be right about a tokenizer, and the tokenizer.json
+that is written for it.
+
+Which engines can be used here, and of which version.
+"""
+
+import contextlib
+import importlib.metadata
+import itertools
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol, Self
+
+import msgspec
+import numpy as np
+import psutil
+import tokenizers
+
+from tokenfeed.pipeline.errors import TokenizerError
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.schema import token_dtype
+from tokenfeed.tools.encoding.engine_support import Shape, Unproved, check_vocabulary
+from tokenfeed.tools.encoding.routes import Routes, sort_tokens
+from tokenfeed.tools.encoding.tokenizer import NOT_FAILURES, TextTokenizer, panics_unprinted
+from tokenfeed.tools.shell.signals import signals_held
+
+__all__ = [
+    "Engine",
+    "EngineFailure",
+    "EngineName",
+    "EngineRejected",
+    "EngineUnavailable",
+    "FastEngine",
+    "ReferenceEngine",
+    "Unencodable",
+    "check_tokenizer",
+    "engine_version",
+    "fast_json",
+    "installed_engines",
+    "proved_shape",
+]
+
+_COMPARED = {"gigatoken": ("0.10.",), "tokenizers": ("0.21.", "0.22.", "0.23.")}
+"""Versions that were compared: the tables of another may differ."""
+
+
+def proved_shape(json_bytes: bytes) -> Shape:
+    """The shape of a tokenizer.json, if the engines were compared for it.
+
+    Raises:
+        Unproved: They were not; the message says what is unusual.
+    """
+    for package, versions in _COMPARED.items():
+        version = importlib.metadata.version(package)
+        if not version.startswith(versions):
+            raise Unproved(f"{package} {version}")
+    return Shape.from_json(json_bytes)
+
+
+def check_tokenizer(tokenizer: TextTokenizer) -> None:
+    """Check what takes too long for every worker to check: vocabulary, merges, added tokens.
+
+    Raises:
+        Unproved: The message says what is unusual about them.
+    """
+    shape = proved_shape(tokenizer.json_bytes)
+    model, added = shape.model, shape.added_tokens
+    known = tokenizer.tokenizer.get_added_tokens_decoder()
+    for token in added:
+        if token.id not in known or known[token.id].content != token.content:
+            raise Unproved(
+                f"the added token {token.content!r}, to which the reference gives another id"
+            )
+    findable = {token.content for token in added} if model.ignore_merges else None
+    check_vocabulary(shape.kind, bytes(model.vocab), bytes(model.merges), findable=findable)
+
+
+def fast_json(shape: Shape, *, splits_special: bool) -> bytes:
+    """A tokenizer.json for the fast engine: without what it needs not know, or would get wrong.
+
+    It always splits at special added tokens and knows no way to leave them as text; without them in
+    its file they are text like any other. A normalizer that it need not apply is left out, since
+    texts that NFC would change go to the reference.
+    """
+    kept, _ = sort_tokens(shape, splits_special=splits_special)
+    is_sentence_piece = shape.kind == "SentencePiece"
+    normalizers = {"type": "Sequence", "normalizers": shape.normalizer}
+    pre_tokenizers = {"type": "Sequence", "pretokenizers": shape.pre_tokenizer}
+    (pre_tokenizer, *others) = shape.pre_tokenizer or (None,)
+    content = {
+        "added_tokens": kept,
+        "normalizer": normalizers if is_sentence_piece and shape.normalizer else None,
+        "pre_tokenizer": pre_tokenizers if others else pre_tokenizer,
+        "model": shape.model,
+    }
+    return msgspec.json.encode(content)
+
+
+EngineName = Literal["tokenizers", "gigatoken"]
+
+_REFERENCE_BATCH_BYTES = 1 << 20
+"""Text encoded at once: bounds memory, since an encoding takes many times the text's space."""
+_CACHE_BYTES = 512 << 20
+"""How far this process may grow before the fast engine's boundless cache is dropped."""
+
+
+class Unencodable(Exception):
+    """Texts that the tokenizer has no ids for."""
+
+    def __init__(self, reasons: dict[int, str]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
+        """Why, by the text's place in the batch."""
+
+
+class EngineRejected(Exception):
+    """Why a fast engine can make no id of a data set."""
+
+
+class EngineFailure(EngineRejected):
+    """A fast engine broke down over a text."""
+
+
+class EngineUnavailable(EngineRejected):
+    """There is no fast engine for a tokenizer."""
+
+
+class Engine(Protocol):
+    """Turns batches of texts into ids."""
+
+    name: EngineName
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """Encode UTF-8 texts.
+
+        Returns:
+            The ids of each text, uint16 or uint32; none where a text gives none.
+
+        Raises:
+            Unencodable: The reference has no ids for some of them.
+            EngineFailure: A fast engine broke down.
+        """
+        ...
+
+
+class ReferenceEngine:
+    """The `tokenizers` package: by definition what is right."""
+
+    name: EngineName = "tokenizers"
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer.tokenizer
+        self._dtype = token_dtype(tokenizer.vocabulary_size)
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """See `Engine`."""
+        parts = [self._encode(texts[start:stop], start) for start, stop in _cuts(texts)]
+        values = [np.empty(0, self._dtype), *(part.values for part in parts)]
+        lengths = [np.empty(0, np.int64), *(part.lengths for part in parts)]
+        return Ragged(np.concatenate(values), np.concatenate(lengths))
+
+    def _encode(self, texts: list[bytes], first: int) -> Ragged:
+        """Encode some texts of a batch, from place `first` on."""
+        decoded = [text.decode() for text in texts]
+        try:
+            with panics_unprinted():
+                encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        except BaseException as error:  # the library raises what its Rust side gives, panics too
+            if isinstance(error, NOT_FAILURES):
+                raise
+            reasons = self._reasons(decoded)
+            if not reasons:
+                raise TokenizerError(
+                    f"the tokenizer fails over a batch of texts: {error}"
+                ) from None
+            raise Unencodable({first + index: why for index, why in reasons.items()}) from None
+        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+        flat = itertools.chain.from_iterable(encoding.ids for encoding in encodings)
+        return Ragged(np.fromiter(flat, self._dtype, int(lengths.sum())), lengths)
+
+    def _reasons(self, texts: list[str]) -> dict[int, str]:
+        reasons = {}
+        for index, text in enumerate(texts):
+            try:
+                with panics_unprinted():
+                    self._tokenizer.encode(text, add_special_tokens=False)
+            except BaseException as error:
+                if isinstance(error, NOT_FAILURES):
+                    raise
+                reasons[index] = f"the tokenizer cannot encode it: {error}"
+        return reasons
+
+
+class FastEngine:
+    """The `gigatoken` package: a hundred times as fast, for shapes of tokenizers that were proved.
+
+    Texts for which it is not known to be right go to the reference, which is loaded for the first
+    of them.
+    """
+
+    name: EngineName = "gigatoken"
+
+    def __init__(self, json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> None:
+        """Load it without the reference.
+
+        Args:
+            json_bytes: A tokenizer.json.
+            vocabulary_size: Its largest id + 1.
+            splits_special: What special-token text inside a document becomes.
+
+        Raises:
+            EngineUnavailable: It is not installed, or not known to be right about this tokenizer.
+        """
+        self.routed = 0
+        """Texts of the last batch that the reference has encoded instead."""
+        self.made_of = json_bytes, vocabulary_size, splits_special
+        """What it was made of."""
+        self._json, self._splits_special = json_bytes, splits_special
+        self._vocabulary_size = vocabulary_size
+        self._dtype = token_dtype(vocabulary_size)
+        with _raising(EngineUnavailable):
+            shape = proved_shape(json_bytes)
+        self._routes = Routes.from_shape(shape, splits_special=splits_special)
+        with _raising(EngineUnavailable):
+            self._tokenizer: Any = self._load(shape)
+        self._reference: ReferenceEngine | None = None
+        self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
+        """Load it for a tokenizer that the reference has loaded, and look at its vocabulary.
+
+        Raises:
+            EngineUnavailable: As for `check`, or it is not installed.
+        """
+        cls.check(tokenizer)
+        made = cls(
+            tokenizer.json_bytes,
+            tokenizer.vocabulary_size,
+            splits_special=tokenizer.splits_special,
+        )
+        made._reference = ReferenceEngine(tokenizer)
+        return made
+
+    @staticmethod
+    def check(tokenizer: TextTokenizer) -> None:
+        """Look at a tokenizer as a whole, its vocabulary too.
+
+        Raises:
+            EngineUnavailable: The fast engine is not known to be right about it.
+        """
+        with _raising(EngineUnavailable):
+            check_tokenizer(tokenizer)
+
+    def routed_of(self, texts: list[bytes]) -> np.ndarray:
+        """Which texts the reference would encode: their places, rising."""
+        return self._routes.find(texts)
+
+    def encode(self, texts: list[bytes]) -> Ragged:
+        """See `Engine`."""
+        routed = self._routes.find(texts)
+        self.routed = len(routed)
+        if not self.routed:
+            return self._encode(texts)
+        others = np.setdiff1d(np.arange(len(texts)), routed)
+        parts = (
+            self._encode([texts[place] for place in others]),
+            self._encode_routed(texts, routed),
+        )
+        made = Ragged(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.lengths for part in parts]),
+        )
+        return made.take(np.argsort(np.concatenate([others, routed])))
+
+    def _encode(self, texts: list[bytes]) -> Ragged:
+        with _raising(EngineFailure):
+            array = self._tokenizer.encode_batch(texts, parallel=False)
+            offsets = np.asarray(array.layout.offsets.data)
+            ids = np.asarray(array.layout.content.data)[offsets[0] : offsets[-1]]
+            self._check(ids, len(texts), len(offsets) - 1)
+        if _resident_bytes() > self._largest_bytes:
+            self._tokenizer = None  # first: two of them would need twice the memory
+            with _raising(EngineFailure):
+                self._tokenizer = self._load(Shape.from_json(self._json))
+            self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+        return Ragged(ids.astype(self._dtype), np.diff(offsets))
+
+    def _check(self, ids: np.ndarray, num_texts: int, num_rows: int) -> None:
+        """What no comparison gets to see, for it can be neither written nor laid side by side."""
+        if num_rows != num_texts:
+            raise ValueError(f"gives ids of {num_rows:,} texts for {num_texts:,}")
+        if len(ids) and (largest := int(ids.max())) >= self._vocabulary_size:
+            raise ValueError(f"gives the id {largest:,}, of {self._vocabulary_size:,}")
+
+    def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
+        """The ids of some of the texts by the reference."""
+        if self._reference is None:
+            tokenizer = TextTokenizer.load(
+                self._json, origin="the tokenizer", splits_special=self._splits_special
+            )
+            self._reference = ReferenceEngine(tokenizer)
+            self._largest_bytes = max(self._largest_bytes, _resident_bytes() + _CACHE_BYTES)
+        try:
+            return self._reference.encode([texts[place] for place in routed])
+        except Unencodable as error:
+            reasons = {int(routed[place]): reason for place, reason in error.reasons.items()}
+            raise Unencodable(reasons) from None
+
+    def _load(self, shape: Shape) -> Any:
+        try:
+            with signals_held():  # their C extensions turn an interruption into an ImportError
+                import awkward  # noqa: F401 - gigatoken would, at some later moment
+                import gigatoken  # an extra, and 0.3 s that only its users should pay
+        except Exception as error:  # under PYTHONDEVMODE awkward fails by a LookupError
+            raise EngineUnavailable(
+                f"the fast one is not installed ({error}; pip install 'gigatoken<0.11')"
+            ) from None
+        return gigatoken.Tokenizer.from_json(fast_json(shape, splits_special=self._splits_special))
+
+
+class _raising:
+    """Whatever a fast engine raises becomes one exception, a panic of its Rust side included."""
+
+    def __init__(self, kind: type[EngineFailure | EngineUnavailable]) -> None:
+        self._kind = kind
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: Any, traceback: Any) -> None:
+        if error is None or isinstance(error, (*NOT_FAILURES, EngineUnavailable)):
+            return
+        if isinstance(error, Unproved):
+            raise self._kind(f"the fast one was never compared with it for {error}") from None
+        reason = str(error).split("\n")[0].strip() or kind
+        raise self._kind(f"gigatoken: {reason}") from error
+
+
+def _cuts(texts: list[bytes]) -> Iterator[tuple[int, int]]:
+    """Where to cut a batch into pieces of about `_REFERENCE_BATCH_BYTES`."""
+    ends = np.cumsum(np.fromiter(map(len, texts), np.int64, len(texts)))
+    pieces = ends // _REFERENCE_BATCH_BYTES
+    cuts = [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), len(texts)]
+    return itertools.pairwise(cuts) if texts else iter(())
+
+
+def _resident_bytes() -> int:
+    return int(psutil.Process().memory_info().rss)
+
+
+def installed_engines() -> list[str]:
+    """Names and versions of the engines that can be used here."""
+    engines: tuple[EngineName, ...] = ("tokenizers", "gigatoken")
+    found = []
+    for name in engines:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {engine_version(name)}")
+    return found
+
+
+def engine_version(name: EngineName) -> str:
+    """The version of an engine's package."""
+    return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)

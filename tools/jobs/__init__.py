@@ -1,0 +1,1 @@
+"""Units of a run: claims, records, the crew of workers."""

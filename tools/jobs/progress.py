@@ -1,0 +1,73 @@
+"""The progress bar of a run.
+
+It moves with the part of the input that has been read and encoded, measured in bytes of the files,
+so neither compression nor fields that nobody wants make it jump or stall.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Self
+
+from tokenfeed.tools.jobs.crew import Progress, Weighed
+
+if TYPE_CHECKING:
+    import rich.progress
+
+__all__ = ["Bar"]
+
+
+class Bar:
+    """Shows how far a run is, on a terminal; elsewhere it is silent."""
+
+    def __init__(self, units: Sequence[Weighed]) -> None:
+        self._num_units = len(units)
+        self._units_done = self._tokens = 0
+        self._started = time.perf_counter()
+        self._shown: rich.progress.Progress | None = None
+        if sys.stderr and sys.stderr.isatty():
+            self._shown = _make()
+            total = sum(unit.weight_bytes for unit in units)
+            self._shown.add_task("starting", total=total, speed="")
+
+    def __enter__(self) -> Self:
+        if self._shown:
+            self._shown.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._shown:
+            self._shown.stop()
+
+    def advance(self, progress: Progress) -> None:
+        """Move on by what has been encoded."""
+        self._tokens += progress.num_tokens
+        if self._shown:
+            (task,) = self._shown.tasks
+            tokens_per_s = self._tokens / (time.perf_counter() - self._started)
+            self._shown.update(
+                task.id,
+                advance=progress.weight_bytes,
+                description=f"{self._units_done:,}/{self._num_units:,} units",
+                speed=f"{tokens_per_s / 1e6:.2f} M tokens/s",
+            )
+
+    def count_unit(self) -> None:
+        """Count a finished unit."""
+        self._units_done += 1
+        self.advance(Progress(0, 0))
+
+
+def _make() -> "rich.progress.Progress":
+    from rich import progress  # 30 ms that only a terminal should cost
+    from rich.console import Console
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TextColumn("{task.fields[speed]}"),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )

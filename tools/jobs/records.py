@@ -1,0 +1,461 @@
+"""What an unfinished run has done, kept in its output: a folder or a store.
+
+    .parts/job.json       the recipe of the run, and the number of its parts
+    .parts/plan.json      what takes reading the corpus to know: units, labels, tokenizer
+    .parts/audit.json     the comparison of the engines at the beginning of the run
+    .parts/00012.json     a finished unit; written after the unit's shards
+    .parts/00012.rejects  the rejected records of the unit, if there are any
+    .parts/distrusted.json  the fast engine gave wrong ids: units that it made do not count
+    .parts/lock           held by the part that makes the plan
+
+Each file appears whole and at once, and two files of one name mean the same. So any number of
+processes on any machines may work on one run, at the same time or repeatedly, without locks. The
+process that creates job.json first decides what the run is; the others compare.
+
+The versions of packages that the bytes of a shard depend on: the same wherever a run works.
+"""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import msgspec
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
+from tokenfeed.pipeline.format.storage import hold, waited_for
+from tokenfeed.pipeline.format.store import LocalStore, Place
+from tokenfeed.pipeline.remote.threads import results_of
+
+__all__ = [
+    "Part",
+    "Records",
+    "Result",
+    "ResultT",
+    "check_recipe",
+    "claimed",
+    "differences",
+    "is_begun",
+    "kept_plan",
+    "parts_in",
+    "planning_alone",
+    "remove_records",
+    "versions",
+]
+
+_PACKAGES = ("tokenfeed", "pyarrow", "tokenizers", "gigatoken")
+
+
+def versions() -> list[str]:
+    """Name and version of each, `none` where it is not installed."""
+    from tokenfeed.tools.corpus.formats.registry import FORMATS  # which `shards` does without
+
+    of_formats = {name for format_ in FORMATS.values() for name in format_.packages}
+    return [f"{name} {_version(name)}" for name in (*_PACKAGES, *sorted(of_formats))]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 16
+"""Files that are read at the same time."""
+_PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
+_AUDIT_FILE = f"{PARTS_FOLDER}/audit.json"
+_LOCK_FILE = f"{PARTS_FOLDER}/lock"
+_DISTRUSTED_FILE = f"{PARTS_FOLDER}/distrusted.json"
+
+
+class Result(Protocol):
+    """What is kept of a finished unit: a dataclass."""
+
+    @property
+    def unit(self) -> int:
+        """The number of the unit."""
+        ...
+
+    @property
+    def files(self) -> Iterable[FileInfo]:
+        """Files that the unit wrote; it counts as long as they are unchanged."""
+        ...
+
+
+ResultT = TypeVar("ResultT", bound=Result)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of several processes that share the units of a run."""
+
+    index: int
+    count: int
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the part that `--part` names.
+
+        Raises:
+            ConfigError: It is not of the form I/N.
+        """
+        words = text.split("/")
+        if len(words) == 2 and all(word.isascii() and word.isdecimal() for word in words):
+            index, count = map(int, words)
+            if index < count:
+                return cls(index, count)
+        raise ConfigError(
+            f"`--part` {text}: expected I/N, the number of this part from 0 and how many there "
+            "are, like 0/16."
+        )
+
+    def has(self, number: int) -> bool:
+        """Whether the unit of this number belongs to the part."""
+        return number % self.count == self.index
+
+
+_ALL = Part(0, 1)
+
+
+class Records(Generic[ResultT]):
+    """The records of a run in an output; a run that is no part locks its folder until closed."""
+
+    def __init__(self, output: Place, kind: type[ResultT]) -> None:
+        """Use `begin`."""
+        self.results: dict[int, ResultT] = {}
+        """Finished units by number; of a part only its own."""
+        self.is_new = False
+        """Whether this process created the run."""
+        self.made_folders: list[Path] = []
+        """Folders above the output that had to be made, the innermost first."""
+        self._output = output
+        self._kind = kind
+        self._lock: int | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        output: Place,
+        recipe: dict[str, Any],
+        kind: type[ResultT],
+        part: Part | None = None,
+    ) -> Self:
+        """Begin a run in an output, or continue the unfinished one there.
+
+        Args:
+            output: Where the data set is made; created if missing.
+            recipe: Everything that the output depends on, by the names that users know.
+            kind: What is kept of a finished unit.
+            part: Which units belong to this process; None for all.
+
+        Raises:
+            ConfigError: The unfinished run there has another recipe, or another process holds the
+                folder, or has just finished the data set.
+        """
+        records = cls(output, kind)
+        records.made_folders = output.prepare()
+        try:
+            if part is None and isinstance(output, LocalStore):
+                records._lock = _held(output)
+            records.is_new = _create_job(output, _named(recipe), part.count if part else None)
+            if records.is_new and output.exists(MANIFEST_FILE):
+                raise ConfigError(
+                    f"{output}: already holds a finished data set, which another run has just made."
+                )
+            check_recipe(output, recipe)
+            if part and (begun := parts_in(output)) not in (part.count, None):
+                raise ConfigError(
+                    f"{output}: was begun in {begun} parts, and this is one of {part.count}. Say "
+                    f"`--part I/{begun}`, or give another folder."
+                )
+            records._load(part or _ALL)
+        except BaseException:
+            if records.is_new:
+                records.remove()
+            records.close()
+            raise
+        return records
+
+    @property
+    def engine_rejected(self) -> bool:
+        """Whether any process has found the fast engine wrong."""
+        return self._output.exists(_DISTRUSTED_FILE)
+
+    def check(self) -> None:
+        """Check that the run still exists.
+
+        Raises:
+            ConfigError: Another process has finished or withdrawn it.
+        """
+        _job_of(self._output)
+
+    def append(self, result: ResultT) -> None:
+        """Record a finished unit."""
+        written_at = {info.file: self._output.written_at(info.file) for info in result.files}
+        content = {
+            "result": dataclasses.asdict(result),  # type: ignore[call-overload]
+            "written_at": written_at,
+        }
+        self._write(f"{PARTS_FOLDER}/{result.unit:05d}.json", content)
+        self.results[result.unit] = result
+
+    def keep_plan(self, plan: dict[str, Any]) -> None:
+        """Keep the plan of the run for all processes that join it; see `kept_plan`."""
+        content = json.dumps(plan)
+        self._write(_PLAN_FILE, {"plan": plan, "xxh3": xxhash.xxh3_64_hexdigest(content.encode())})
+
+    def keep_audit(self, audit: dict[str, Any]) -> None:
+        """Keep the comparison of the engines."""
+        self._write(_AUDIT_FILE, audit)
+
+    def kept_audit(self) -> dict[str, Any] | None:
+        """The comparison of the engines that some process has kept; None if there is none."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            audit: dict[str, Any] = json.loads(self._output.read(_AUDIT_FILE))
+            return audit
+        return None
+
+    def reject_engine(self, reason: str) -> None:
+        """Record that the fast engine is wrong: what any process made by it is made again."""
+        self._write(_DISTRUSTED_FILE, {"reason": reason})
+        self.results = {}
+
+    def drop_damaged(self) -> bool:
+        """Forget units whose files are not as recorded. Return whether there are any.
+
+        Reads all files of a folder.
+        """
+        return self._keep_whole({})
+
+    def remove(self) -> None:
+        """Delete all records of the run."""
+        remove_records(self._output)
+        self._output.prune("")
+        for made in self.made_folders:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        self.check()  # or the folder would be made anew
+        self._output.write(name, json.dumps(content).encode() + b"\n")
+
+    def _load(self, part: Part) -> None:
+        """Read the records of a part, and look at the files that they name."""
+        names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
+        records = [each for each in results_of(self._record, names, _AT_ONCE) if each]
+        self.results = {result.unit: result for result, _ in records}
+        self._keep_whole({file: time for _, times in records for file, time in times.items()})
+
+    def _record(self, name: str) -> tuple[ResultT, dict[str, int | None]] | None:
+        """Read a record; None if it is damaged, so that its unit is done again."""
+        with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+            content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
+            result = msgspec.convert(content["result"], self._kind)
+            return result, msgspec.convert(content["written_at"], dict[str, int | None])
+        return None
+
+    def _keep_whole(self, written_at: dict[str, int | None]) -> bool:
+        """Forget units whose files are missing or changed. Return whether there are any."""
+
+        def is_whole(result: ResultT) -> bool:
+            return all(self._output.has(info, written_at.get(info.file)) for info in result.files)
+
+        found = list(self.results.values())
+        are_whole = results_of(is_whole, found, _AT_ONCE)
+        kept = [each for each, is_kept in zip(found, are_whole, strict=True) if is_kept]
+        self.results = {result.unit: result for result in kept}
+        if damaged := len(found) - len(kept):
+            logger.warning(
+                "%s: shards of %d finished units are missing or damaged, and made again",
+                self._output,
+                damaged,
+            )
+        return bool(damaged)
+
+
+def check_recipe(output: Place, recipe: dict[str, Any], changed: str = "") -> None:
+    """Compare a command with the one that began the unfinished run in an output.
+
+    Args:
+        output: Where the run is.
+        recipe: Everything that the output depends on.
+        changed: How the input files differ, if that is known.
+
+    Raises:
+        ConfigError: They differ.
+    """
+    was, now = _job_of(output)["recipe"], _named(recipe)
+    if difference := differences(was, now):
+        raise ConfigError(
+            f"{output}: holds an unfinished run of another command, input or machine: "
+            f"{difference}{changed}. Repeat the first command, or give another folder."
+        )
+
+
+@contextlib.contextmanager
+def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
+    """Keep other commands out of a folder until the block ends.
+
+    Raises:
+        ConfigError: Another command is at work there, or has left an unfinished run.
+    """
+    output.prepare()
+    lock = _held(output)
+    try:
+        if not _create_job(output, recipe, None) and not _is_job(output, recipe):
+            raise ConfigError(f"{output}: holds an unfinished run. Give another place.")
+        try:
+            yield
+        finally:
+            remove_records(output)
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def planning_alone(output: Place) -> Iterator[None]:
+    """Let one part at a time make the plan of a run. The others wait, and find it.
+
+    A store, and a file system without locks, lets all of them make it.
+    """
+    if not isinstance(output, LocalStore):
+        yield
+        return
+    made = output.prepare()
+    path = output.folder / _LOCK_FILE
+    path.parent.mkdir(exist_ok=True)
+    try:
+        with open(path, "ab") as file, waited_for(file):
+            yield
+    except BaseException:
+        if not is_begun(output):
+            output.delete(_LOCK_FILE)
+            output.prune(PARTS_FOLDER, "", *map(str, made))
+        raise
+
+
+def kept_plan(output: Place) -> dict[str, Any] | None:
+    """The plan of the unfinished run in an output; None if it is missing or damaged."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        content = json.loads(output.read(_PLAN_FILE))
+        plan: dict[str, Any] = content["plan"]
+        if xxhash.xxh3_64_hexdigest(json.dumps(plan).encode()) == content["xxh3"]:
+            return plan
+    return None
+
+
+def is_begun(output: Place) -> bool:
+    """Whether an output holds an unfinished run."""
+    return output.exists(JOB_FILE)
+
+
+def parts_in(output: Place) -> int | None:
+    """The number of parts that a run was begun in; None if it was begun without."""
+    count: int | None = _job_of(output)["parts"]
+    return count
+
+
+def remove_records(output: Place, *, job_first: bool = False) -> None:
+    """Delete the records of a run. A kill leaves an unfinished run, or with `job_first` none."""
+    names = {f"{PARTS_FOLDER}/{name}" for name in output.names(PARTS_FOLDER)}
+    if job_first:
+        output.delete(JOB_FILE)
+    output.delete(*names - {JOB_FILE})
+    output.delete(*names & {JOB_FILE})
+    output.prune(PARTS_FOLDER)
+
+
+def differences(was: dict[str, Any], now: dict[str, Any]) -> str:
+    """Say how two recipes differ; empty if they are the same."""
+    return "; ".join(
+        f"{name} was {_shown(was.get(name))}, is {_shown(now.get(name))}"
+        for name in sorted(now.keys() | was.keys())
+        if now.get(name) != was.get(name)
+    )
+
+
+def _shown(value: Any) -> str:
+    if value is None or value == []:
+        return "not given"
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _named(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe with the packages that decide bytes: every process of a run has the same."""
+    return recipe | {"the packages": versions()}
+
+
+def _held(output: LocalStore) -> int | None:
+    """Lock a folder, to spare work: two runs of one command write the same bytes."""
+    if not hasattr(os, "O_DIRECTORY"):  # Windows
+        return None
+    descriptor = os.open(output.folder, os.O_RDONLY)
+    if hold(descriptor):
+        return descriptor
+    os.close(descriptor)
+    raise ConfigError(f"{output}: another run is writing here. Wait for it or end it.")
+
+
+def _create_job(output: Place, recipe: dict[str, Any], count: int | None) -> bool:
+    """Create job.json unless it exists. Return whether this call wrote it."""
+    own = os.urandom(8).hex()  # a store compares contents: no two processes write the same
+    job = {"parts": count, "recipe": recipe, "by": own}
+    return output.create(JOB_FILE, json.dumps(job).encode())
+
+
+def _is_job(output: Place, recipe: dict[str, Any]) -> bool:
+    try:
+        return bool(_job_of(output)["recipe"] == recipe)
+    except ConfigError:
+        return False
+
+
+def _job_of(output: Place) -> dict[str, Any]:
+    """Read job.json.
+
+    Raises:
+        ConfigError: It is damaged, or gone.
+    """
+    try:
+        content = output.read(JOB_FILE)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{output}: another run has finished it, or was withdrawn, meanwhile."
+        ) from None
+    with contextlib.suppress(ValueError):
+        job = json.loads(content)
+        if isinstance(job, dict) and isinstance(job.get("recipe"), dict) and "parts" in job:
+            return job
+    raise ConfigError(
+        f"{output.path(JOB_FILE)}: is damaged, so what was begun there is unknown. Give another "
+        f"output, or delete {PARTS_FOLDER} there and begin anew."
+    )
+
+
+def _is_record(name: str, part: Part) -> bool:
+    number, _, ending = name.partition(".")
+    return ending == "json" and number.isdecimal() and part.has(int(number))

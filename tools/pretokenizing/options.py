@@ -1,0 +1,327 @@
+"""The options of `pretokenize`: a dataclass whose docstrings are the help, and its checks."""
+
+import dataclasses
+import inspect
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.cores import usable_cores
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
+from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.pipeline.format.store import Place, open_place
+from tokenfeed.pipeline.sizes import bytes_of
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
+from tokenfeed.tools.corpus.sources import is_split_name
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder
+from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
+from tokenfeed.tools.jobs.executors import Runner, check_installed
+from tokenfeed.tools.jobs.records import Part
+from tokenfeed.tools.shell.command_line import read_command_line
+from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
+
+__all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "records_of_tasks"]
+
+_GROUPS = {
+    "task and tokenizer": (
+        *("task", "field", "tokenizer", "vocab_size", "end_token", "add_special_tokens"),
+    ),
+    "input": ("split", "validation", "exclude", "strict", "max_rejects"),
+    "speed and output": ("workers", "engine", "json"),
+    "cluster and job array": ("runner", "part", "finish"),
+    "rarely needed": (
+        *("special_tokens_in_text", "shard_size", "max_record", "verify_ids", "seed"),
+    ),
+}
+"""The options by the title of their group in the help."""
+_LARGEST_VOCABULARY = 10_000_000
+_LONGEST_SPLIT = 255
+"""Bytes in the name of a folder."""
+_TRAINING = ("vocab_size", "seed")
+"""Options of a tokenizer that is trained."""
+
+_VocabSize = Annotated[
+    int,
+    Meta(
+        ge=SMALLEST_VOCABULARY,
+        le=_LARGEST_VOCABULARY,
+        title="N",
+        description=f"a whole number from {SMALLEST_VOCABULARY} (every byte has an id) to "
+        f"{_LARGEST_VOCABULARY:,}",
+    ),
+]
+_Share = Annotated[float, Meta(ge=0, lt=1, title="SHARE", description="a share from 0 up to 1")]
+
+
+def _text(placeholder: str) -> Meta:
+    """Metadata of a text: how the help shows its value."""
+    return Meta(title=placeholder, description="text")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """Tokenize a corpus once, into checksummed shards that a training run streams.
+
+    The same command continues a run that was interrupted.
+    """
+
+    paths: tuple[str, ...]
+    """Files, and folders to search for files; then a new or empty folder for the data set, or the
+    folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
+    task: Task = "lm"
+    """What a record is."""
+    field: tuple[tuple[Annotated[str, _text("NAME=FIELD ...")], ...], ...] = ()
+    """Names of the fields or columns that the task reads, if they differ from the names below.
+    Names in brackets are read only if given here. Labels and tags are names or whole numbers."""
+    tokenizer: Annotated[str, _text("FILE|FOLDER|HUB-ID")] | None = None
+    """A tokenizer.json, a folder that contains one, the address of either, or a hub id, with
+    @REVISION if you like. Default: train a tokenizer on a sample of the corpus."""
+    vocab_size: _VocabSize = 32_768
+    """Number of ids of a tokenizer that is trained."""
+    end_token: Annotated[str, _text("TOKEN")] | None = None
+    """Token after every document and completion. Default: found by its usual names."""
+    add_special_tokens: bool = False
+    """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
+    split: tuple[Annotated[str, _text("NAME=GLOB")], ...] = ()
+    """Put the files whose names or paths match GLOB into the split NAME. Can be given several
+    times."""
+    validation: _Share | None = None
+    """Share of the other records for the validation split, chosen by a hash of their text. Default:
+    0.01 and at most about 10 M tokens, or 0 if --split is given."""
+    exclude: tuple[Annotated[str, _text("GLOB")], ...] = ()
+    """Leave out files whose names or paths match GLOB. Can be given several times."""
+    strict: bool = False
+    """Stop at the first rejected record."""
+    max_rejects: NotNegative | None = None
+    """Stop after more than N rejected records. Default: no limit."""
+    workers: Positive | Literal["auto"] = "auto"
+    """Number of processes. auto: one for each usable core. The output does not depend on it."""
+    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto"
+    """auto: the fast gigatoken if it returns the same ids as tokenizers, which is checked."""
+    json: bool = False
+    """Print the summary as JSON."""
+    runner: Runner = "local"
+    """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. They
+    must share CORPUS, and OUT if it is a folder. The output does not depend on it."""
+    part: Annotated[str, _text("I/N")] | None = None
+    """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
+    and OUT if it is a folder. --finish makes the data set of all parts."""
+    finish: bool = False
+    """Encode nothing. Make the data set from the output of all parts."""
+    special_tokens_in_text: Literal["plain", "split"] = "plain"
+    """How to encode the text of a special token inside a document: as plain text, or as its id."""
+    shard_size: Annotated[str, _text("SIZE|auto")] = "auto"
+    """Text in a shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
+    max_record: Annotated[str, _text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
+    """Largest record, measured in its file. Larger records are rejected while they are read."""
+    verify_ids: bool = False
+    """Encode everything with tokenizers too and compare the ids. Takes as long as without
+    gigatoken."""
+    seed: NotNegative = 0
+    """Seed of the sample that trains a tokenizer."""
+
+    @property
+    def corpus(self) -> tuple[str, ...]:
+        """The input: all paths but the last."""
+        return tuple(p if "://" in p else str(Path(p)) for p in map(str, self.paths[:-1]))
+
+    @property
+    def out(self) -> Path:
+        """The output folder: the last path, if it is not an address."""
+        return Path(self.paths[-1])
+
+    @property
+    def output(self) -> Place:
+        """The folder or store that the last path names."""
+        return open_place(self.paths[-1])
+
+    @property
+    def shard_bytes(self) -> int | None:
+        """`shard_size` in bytes; None for auto."""
+        if self.shard_size == "auto":
+            return None
+        return bytes_of(self.shard_size, flag="--shard-size", otherwise="auto")
+
+    @property
+    def max_record_bytes(self) -> int:
+        """`max_record` in bytes."""
+        return bytes_of(self.max_record, flag="--max-record")
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes on this machine."""
+        return usable_cores() if self.workers == "auto" else self.workers
+
+    @property
+    def splits(self) -> tuple[tuple[str, str], ...]:
+        """Splits, each with the pattern of its files."""
+        parted = (given.partition("=") for given in self.split)
+        return tuple((name, glob) for name, _, glob in parted)
+
+    @property
+    def allowed_rejects(self) -> int | None:
+        """Largest number of rejected records; None for no limit."""
+        return 0 if self.strict else self.max_rejects
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """The given fields, by the names that the task uses."""
+        parted = (given.partition("=") for given in self._given_fields())
+        return {own: name for own, _, name in parted}
+
+    def make_task(self) -> TaskEncoder:
+        """Make the task with its fields. Labels have no numbers yet."""
+        given: dict[str, Any] = {**self.fields}
+        return TASK_CLASSES[self.task](add_special_tokens=self.add_special_tokens, **given)
+
+    def check(self) -> None:
+        """Reject options that cannot work, before any file is read.
+
+        Raises:
+            ConfigError: Names the option.
+        """
+        self._check_fields()
+        if len(self.paths) < 2:
+            raise ConfigError(
+                "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
+            )
+        if "" in self.paths:
+            raise ConfigError("a path is empty: expected CORPUS... OUT. Is a shell variable unset?")
+        check_types(self)
+        self._check_together()
+        for given in self.split:
+            name, _, glob = given.partition("=")
+            if len(os.fsencode(name)) > _LONGEST_SPLIT:
+                raise ConfigError(
+                    f"`--split` {name[:40]}...: the name has {len(os.fsencode(name))} bytes, at "
+                    f"most {_LONGEST_SPLIT} fit into the name of a folder."
+                )
+            if not is_split_name(name) or not glob:
+                raise ConfigError(
+                    f"`--split` {given!r}: expected a name and a pattern, like test='*.test.jsonl'."
+                )
+        _ = self.shard_bytes, self.max_record_bytes  # raise if not a size
+        self._check_tokenizer()
+
+    def _check_fields(self) -> None:
+        """Reject fields that the task does not read, or that are named twice or not at all."""
+        own_names = TASK_CLASSES[self.task].kinds
+        seen: set[str] = set()
+        for given in self._given_fields():
+            own, _, name = given.partition("=")
+            if not name or own not in own_names:
+                raise ConfigError(
+                    f"`--field` {given!r}: expected NAME=FIELD, where NAME is what `--task "
+                    f"{self.task}` reads: {', '.join(own_names)}. Put paths before options."
+                )
+            if own in seen:
+                raise ConfigError(f"`--field` {given!r}: {own} is named twice. Name one field.")
+            seen.add(own)
+        names = [*self.make_task().named.values()]
+        if len(set(names)) < len(names):
+            raise ConfigError(
+                f"`--task {self.task}` needs fields of different names, got {', '.join(names)}."
+            )
+
+    def _given_fields(self) -> list[str]:
+        """The words after every `--field`, in order."""
+        return [given for together in self.field for given in together or ("",)]
+
+    def _check_together(self) -> None:
+        """Reject options that contradict each other, or have no effect on this command."""
+        given = {field.name for field in dataclasses.fields(self) if self._is_given(field)}
+        for name in _TRAINING:
+            if name in given and self.tokenizer:
+                raise ConfigError(
+                    f"`{flag_of(name)}` {getattr(self, name)}: is for a tokenizer that is trained, "
+                    "and `--tokenizer` names one. Leave one of them out."
+                )
+        if self.strict and self.max_rejects is not None:
+            raise ConfigError(
+                f"`--max-rejects` {self.max_rejects} and `--strict`: leave one of them out."
+            )
+        if self.verify_ids and self.engine == "tokenizers":
+            raise ConfigError(
+                "`--verify-ids` compares with the ids of `--engine tokenizers`: leave one of them "
+                "out."
+            )
+        sharing = {
+            "runner": f"--runner {self.runner}",
+            "part": f"--part {self.part}",
+            "finish": "--finish",
+        }
+        used = [words for name, words in sharing.items() if name in given]
+        if not used:
+            return
+        check_installed(self.runner)
+        if self.part is not None:
+            Part.from_text(self.part)
+        if used[1:]:
+            raise ConfigError(f"`{used[0]}` and `{used[1]}`: leave one of them out.")
+        if STANDARD_INPUT in self.corpus:
+            raise ConfigError(
+                f"`-`: only this machine has standard input, and `{used[0]}` needs files that all "
+                "machines share. Write it to a file there."
+            )
+        if "workers" in given and not self.part:
+            raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
+
+    def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
+        return bool(getattr(self, field.name) != field.default)
+
+    def _check_tokenizer(self) -> None:
+        """Reject a tokenizer that is not a regular file: reading a pipe might never end."""
+        path = Path(self.tokenizer or "")
+        path = path / TOKENIZER_FILE if path.is_dir() else path
+        if self.tokenizer and path.exists() and not path.is_file():
+            raise ConfigError(
+                f"`--tokenizer` {self.tokenizer}: not a regular file. Give a tokenizer.json, a "
+                "folder that holds one, or a hub id."
+            )
+
+
+def parse_options() -> Options:
+    """Read the command line."""
+    given = read_command_line(
+        Options,
+        _GROUPS,
+        "pretokenize",
+        f"{inspect.getdoc(Options)} {input_formats()}",
+        paths="CORPUS... OUT",
+        more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
+    )
+    return Options(**given)
+
+
+def input_formats() -> str:
+    """The formats of a corpus, each by its first file ending."""
+    formats = [format_ for format_ in FORMATS.values() if format_ is not FALLBACK]
+    lines = [format_.endings[0] for format_ in formats if format_.is_compressible]
+    others = [format_.endings[0] for format_ in formats if not format_.is_compressible]
+    return (
+        f"Input: text and source files (a file is a document), {', '.join(lines)}, each also .gz, "
+        f".zst, .bz2 or .xz; {', '.join(others)}, folders of `save_to_disk`; - for standard input; "
+        "hub:OWNER/NAME[@REVISION]; hf://datasets/OWNER/NAME[@REVISION][/PATH]."
+    )
+
+
+def records_of_tasks() -> str:
+    """What a record is in each task."""
+    return "; ".join(f"{name}: {task.record}" for name, task in TASK_CLASSES.items()) + "."
+
+
+def fields_of_tasks() -> str:
+    """The fields that each task reads; those in brackets are read only if they are named."""
+    lists = (f"{name}: {', '.join(_fields(task))}" for name, task in TASK_CLASSES.items())
+    return "; ".join(lists) + "."
+
+
+def _fields(task: type[TaskEncoder]) -> Iterator[str]:
+    read = task().named
+    return (own if own in read else f"[{own}]" for own in task.kinds)

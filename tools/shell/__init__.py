@@ -1,0 +1,1 @@
+"""The terminal: command lines, messages, progress, signals."""

@@ -1,0 +1,296 @@
+"""The settings of `train`, from four sources: defaults that suit the data and the GPU, a preset, a
+YAML file, the command line. Later sources override earlier ones. A resumed run has its saved
+settings instead of the first.
+"""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import yaml
+from msgspec import Meta
+
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import column_of
+from tokenfeed.tools.shell.command_line import read_command_line
+from tokenfeed.trainer.config.presets import PRESETS, PresetName
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import Positive, flag_of, read_settings
+from tokenfeed.trainer.data.datasets import read_manifest
+from tokenfeed.trainer.distributed.launcher import Launch
+from tokenfeed.trainer.sizing.recommended import (
+    Asked,
+    Choice,
+    Machine,
+    able,
+    epochs_of,
+    lasting,
+    machine_of,
+    sized,
+    steps_of,
+    suited,
+)
+
+__all__ = ["FILE_KINDS", "GROUPS", "Command", "layered", "parse_config", "read_command"]
+
+_log = logging.getLogger(__name__)
+
+_DESCRIPTION = """Train a model on the shards of `pretokenize`: documents, completions, classes,
+scores or tags. Report metrics and how long the device waits for data. Options you leave out get
+values that suit the data and the GPU. `train` prints these values; --print-config prints all
+settings. --dry-run shows steps, memory and time. --no-NAME turns a switch off that a file or preset
+turns on."""
+
+GROUPS = {
+    "data": ("shards", "sequence_length", "seed"),
+    "model": ("model", "dropout", "init_from", "from_scratch", "lora"),
+    "duration and batch size": (
+        *("epochs", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
+    ),
+    "optimizer": ("learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer"),
+    "device": ("device", "precision", "compile", "recompute", "shard_model"),
+    "evaluation and checkpoint": (
+        *("eval_every", "eval_tokens", "save_every", "keep", "log_every", "track"),
+    ),
+    "output": ("run_dir", "resume", "export", "upload", "json"),
+    "configuration and planning": (
+        *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
+    ),
+    "rarely needed": (
+        *("objective", "batching", "attention", "trainable", "lora_target", "clip_norm"),
+        *("learning_rate_reference_tokens", "num_workers", "cache_dir", "cache_bytes", "profile"),
+    ),
+}
+"""The options by the title of their group in the help."""
+
+_PAIRS = (("steps", "epochs", "how long to train"), ("step_tokens", "step_rows", "what a step is"))
+"""Two settings that exclude each other, and what both say."""
+_OF_GPUS = ("t4", "rtx4090", "h100")
+"""Presets for training on documents."""
+_OTHER_NAMES = {
+    "": "--shards",
+    "--batch-size": "--step-rows (rows of a step) or --micro-batch-tokens (memory)",
+    "--lr": "--learning-rate",
+    "--max-steps": "--steps",
+    "--output-dir": "--run-dir",
+}
+"""What other trainers call our options."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command(TrainConfig):
+    """The command line: settings, sources of other settings, and what to do instead of training."""
+
+    epochs: Positive | None = None
+    """Passes over the train split, instead of --steps."""
+    config: Path | None = None
+    """YAML file of settings with these names, like config.yaml of a run. Options override it."""
+    preset: PresetName | None = None
+    """Settings for a purpose. quick: a short run with evaluation, checkpoint and report; t4,
+    rtx4090, h100: documents on that GPU; production: a run of days. --config and options override
+    it."""
+    print_config: bool = False
+    """Print all settings as a file for --config, and exit."""
+    dry_run: bool = False
+    """Print the steps, memory, time and disk that the run needs, and exit. Needs no GPU."""
+    gpu: Annotated[str, Meta(title="NAME", description="text")] | None = None
+    """GPU to assume in --dry-run: a name like H100, or its memory in GiB."""
+    monitor_only: bool = False
+    """Show what GPUs and host are doing, live, with a line of advice. Needs no shards."""
+
+    def settings(self) -> TrainConfig:
+        """The settings alone."""
+        return TrainConfig(**_values(self))
+
+    def as_yaml(self) -> str:
+        """The settings as --config takes them."""
+        return yaml.safe_dump(self.settings().as_dict(), sort_keys=False)
+
+
+_ACTIONS = ("config", "preset", "print_config", "dry_run", "gpu", "monitor_only")
+FILE_KINDS = {
+    name: kind
+    for name, kind in get_type_hints(Command, include_extras=True).items()
+    if name not in _ACTIONS
+}
+"""The types of the settings that a file may have."""
+
+
+def parse_config() -> TrainConfig:
+    """The settings in force."""
+    return read_command().settings()
+
+
+def read_command() -> Command:
+    """Read the command line and the files that it names, and choose what they leave open."""
+    given = _given()
+    if "run_dir" not in given and Launch.of_environment().may_restart:
+        raise ConfigError(
+            "`--run-dir`: torchrun may restart the run, which resumes only if it finds its folder. "
+            "Give one."
+        )
+    if given.get("resume") == "auto":
+        given["resume"] = _finds_run(given)
+    begun = TrainConfig.of_run(given["run_dir"]) if _resumes(given) else None
+    if begun is None:
+        manifest = _manifest(given)
+        plain = Command(**given)
+        machine = machine_of(plain, plain.gpu)  # imports torch, and so comes after the manifest
+        command = _chosen(manifest, given, machine)
+    else:
+        command = Command(**layered(_values(begun), given))
+        machine = machine_of(command, command.gpu)
+        if command.epochs is not None:
+            command.check()
+            manifest, on_gpu = read_manifest(command.shards), machine.gpu is not None
+            steps = steps_of(command.epochs, command, manifest, on_gpu=on_gpu)
+            command = dataclasses.replace(command, steps=steps)
+    for lack in able(command, machine):
+        _log.warning("%s", lack.reason)
+        command = dataclasses.replace(command, **lack.settings)
+    return command
+
+
+def _given() -> dict[str, Any]:
+    """The settings of the command line, over the file and the preset that it names."""
+    options = read_command_line(
+        Command,
+        GROUPS,
+        "train",
+        _DESCRIPTION,
+        reversible=[name for name, kind in FILE_KINDS.items() if kind is bool],
+        other_names=_OTHER_NAMES,
+    )
+    _check_pairs(options, {name: flag_of(name) for name in options})
+    if "gpu" in options and "dry_run" not in options:
+        raise ConfigError(
+            f"`--gpu`={options['gpu']}: is for --dry-run. Add it, or leave --gpu out."
+        )
+    path = options.get("config")
+    file = read_settings(path, FILE_KINDS) if path else {}
+    _check_pairs(file, {name: name for name in file}, f"{path}: ")
+    given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
+    if not given.get("phases"):
+        return given
+    if given.get("epochs") is not None:
+        raise ConfigError("`--epochs`: phases say how many steps they have. Leave it out.")
+    return {"steps": sum(phase.steps for phase in given["phases"])} | given
+
+
+def _check_pairs(settings: Mapping[str, Any], written: Mapping[str, str], where: str = "") -> None:
+    """Reject two settings of one source that contradict each other.
+
+    Args:
+        settings: The settings by name.
+        written: How the source spells each name.
+        where: The file, for the message.
+    """
+    for one, other, meaning in _PAIRS:
+        if settings.get(one) is not None and settings.get(other) is not None:
+            raise ConfigError(
+                f"{where}`{written[other]}` and {written[one]} both say {meaning}. Leave one out."
+            )
+
+
+def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay sources of settings over each other: later sources override earlier ones.
+
+    A setting of a pair also removes the other one, and phases, which have steps of their own,
+    remove steps and epochs.
+    """
+    found: dict[str, Any] = {}
+    for source in sources:
+        for one, other, _ in _PAIRS:
+            if source.get(one) is not None or source.get(other) is not None:
+                found = {name: found[name] for name in found if name not in (one, other)}
+        if source.get("phases"):
+            found = {name: found[name] for name in found if name not in ("steps", "epochs")}
+        found |= source
+    return found
+
+
+def _finds_run(given: dict[str, Any]) -> bool:
+    """Whether there is a run to resume. If so, its folder has the newest checkpoint now, and the
+    settings of that checkpoint."""
+    if "run_dir" not in given:
+        raise ConfigError("`--resume` auto needs --run-dir: the folder of the run.")
+    begun = TrainConfig.of_run(given["run_dir"])
+    if given.get("dry_run") or given.get("print_config"):
+        return begun is not None
+    from tokenfeed.trainer.checkpoints.resume import bring_newest  # torch, as training needs it
+
+    return bring_newest(given["run_dir"], given.get("upload", begun.upload if begun else None))
+
+
+def _resumes(given: dict[str, Any]) -> bool:
+    return given.get("resume", False) and "run_dir" in given
+
+
+def _manifest(given: dict[str, Any]) -> Manifest | None:
+    """The manifest of the data sets; None if they have no train split, which the run reports. With
+    --print-config they may also be unreadable.
+
+    Raises:
+        TokenfeedError: A data set cannot be read. This comes before torch is imported.
+    """
+    if "shards" not in given:
+        if _resumes(given):
+            folder = given["run_dir"]
+            raise ConfigError(f"`--run-dir`: {folder} holds no run. Give the folder of one.")
+        raise ConfigError("`--shards` is needed: the folder that `pretokenize` made.")
+    with contextlib.suppress(*[TokenfeedError] if given.get("print_config") else []):
+        manifest = read_manifest(given["shards"])
+        return manifest if "train" in manifest.splits else None
+    return None
+
+
+def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) -> Command:
+    """The settings of a new run: defaults that suit the data and the machine, under the given
+    ones. Log the defaults that are in force."""
+    choices: list[Choice] = []
+
+    def command() -> Command:
+        return Command(**layered(*(choice.settings for choice in choices), given))
+
+    if manifest is not None:
+        asked = Asked(
+            objective=given.get("objective", "auto"),
+            model=given.get("model"),
+            from_scratch=given.get("from_scratch", False),
+            step_tokens=given.get("step_tokens") is not None and given.get("step_rows") is None,
+            longest_input=_longest_input(manifest, given.get("model", "")),
+            for_gpu=given.get("preset") in _OF_GPUS,
+        )
+        choices += suited(manifest, asked)
+        suited_to_data = command()
+        suited_to_data.check()
+        epochs = suited_to_data.epochs
+        if epochs is None and "steps" not in given:
+            epochs = epochs_of(manifest, asked)
+        on_gpu = machine.gpu is not None
+        choices += lasting(manifest, suited_to_data, asked, epochs, said=given, on_gpu=on_gpu)
+        given = {name: value for name, value in given.items() if name != "epochs"}  # steps, now
+    choices += sized(command(), machine, given)
+    found = command()
+    preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []
+    for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):
+        _log.info("%s", line)
+    return found
+
+
+def _longest_input(manifest: Manifest, model: str) -> int | None:
+    """Tokens that an hf: model reads at most; only completions are as long as a model allows."""
+    if not model.startswith("hf:") or column_of(manifest.columns, "context") is None:
+        return None
+    from tokenfeed.trainer.models.hf_model import longest_input  # transformers, seconds
+
+    return longest_input(model)
+
+
+def _values(config: TrainConfig) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in dataclasses.fields(TrainConfig)}

@@ -1,0 +1,1 @@
+"""Settings of a run: their types, bounds, presets, phases and learning-rate schedule."""

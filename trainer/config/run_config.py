@@ -1,0 +1,339 @@
+"""The settings of a training run, from the command line and config.yaml: one frozen dataclass.
+
+Each field's docstring is its help text. `check` rejects settings that contradict each other, before
+a run reads or writes any file.
+"""
+
+import dataclasses
+import datetime
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+import yaml
+from msgspec import Meta
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.pipeline.remote.address import public
+from tokenfeed.trainer.config.values import (
+    AboveZero,
+    Bytes,
+    NotNegative,
+    Positive,
+    Shards,
+    check_multiple,
+    check_pattern,
+    check_types,
+    read_settings,
+    traced_steps,
+)
+
+__all__ = [
+    "ALL_LINEAR",
+    "CHECKPOINTS_FOLDER",
+    "CONFIG_FILE",
+    "METRICS_FILE",
+    "OF_ONE_COMMAND",
+    "PAGE_FILE",
+    "REPORT_FILE",
+    "TRACE_FILE",
+    "AttentionName",
+    "BatchingName",
+    "ObjectiveName",
+    "OptimizerName",
+    "PhaseSettings",
+    "PrecisionName",
+    "RecomputeName",
+    "Resume",
+    "ScheduleName",
+    "TrackerName",
+    "TrainConfig",
+]
+
+
+TRACE_FILE = "trace.json"
+
+
+Resume = bool | Literal["auto"]
+ObjectiveName = Literal["auto", "masked"]
+BatchingName = Literal["auto", "packed", "padded"]
+AttentionName = Literal["auto", "documents", "rows"]
+OptimizerName = Literal["adamw", "muon"]
+ScheduleName = Literal["cosine", "linear", "wsd", "constant"]
+PrecisionName = Literal["auto", "fp32", "bf16", "fp16"]
+RecomputeName = Literal["none", "selective", "full"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+CONFIG_FILE = "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+REPORT_FILE = "report.json"
+PAGE_FILE = "report.html"
+CHECKPOINTS_FOLDER = "checkpoints"
+ALL_LINEAR = "all-linear"
+"""The --lora-target for every linear layer but the head."""
+OF_ONE_COMMAND = ("resume", "json", "export")
+"""Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
+
+_ADDRESSES = ("shards", "upload")
+_LENGTHS = "a whole number of at least 2"
+_NOT_NEGATIVE = "a number of at least 0"
+_Dropout = Annotated[
+    float, Meta(ge=0, lt=1, title="X", description="a number of at least 0 and below 1")
+]
+
+
+def _shown(placeholder: str) -> Meta:
+    """Metadata of a text: how the help shows its value."""
+    return Meta(title=placeholder, description="text")
+
+
+def _public(setting: Shards) -> Shards:
+    if isinstance(setting, str):
+        return public(setting)
+    return {public(address): weight for address, weight in setting.items()}
+
+
+def _new_run_dir() -> Path:
+    now = datetime.datetime.now(datetime.UTC)
+    return Path("runs") / now.strftime("%Y-%m-%dT%H-%M-%SZ")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSettings:
+    """The settings of one phase. The value None stands for the setting of the run."""
+
+    steps: Positive
+    """Optimizer steps of this phase alone."""
+    trainable: str | None = None
+    learning_rate: AboveZero | None = None
+    schedule: ScheduleName | None = None
+    """The schedule and its warm-up begin with the phase's first step and end with its last."""
+    warmup_steps: NotNegative | None = None
+    shards: Shards | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """The settings of one training run."""
+
+    shards: Shards
+    """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
+    objective: ObjectiveName = "auto"
+    """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
+    model: Annotated[str, _shown("NAME")] = "tiny"
+    """A size (words, shallow, tiny, mini, small, gpt2 with 0, 0.4, 1, 11, 25, 85 M parameters +
+    embedding; words ignores case), hf:FOLDER or hf:ID of transformers, or MODULE:FACTORY."""
+    dropout: _Dropout | None = None
+    """Share of values set to 0. Default: 0, or as the config of an hf: model says."""
+    from_scratch: bool = False
+    """Use only the config of an hf: model, and draw new weights."""
+    lora: Positive | None = None
+    """Train LoRA adapters of this rank, and freeze the weights of an hf: model."""
+    lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
+    """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
+    trainable: Annotated[str, _shown("PATTERN")] | None = None
+    """Train only weights whose names match this regular expression. Default: all weights."""
+    init_from: Annotated[str, _shown("FOLDER")] | None = None
+    """A run, or an exported folder, to take initial weights from. Weights that do not fit start
+    fresh."""
+    steps: Positive = 200
+    """Optimizer steps, including those before a resume."""
+    phases: tuple[PhaseSettings, ...] = ()
+    """Only in a file: phases of the run, each with its steps, trainable weights, learning rate and
+    shards."""
+    sequence_length: Annotated[int, Meta(ge=2, title="N", description=_LENGTHS)] = 256
+    """Tokens of a row. Longer rows are cut; rows that have one label are rejected."""
+    batching: BatchingName = "auto"
+    """How rows fill a micro-batch. auto: padded if rows or words have labels, else packed."""
+    attention: AttentionName = "auto"
+    """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
+    documents."""
+    micro_batch_tokens: Positive | Literal["auto"] = 2048
+    """Tokens of one forward and backward pass. auto: as many as fit in memory, found by trying."""
+    step_tokens: Positive = 2048
+    """Tokens of one optimizer step, padding included."""
+    step_rows: Positive | None = None
+    """Rows of one optimizer step, instead of --step-tokens."""
+    optimizer: OptimizerName = "adamw"
+    """Optimizer. muon: Muon for matrices of hidden layers, AdamW for the rest."""
+    learning_rate: AboveZero = 2e-3
+    """Peak learning rate."""
+    learning_rate_reference_tokens: Positive | None = None
+    """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
+    ratio."""
+    schedule: ScheduleName = "cosine"
+    """How the learning rate falls. cosine, linear: to a tenth; wsd: in the last fifth."""
+    warmup_steps: NotNegative = 20
+    """Steps until the peak learning rate."""
+    weight_decay: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] = 0.1
+    """Weight decay of matrices."""
+    clip_norm: AboveZero = 1.0
+    """Largest norm of a step's gradient."""
+    seed: NotNegative = 0
+    """Seed of the initial weights and of the order of the data."""
+    device: Annotated[str, _shown("NAME")] = "auto"
+    """Where to train: cpu, cuda, or auto: cuda if available."""
+    precision: PrecisionName = "auto"
+    """Number format of the computation. auto: bf16 or fp16 on cuda, fp32 on cpu."""
+    shard_model: bool = False
+    """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
+    recompute: RecomputeName = "none"
+    """Layers to compute again in the backward pass to save memory: only cheap ones, or all."""
+    compile: bool = False
+    """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
+    num_workers: NotNegative | None = None
+    """Loader processes. Default: 2 on cuda, 0 on cpu."""
+    cache_dir: Path | None = None
+    """Folder that caches shards from a store. Default: $TOKENFEED_CACHE, or a temporary folder."""
+    cache_bytes: Bytes | None = None
+    """Size of the cache, like 50GB; 0: memory only. Default: 10 GB or 5 % of the free disk."""
+    eval_every: Positive = 100
+    """Steps between evaluations. `train` chooses --eval-every and --eval-tokens so that evaluations
+    take about 5 % of a run."""
+    eval_tokens: Positive | None = None
+    """Tokens of an evaluation at most, the same ones each time."""
+    save_every: Positive = 100
+    """Steps between checkpoints."""
+    keep: Positive = 2
+    """Checkpoints to keep: the latest ones, besides the best one."""
+    log_every: Positive = 10
+    """Steps between progress lines."""
+    track: tuple[TrackerName, ...] = ()
+    """Tracker that receives every record of metrics.jsonl. Can be given several times."""
+    profile: Annotated[str, _shown("A:B")] | None = None
+    """Trace steps A to B into profile/trace.json of the run, for perfetto.dev."""
+    run_dir: Path = field(default_factory=_new_run_dir)
+    """Folder of the run. Default: a new one in runs/."""
+    export: Path | None = None
+    """Write the best weights, their config and tokenizer into this folder at the end."""
+    upload: Annotated[str, _shown("URL")] | None = None
+    """Copy the run to this bucket or folder while it trains: s3://..., gs://..., az://..."""
+    resume: Resume = False
+    """Continue the run in --run-dir with its settings. auto: only if there is a run, in --run-dir
+    or at --upload."""
+    json: bool = False
+    """Print the report as one line of JSON."""
+
+    def check(self) -> None:
+        """Raise a ConfigError for the first setting that cannot work."""
+        check_types(self)
+        if not math.isfinite(self.learning_rate):
+            raise ConfigError(
+                f"`--learning-rate`: expected a finite number, got {self.learning_rate}."
+            )
+        check_pattern(self.trainable)
+        if self.step_rows is None and self.micro_batch_tokens != "auto":
+            check_multiple(self, "step_tokens", "micro_batch_tokens")
+        _ = self.profiled_steps  # raises if invalid
+        if self.phases:
+            total = sum(phase.steps for phase in self.phases)
+            if self.steps != total:
+                raise ConfigError(
+                    f"`--steps`: expected {total}, the steps of all phases, got {self.steps}. "
+                    "Leave it out."
+                )
+            for stage in self.stages:
+                stage.check()
+
+    def check_packed(self) -> None:
+        """Check the settings that matter only for packed rows."""
+        check_multiple(self, "micro_batch_tokens", "sequence_length")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the settings by name, for YAML and JSON: without secrets in addresses, and without
+        `step_tokens` if `step_rows` replaces it."""
+        found: dict[str, Any] = {
+            name: str(value) if isinstance(value, Path) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+        phases = [{k: v for k, v in phase.items() if v is not None} for phase in found["phases"]]
+        for settings in (found, *phases):
+            settings |= {k: _public(settings[k]) for k in _ADDRESSES if settings.get(k)}
+        if self.step_rows is not None:
+            del found["step_tokens"]
+        return found | {"phases": phases}
+
+    def changes(self, begun: "TrainConfig") -> list[str]:
+        """Return one line for each setting that differs from those the run was started with."""
+        before, now = begun.as_dict(), self.as_dict()
+        return [
+            f"{name} was {before.get(name)}, is {now.get(name)} from now on"
+            for name in before | now
+            if name not in OF_ONE_COMMAND and before.get(name) != now.get(name)
+        ]
+
+    def write(self) -> None:
+        """Write config.yaml into the run's folder, atomically."""
+        kept = {k: v for k, v in self.as_dict().items() if k not in OF_ONE_COMMAND}
+        content = yaml.safe_dump(kept, sort_keys=False)
+        atomic_write(self.run_dir / CONFIG_FILE, content.encode())
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "TrainConfig | None":
+        """Read the settings that a run was started with, and set `resume`; None if it has none."""
+        path = run_dir / CONFIG_FILE
+        if not path.is_file():
+            return None
+        try:
+            values = read_settings(path, get_type_hints(cls, include_extras=True))
+            return cls(**values | {"run_dir": run_dir, "resume": True})
+        except (ConfigError, TypeError) as error:  # a TypeError: the file has no shards
+            raise ConfigError(
+                f"{error} {path} is not the config.yaml of a run: restore it, or delete it and "
+                "give all settings."
+            ) from error
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps to trace."""
+        return traced_steps(self.profile) if self.profile else range(0)
+
+    @property
+    def reads_again(self) -> bool:
+        """Whether a resumed run reads its frozen weights from the hf: model again. Otherwise the
+        checkpoint has them."""
+        is_given = self.model.startswith("hf:") and not self.from_scratch
+        return is_given and (self.lora is not None or self.chooses)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a pattern selects the trained weights."""
+        return any(stage.trainable is not None for stage in self.stages)
+
+    @property
+    def stages(self) -> "tuple[TrainConfig, ...]":
+        """The settings of each phase, with the steps of that phase. A run without phases is one."""
+        return tuple(self._of_phase(phase) for phase in self.phases) or (self,)
+
+    def _of_phase(self, phase: PhaseSettings) -> "TrainConfig":
+        values = {f.name: getattr(phase, f.name) for f in dataclasses.fields(phase)}
+        given = {name: value for name, value in values.items() if value is not None}
+        return dataclasses.replace(self, **given, phases=())
+
+    @property
+    def rows(self) -> int:
+        """Rows of a micro-batch, if the number is fixed: packed rows, or --step-rows."""
+        fitting = max(1, self.micro_batch_slots // self.sequence_length)
+        if self.step_rows is None:
+            return fitting
+        return max(rows for rows in range(1, fitting + 1) if self.step_rows % rows == 0)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        if self.step_rows is not None:
+            return self.step_rows // self.rows
+        return self.step_tokens // self.micro_batch_slots
+
+    @property
+    def micro_batch_slots(self) -> int:
+        """Token slots of a micro-batch, after `auto` was replaced by a number."""
+        assert self.micro_batch_tokens != "auto"
+        return self.micro_batch_tokens
+
+    @property
+    def step_slots(self) -> int:
+        """Token slots of a step, approximately."""
+        return self.accumulation * self.micro_batch_slots

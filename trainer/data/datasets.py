@@ -1,0 +1,207 @@
+"""What a run learns from: one data set, or several by weight.
+
+Several are read as one `Mixture` and evaluated each by itself. Whoever asks what there is to learn,
+as defaults and plans do, sees one manifest: that of what an epoch reads. Torch-free.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Self
+
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.once import read_once
+from tokenfeed.pipeline.format.store import StorePath, open_store
+from tokenfeed.pipeline.planning.mixture import Mixture
+from tokenfeed.pipeline.remote.address import public
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import Shards
+
+__all__ = [
+    "DataSets",
+    "first_of",
+    "read_manifest",
+    "read_tokenizer",
+    "run_manifest",
+    "shown",
+    "source_of",
+    "weights_of",
+]
+
+
+def weights_of(shards: Shards) -> dict[str, float]:
+    """The weight of each data set by its folder."""
+    return {shards: 1.0} if isinstance(shards, str) else shards
+
+
+def source_of(shards: Shards) -> str | Mixture:
+    """What a loader reads.
+
+    Raises:
+        ConfigError: A weight is not above 0.
+    """
+    weights = weights_of(shards)
+    return Mixture(dict(weights.items())) if len(weights) > 1 else first_of(shards)
+
+
+def first_of(shards: Shards) -> str:
+    """The folder whose tokenizer stands for all."""
+    return next(iter(weights_of(shards)))
+
+
+def shown(shards: Shards) -> str:
+    """As it is written on the command line."""
+    if isinstance(shards, str):
+        return public(shards)
+    return " ".join(f"{public(folder)}={weight:g}" for folder, weight in shards.items())
+
+
+def read_manifest(shards: Shards) -> Manifest:
+    """That of the data set, or of what an epoch of several reads.
+
+    Raises:
+        ManifestError: There is none, or a data set of several has no train split.
+        ConfigError: Data sets do not fit each other, or a weight is not above 0.
+    """
+    return DataSets.read(shards).manifest
+
+
+def read_tokenizer(shards: StorePath) -> bytes:
+    """The tokenizer.json that made the shards of a data set.
+
+    Raises:
+        ConfigError: It cannot be read, or is not the one that the manifest has the checksum of.
+    """
+    store, info = open_store(shards), Manifest.read(shards).tokenizer
+    try:
+        content = read_once(store, info.file)
+    except OSError as error:
+        reason = f"cannot be read ({error})"
+    else:
+        if xxhash.xxh3_64_hexdigest(content) == info.xxh3:
+            return content
+        reason = "is not the tokenizer that made these shards, by its checksum"
+    raise ConfigError(
+        f"{store.path(info.file)}: {reason}. Take it from another copy of the data set, or run "
+        "`pretokenize` again."
+    )
+
+
+def run_manifest(config: TrainConfig) -> Manifest:
+    """The same of a whole run: its longest row is that of all phases.
+
+    Raises:
+        ConfigError: The data sets of a phase do not fit those of the run.
+    """
+    manifest = read_manifest(config.shards)
+    others = [each.shards for each in config.phases if each.shards not in (None, config.shards)]
+    phases = [DataSets.read(shards) for shards in others if shards is not None]
+    first = first_of(config.shards)
+    for data in phases:
+        _check_fit(first, data)
+    longest = max((data.manifest.split("train").longest_row for data in phases), default=0)
+    return _lengthened(manifest, longest)
+
+
+@dataclass(frozen=True, slots=True)
+class DataSets:
+    """The data sets of a run, with their manifests."""
+
+    weights: dict[str, float]
+    """By folder."""
+    manifests: tuple[Manifest, ...]
+    """In the same order."""
+
+    @classmethod
+    def read(cls, shards: Shards) -> Self:
+        """Those that are meant; errors are those of `read_manifest`."""
+        source = source_of(shards)
+        if not isinstance(source, Mixture):
+            return cls({source: 1.0}, (Manifest.read(source),))
+        weights = weights_of(shards)
+        opened = open_splits(weights, "train")
+        return cls(weights, tuple(each.manifest for each in opened))
+
+    @property
+    def manifest(self) -> Manifest:
+        """One for all: the first one's, with the splits of all, and of train what an epoch reads:
+        the data set that lasts longest once, the others as often as that takes."""
+        first = self.manifests[0]
+        if len(self.manifests) == 1:
+            return first
+        names = dict.fromkeys(name for manifest in self.manifests for name in manifest.splits)
+        return dataclasses.replace(first, splits={name: self._together(name) for name in names})
+
+    @property
+    def names(self) -> dict[str, str]:
+        """By folder what to call it: its last part, or all of it where two end alike."""
+        lasts = {folder: PurePath(public(folder)).name for folder in self.weights}
+        known = list(lasts.values())
+        return {
+            folder: last if known.count(last) == 1 else public(folder)
+            for folder, last in lasts.items()
+        }
+
+    def manifest_of(self, folder: str) -> Manifest:
+        """The manifest of one of them."""
+        return self.manifests[[*self.weights].index(folder)]
+
+    def having(self, split: str) -> list[str]:
+        """The folders of those that have a split."""
+        pairs = zip(self.weights, self.manifests, strict=True)
+        return [folder for folder, manifest in pairs if split in manifest.splits]
+
+    def _together(self, name: str) -> SplitInfo:
+        splits = [each.splits[name] for each in self.manifests if name in each.splits]
+        times = [1.0] * len(splits)
+        if name == "train":
+            lasting = [
+                split.tokens / weight
+                for split, weight in zip(splits, self.weights.values(), strict=True)
+            ]
+            times = [max(lasting) / each for each in lasting]
+        return _joined([_read(split, often) for split, often in zip(splits, times, strict=True)])
+
+
+def _read(split: SplitInfo, times: float) -> SplitInfo:
+    """What several readings of a split have, as if it were one shard."""
+    counts = tuple(round(times * count) for count in split.length_histogram)
+    shard = dataclasses.replace(
+        split.shards[0],
+        rows=sum(counts),
+        tokens=round(times * split.tokens),
+        batches=round(times * split.batches),
+        longest_row=split.longest_row,
+    )
+    return SplitInfo(shards=(shard,), length_histogram=counts)
+
+
+def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
+    histograms = zip(*(split.length_histogram for split in splits), strict=True)
+    return SplitInfo(
+        shards=tuple(shard for split in splits for shard in split.shards),
+        length_histogram=tuple(map(sum, histograms)),
+    )
+
+
+def _check_fit(first: str, data: DataSets) -> None:
+    """Refuse data sets whose ids or labels mean something else than those of the first one."""
+    ours = Manifest.read(first).fingerprint
+    for folder, manifest in zip(data.weights, data.manifests, strict=True):
+        if manifest.fingerprint != ours:
+            open_splits([first, folder], "train")
+
+
+def _lengthened(manifest: Manifest, longest: int) -> Manifest:
+    """A manifest with a row of this length in its train split, if that has no longer one."""
+    if "train" not in manifest.splits or longest <= manifest.split("train").longest_row:
+        return manifest
+    train = manifest.split("train")
+    shard = dataclasses.replace(train.shards[0], longest_row=longest)
+    longer = dataclasses.replace(train, shards=(shard, *train.shards[1:]))
+    return dataclasses.replace(manifest, splits=manifest.splits | {"train": longer})

@@ -1,0 +1,1 @@
+"""Several processes: launch, process group, agreement of ranks, sharded models."""

@@ -1,0 +1,1 @@
+"""Loaders of a run: batching, splits, phases."""

@@ -1,0 +1,210 @@
+"""What a run has learnt, as a folder to use: weights, config and tokenizer.
+
+    model.safetensors      weights; adapters are added to those they stand beside
+    tokenfeed.json         what the model is, what it learnt, and of which step it is
+    config.json            of hf: models, which `from_pretrained` of `transformers` loads
+    tokenizer.json         that of the shards, and tokenizer_config.json for `AutoTokenizer`
+
+The folder is whole or absent: it is written under a temporary name and then renamed. It is made
+from a checkpoint, so that a finished run can be exported at any time; the price is to read one.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import safetensors.torch
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.datasets import first_of, read_manifest, read_tokenizer
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.models.build import make_model
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
+from tokenfeed.trainer.models.weights import base_of, given_weights, load_weights
+from tokenfeed.trainer.tasks.language_modeling import SpecialIds
+from tokenfeed.trainer.tasks.registry import make_task
+
+__all__ = ["Exported", "check_export", "export_run", "load_exported"]
+
+_ABOUT, _WEIGHTS = "tokenfeed.json", "model.safetensors"
+_HUB = "hf:"
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """tokenfeed.json: what a folder holds."""
+
+    model: str
+    """tiny, mini, ...; MODULE:FACTORY; or hf: for one of `transformers`."""
+    size: ModelSize | None
+    """Of a built-in model."""
+    head: Head
+    task: str
+    step: int
+    """After how many steps these weights were the best."""
+    metrics: dict[str, float]
+    """Of the validation split, at that step."""
+    shards: str
+    """Fingerprint of the data set."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "Exported":
+        """The tokenfeed.json of a folder.
+
+        Raises:
+            ConfigError: There is none that can be read.
+        """
+        try:
+            # msgspec alone reads no infinite loss
+            return msgspec.convert(json.loads((folder / _ABOUT).read_bytes()), cls)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{folder}: is no folder that `train --export` made ({error})."
+            ) from error
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether `transformers` loads the folder too."""
+        return self.model == _HUB
+
+
+def check_export(config: TrainConfig) -> None:
+    """Refuse a folder that is there already, or will be when the run is over, and shards whose
+    tokenizer cannot be exported.
+
+    Raises:
+        ConfigError: One of these is so.
+    """
+    folder = config.export
+    if folder is None:
+        return
+    run = config.run_dir.resolve()
+    if folder.resolve() in (run, *run.parents):
+        raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
+    if folder.exists():
+        raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
+    read_tokenizer(first_of(config.shards))  # refused now, not after the last step
+
+
+def export_run(config: TrainConfig, folder: Path) -> None:
+    """Write the best weights of a run, or the latest where it was not evaluated; on the host.
+
+    Raises:
+        ConfigError: The folder is there already, and holds something else.
+        ResumeError: The run has no checkpoint, or it is damaged.
+    """
+    manifest = read_manifest(config.shards)
+    task = make_task(config, manifest, _CPU)
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    best, progress, state = checkpoints.load_best(_CPU)
+    about = Exported(
+        model=_HUB if config.model.startswith(_HUB) else config.model,
+        size=SIZES.get(config.model),
+        head=task.head,
+        task=task.name,
+        step=progress.step,
+        metrics=best.metrics if best else {},
+        shards=manifest.fingerprint,
+    )
+    if (folder / _ABOUT).is_file() and Exported.read(folder) == about:
+        return  # schedulers start commands twice
+    check_export(config)
+    torch.manual_seed(config.seed)
+    config = dataclasses.replace(config, resume=True)
+    model = make_model(config, task.head)
+    given = given_weights(model, config)
+    progress.check_base(config, base_of(model, given, config))
+    load_weights(model, state["model"], given)
+    with _made(folder) as temporary:
+        _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
+
+
+def load_exported(folder: Path | str) -> nn.Module:
+    """The model of an exported folder, on the host and ready to be used: it takes a `MicroBatch`
+    and gives logits.
+
+    Raises:
+        ConfigError: The folder is not one.
+    """
+    folder = Path(folder)
+    about = Exported.read(folder)
+    if about.is_hub:
+        settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
+        return make_model(settings, about.head).eval()
+    if about.size is not None:
+        model: nn.Module = Transformer(about.size, about.head)
+    else:
+        model = make_model(TrainConfig(shards="", model=about.model), about.head)
+    safetensors.torch.load_model(model, folder / _WEIGHTS)
+    return model.eval()
+
+
+def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, bytes]) -> None:
+    if about.is_hub:
+        model.save(folder)  # type: ignore[operator]
+    else:
+        safetensors.torch.save_model(model, str(folder / _WEIGHTS))
+    texts = texts | {_ABOUT: _json(dataclasses.asdict(about))}
+    for name, content in texts.items():
+        (folder / name).write_bytes(content)
+    _sync(folder)
+
+
+@contextlib.contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name once the block has ended well."""
+    temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_folder(temporary)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
+    """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
+    content = read_tokenizer(first_of(config.shards))
+    tokenizer = Tokenizer.from_buffer(content)
+    special = SpecialIds.from_shards(first_of(config.shards))
+    ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
+    ids["pad_token"] = manifest.tokenizer.pad_id
+    types = ["token_type_ids"] if head.pairs else []
+    about: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config.sequence_length,
+        "model_input_names": ["input_ids", *types, "attention_mask"],
+    }
+    about |= {name: tokenizer.id_to_token(id) for name, id in ids.items() if id is not None}
+    return {TOKENIZER_FILE: content, "tokenizer_config.json": _json(about)}
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode() + b"\n"

@@ -1,0 +1,244 @@
+"""A run as it looks from outside: whether there is anything to train, and what its errors mean."""
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
+from tokenfeed.pipeline.format.once import reading_once
+from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, PAGE_FILE, TrainConfig
+from tokenfeed.trainer.distributed.launcher import Launch
+from tokenfeed.trainer.distributed.process_group import RankError, join_world
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.loop.export import check_export, export_run
+from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.models.tokenizer_match import warn_of_other_ids
+from tokenfeed.trainer.optim.gradients import is_out_of_memory
+from tokenfeed.trainer.report.page import write_page
+from tokenfeed.trainer.report.profiler import check_profile
+from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.report.trackers import check_trackers
+
+__all__ = ["train"]
+
+_AFTER_ERROR_S = 20.0
+"""So long is the last copy waited for where a run ends by an error."""
+
+_log = logging.getLogger(__name__)
+
+
+@reading_once()
+def train(
+    config: TrainConfig, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
+) -> Report:
+    """Run a whole training; after each step it asks whether to stop, and whether to save. Manifests
+    are read once: the data sets of a run are what they were at its start.
+
+    A run that is finished already trains nothing and gives its report again: schedulers start
+    commands twice.
+
+    Raises:
+        TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
+    """
+    world = join_world(config.device)
+    try:
+        report = _train_unless_finished(world, config, should_stop, should_save)
+        world.close()
+        return report
+    except BaseException as error:
+        world.fail(error)
+        raise
+
+
+def _train_unless_finished(
+    world: World,
+    config: TrainConfig,
+    should_stop: Callable[[], bool],
+    should_save: Callable[[], bool],
+) -> Report:
+    """As rank 0 is told, and as it finds the folder."""
+    try:
+        config, report = world.from_main(lambda: _begin(config))
+        if report is None:
+            with contextlib.closing(Trainer(config, world)) as trainer:
+                report = _train(trainer, should_stop, should_save)
+        if world.is_main:
+            _export(config, report)
+        return report
+    except TokenfeedError:  # some are RuntimeErrors
+        raise
+    except RuntimeError as error:
+        if reason := world.reason(error):
+            raise RankError(f"rank {world.rank} ends: {reason}") from error
+        message = _explain(error, config)
+        if message is None:
+            raise
+        raise ConfigError(message) from error
+
+
+def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
+    """The settings of the run, and its report where it is finished; a restart by the launcher goes
+    on with what was begun before it."""
+    if config.resume == "auto":
+        resume = bring_newest(config.run_dir, config.upload)
+        config = dataclasses.replace(config, resume=resume)
+    launch = Launch.of_environment()
+    if launch.has_begun(config.run_dir) and Checkpoints.of_run(config.run_dir).latest():
+        config = dataclasses.replace(config, resume=True)
+    report = _finished_report(config)
+    if report is not None and _is_begun_alike(config):
+        _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
+        if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # killed before, or lost
+            write_page(config.run_dir)
+        _upload(config)
+        return config, report
+    _check_folder(config, finished=report is not None)
+    check_profile(config)
+    check_trackers(config.track)
+    check_upload(config)
+    check_export(config)
+    warn_of_other_ids(config)
+    launch.begin(config.run_dir)
+    return config, None
+
+
+def _train(
+    trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
+) -> Report:
+    """Train to the report. An error waits for the checkpoint that is being written; Ctrl-C, which
+    comes here when it has come twice, does not."""
+    try:
+        _all_steps(trainer, should_stop, should_save)
+        return trainer.finish()
+    except Exception:
+        if trainer.saver:
+            trainer.saver.settle()
+        trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
+        raise
+
+
+def _all_steps(
+    trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
+) -> None:
+    """Train; where that fails, what was measured is left."""
+    try:
+        trainer.train(should_stop, should_save)
+    except Exception:
+        if trainer.drafts:
+            trainer.drafts.write_last()
+        raise
+
+
+def _export(config: TrainConfig, report: Report) -> None:
+    """Make the folder that is asked for, once all steps are trained."""
+    if config.export is not None and report.finished:
+        export_run(config, config.export)
+        _log.info("exported to %s", config.export)
+
+
+def _upload(config: TrainConfig) -> None:
+    """Copy what an earlier session could not."""
+    check_upload(config)
+    uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
+    uploads.begin()
+    uploads.finish()
+
+
+def _finished_report(config: TrainConfig) -> Report | None:
+    """The report of the run in this folder, if it has made all these steps and saved the last."""
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    if checkpoints.latest() != checkpoints.path(config.steps):
+        return None
+    report = Report.of_run(config.run_dir)
+    return report if report and report.finished and report.steps == config.steps else None
+
+
+def _is_begun_alike(config: TrainConfig) -> bool:
+    """But for what changes nothing that is trained."""
+    begun = TrainConfig.of_run(config.run_dir)
+    if begun is None:
+        return False
+    asked = config
+    if asked.micro_batch_tokens == "auto":
+        asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
+    free = {name: getattr(asked, name) for name in ("track", "profile", "upload")}
+    return not asked.changes(dataclasses.replace(begun, **free))
+
+
+def _check_folder(config: TrainConfig, *, finished: bool) -> None:
+    try:
+        str(config.run_dir).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} is not UTF-8, and safetensors reads no checkpoint from "
+            "there. Give another folder."
+        ) from None
+    if config.run_dir.exists() and not config.run_dir.is_dir():
+        raise ConfigError(f"`--run-dir`: {config.run_dir} is not a folder.")
+    if (config.run_dir / MANIFEST_FILE).exists():
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} holds shards, and a run would mix its files with them. "
+            "Give another folder."
+        )
+    checkpoints = Checkpoints.of_run(config.run_dir)
+    if config.resume:
+        if checkpoints.latest() is None and (config.run_dir / CONFIG_FILE).exists():
+            raise ConfigError(
+                f"`--resume`: the run in {config.run_dir} ended before its first checkpoint "
+                f"(--save-every {config.save_every}). Leave --resume out, and give its settings "
+                "again, to start it again in this folder."
+            )
+        checkpoints.to_resume()
+    elif checkpoints.latest():
+        raise ConfigError(
+            f"`--run-dir`: {config.run_dir} already holds a run. Add --resume to go on with it, or "
+            "give another folder."
+        )
+    if finished:
+        raise ConfigError(
+            f"`--steps`={config.steps}: {config.run_dir} has trained {config.steps} steps already. "
+            "Raise it to go on with other settings."
+        )
+
+
+def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
+    """What a user can do about an error of torch; None where it is a bug."""
+    if is_out_of_memory(error):
+        return _explain_memory(config)
+    if config.chooses and "does not require grad" in str(error):
+        patterns = " or ".join(str(stage.trainable) for stage in config.stages)
+        return (
+            f"`--trainable`={patterns}: the loss hangs on none of the weights with such names. "
+            "Choose others, of what the model computes with."
+        )
+    if config.compile and _is_of_compiler(error):
+        reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
+        return (
+            f"`--compile`: torch cannot compile here ({reason}). Install what it asks for (a C "
+            "compiler, mostly), or leave --compile out."
+        )
+    return None
+
+
+def _is_of_compiler(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException  # seconds, but that --compile has paid
+
+    return isinstance(error, TorchDynamoException)
+
+
+def _explain_memory(config: TrainConfig) -> str:
+    """A saved position counts micro-batches, so their size stays what it was."""
+    too_large = (
+        f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
+    )
+    if Checkpoints.of_run(config.run_dir).latest() is None:
+        return f"{too_large}. Halve it: with --step-tokens unchanged, training is the same."
+    return (
+        f"{too_large}, and a run that has saved cannot change it. Go on with --resume where more "
+        "memory is free, or start a new run with half of it in another --run-dir."
+    )

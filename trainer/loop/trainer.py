@@ -1,0 +1,428 @@
+"""The training loop, and what it does now and then: log, evaluate, save.
+
+`Trainer.train` is the hot part: it moves tensors and decides nothing. The only call in it that can
+wait is that of the next batch; the host reads from the device at progress lines only. Everything
+occasional stands behind a step, in a bracket of the stall meter that says what it cost.
+
+Gradients are weighted by targets. Their number in a step is known only at its end, so the sum is
+corrected once, there.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.broadcast import shared_state
+from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.uploader import Uploads
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.process_group import chosen_device
+from tokenfeed.trainer.distributed.step_sync import Agreement
+from tokenfeed.trainer.distributed.world import State, World
+from tokenfeed.trainer.feeding.curriculum import Course
+from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.loop.divergence import diverged, warn_of_skip
+from tokenfeed.trainer.loop.evaluation import Evaluator, Judge
+from tokenfeed.trainer.loop.malloc import keep_freed_memory
+from tokenfeed.trainer.optim.gradients import StepGradients, Tally
+from tokenfeed.trainer.optim.precision import Precision, all_finite
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.report.interim_report import DraftReports, log_beginning, remedies
+from tokenfeed.trainer.report.metrics_file import MetricsFile
+from tokenfeed.trainer.report.page import write_page
+from tokenfeed.trainer.report.profiler import StepTracer
+from tokenfeed.trainer.report.progress import MOST_SKIPPED, ProgressLog
+from tokenfeed.trainer.report.run_report import Report, versions
+from tokenfeed.trainer.report.trackers import Trackers
+from tokenfeed.trainer.sensors.gpu import device_name
+from tokenfeed.trainer.sizing.batch_probe import decide_micro_batch
+from tokenfeed.trainer.stall import StallMeter, warmup_steps
+from tokenfeed.trainer.tasks.registry import task_of
+from tokenfeed.trainer.tasks.task import Metrics
+
+__all__ = ["Trainer"]
+
+_log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run: what it trains, where it stands, what it says."""
+
+    metrics: MetricsFile | None
+    """None on ranks other than 0, like `saver` and `drafts`."""
+    stall: StallMeter[object]
+    progress_log: ProgressLog
+    last_norm: Tensor
+    """`train` begins these: before it the run has no folder, and measures nothing."""
+
+    def __init__(self, config: TrainConfig, world: World | None = None) -> None:
+        config.check()
+        self.started_s = time.perf_counter()
+        self.world = world or World(chosen_device(config.device))
+        self.device = self.world.device
+        keep_freed_memory(self.device)
+        self.config = config = decide_micro_batch(config, self.world)
+        self.task = task_of(config, self.device)
+        precision = Precision(config.precision, self.device)
+        self.feeds = Feeds(config, self.task, self.device, precision.dtype)
+        self.learner = Learner(config, self.task, precision, self.device, self.world)
+        self.course = Course(config, self.feeds, self.learner)
+        self.evaluator = Evaluator(config, self.feeds, self.learner, self.world, self._is_stopped)
+        self.checkpoints = Checkpoints.of_run(config.run_dir)
+        self.saver: Saver | None = None
+        self.drafts: DraftReports | None = None
+        if self.world.is_main:
+            self.saver = Saver(self.checkpoints, config.keep, self.device)
+            self.drafts = DraftReports(config.run_dir, lambda: self._report({}))
+        self.step = self.saved_step = self.skipped = 0
+        self.earlier: Report | None = None
+        """The report of the parts of the run before this one."""
+        self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
+            maxlen=MOST_SKIPPED + config.log_every
+        )
+        """The rows of the latest steps, to name those of a step that was skipped."""
+        self.has_named_records = False
+        self.agreement = Agreement(self.world)
+        self.judge = Judge(self.evaluator, self.task.best_by)
+        self.tracer: StepTracer | None = None
+        self._should_stop: Callable[[], bool] = bool
+        self.uploads = Uploads(config, self.checkpoints)
+        self._resources = contextlib.ExitStack()
+        self._resources.callback(self.course.close)
+        if self.saver:
+            self._resources.callback(self.saver.close)
+
+    def train(
+        self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
+    ) -> None:
+        """Train until the last step, or until `should_stop`.
+
+        Args:
+            should_stop: Whether to save and end; asked after each step, and in evaluations before
+                each micro-batch.
+            should_save: Whether to save; asked after each step.
+        """
+        self._should_stop = should_stop
+        self._begin()
+        if self.agreement.stop:
+            return
+        config, task, course = self.config, self.task, self.course
+        learner, stall, shape = self.learner, self.stall, self.feeds.shape
+        gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
+        for step in range(self.step + 1, config.steps + 1):
+            if course.ends_before(step):
+                with stall.cause("data"):
+                    course.enter(step)
+            feed, tally, rows, ends_step = course.feed, Tally.zero(self.device), [], False
+            while not ends_step:
+                with stall.cause("data"):
+                    batch, part, ends_step = next(feed)
+                number = step * config.accumulation + part
+                micro_batch = task.prepare(shape(batch), number)
+                loss = gradients.add(micro_batch, number, last=ends_step)
+                tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
+                rows.append(batch.rows)
+            gradients.add_up(tally)
+            norm = learner.step(step, tally.loss, tally.targets)
+            asked = {"save": should_save(), "stop": should_stop()}
+            known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
+            stall.step(*known)
+            self._after_step(step, tally, norm, rows)
+            if agreement.stop:
+                break
+
+    def finish(self) -> Report:
+        """Save what a stop left unsaved; write the report. Comes after `train`."""
+        if self.progress_log.is_behind:
+            self._write_log()
+        if self.saved_step != self.step:
+            self._check_weights()
+            self._save()
+        if self.saver:
+            self.saver.wait()
+        self.agreement.settle()
+        self._gather_stall()
+        report = self._report(self._final_metrics())
+        if self.world.is_main:
+            report.write(self.config.run_dir)
+            self.stall.write_trace(self.config.run_dir)  # for Perfetto
+            write_page(self.config.run_dir)
+            self.uploads.finish()
+        return report
+
+    def _report(self, metrics: dict[str, Metrics]) -> Report:
+        """Return the report so far, with metrics of the best weights by split.
+
+        On ranks other than 0, which have no metrics.jsonl, the report has no losses.
+        """
+        lines = self.metrics.read() if self.metrics else []
+        losses, validation, skipped = (
+            [line[name] for line in lines if name in line]
+            for name in ("loss", "validation_loss", "skipped_steps")
+        )
+        earlier, agreement, manifest = self.earlier, self.agreement, self.task.manifest
+        remote, before = self.course.remote, earlier.remote if earlier else None
+        remote = remote.with_another(before) if remote and before else remote or before
+        stall = self.stall.report(earlier.stall if earlier else None)
+        return Report(
+            run_dir=str(self.config.run_dir),
+            finished=self.is_finished,
+            parts=1 + (earlier.parts if earlier else 0),
+            steps=self.step,
+            skipped_steps=sum(skipped),
+            tokens=agreement.tokens,
+            seconds=time.perf_counter() - self.started_s + (earlier.seconds if earlier else 0.0),
+            real_tokens_per_s=stall.real_tokens_per_s,
+            padding=1 - agreement.tokens / agreement.slots if self.step else 0.0,
+            stall=stall,
+            remote=remote,
+            loss_first=losses[0] if losses else None,
+            loss_last=losses[-1] if losses else None,
+            validation_loss_first=validation[0] if validation else None,
+            validation_loss_last=validation[-1] if validation else None,
+            task=self.task.name,
+            metrics={split: dict(found) for split, found in metrics.items()},
+            best_step=self.judge.best.step if self.judge.best else None,
+            model=self.config.model,
+            parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
+            vocabulary_size=manifest.tokenizer.vocabulary_size,
+            device=device_name(self.device),
+            precision=self.learner.precision.name,
+            versions=versions(),
+            rows_by_length=list(manifest.split("train").length_histogram),
+        )
+
+    def _final_metrics(self) -> dict[str, Metrics]:
+        """Metrics by split: of the best weights where they are known, else of the last."""
+        best = self.judge.best
+        found = {"validation": best.metrics} if best else {}
+        if self.step == self.config.steps and self.evaluator.has("test"):
+            if best and best.step != self.step:
+                _, state = self._load(best.step)
+                self.learner.load_weights(state["model"])
+            known = self._known_metrics("test")
+            found["test"] = known or self.judge.metrics_of("test", self.step, self.metrics)
+        return {split: metrics for split, metrics in found.items() if metrics}
+
+    def close(self) -> None:
+        """End the loader's workers, close files and let go of the run's folder."""
+        self._resources.close()
+
+    def _begin(self) -> None:
+        """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
+        a broken validation split is found, and all is compiled, before the first hour is over."""
+        config = self.config
+        self.metrics = self._open_metrics() if self.world.is_main else None
+        if config.resume:
+            self._resume()
+        else:
+            self.course.log_phase()
+        log_beginning(config, self.task, self.learner, self.device, self.step)
+        if config.compile:
+            self.learner.compile(self.feeds.blanks())
+        if self.metrics:
+            self.metrics.keep(until_step=self.step if config.resume else -1)
+            self._write_config()
+            self.uploads.begin()
+        self.stall = StallMeter[object](
+            self.device,
+            skipped_steps=warmup_steps(config.steps - self.step),
+            operations_per_token=self.learner.operations_per_token,
+            devices=self.world.size,
+            remedies=remedies(config, self.task),
+        )
+        self._resources.callback(self.stall.close)
+        self.progress_log = ProgressLog(
+            self.metrics, self.stall, self.learner, self.device, config.steps, self.skipped
+        )
+        self._resources.callback(self.progress_log.close)
+        if self._is_due(config.eval_every):
+            self._evaluate()
+        if config.profiled_steps and self.world.is_main:
+            self._trace(config.profiled_steps)
+
+    def _write_config(self) -> None:
+        """Log the settings that a resumed run changes, after all checks; keep all settings."""
+        with contextlib.suppress(ConfigError):  # a damaged config.yaml is replaced
+            begun = TrainConfig.of_run(self.config.run_dir) if self.config.resume else None
+            for line in self.config.changes(begun) if begun else ():
+                _log.info("%s", line)
+        self.config.write()
+
+    def _open_metrics(self) -> MetricsFile:
+        metrics = MetricsFile(self.config.run_dir)
+        self._resources.callback(metrics.close)
+        trackers = Trackers(self.config)
+        self._resources.callback(trackers.finish)
+        metrics.follow(trackers.log)
+        return metrics
+
+    def _after_step(self, step: int, tally: Tally, norm: Tensor, rows: list[np.ndarray]) -> None:
+        self.step, self.last_norm = step, norm
+        self.rows_of_steps.append((step, rows))
+        self.progress_log.add(step, tally, norm)
+        config = self.config
+        saving = self.agreement.take_save() or self._is_due(config.save_every)
+        if saving or step == 1 or step % config.log_every == 0:
+            self._write_log()  # also before saving: a loss that is no number must not be kept
+        stops = self.agreement.stop and step < config.steps
+        if saving:
+            self._check_weights()
+        if saving and stops:  # there may be seconds left
+            self._save()
+        try:
+            if self._is_due(config.eval_every):
+                self._evaluate()
+        except Exception:
+            if saving and not stops and not config.shard_model:  # its ranks save together
+                self._save()
+            raise
+        if saving and not stops:
+            self._save()
+        if self.tracer is not None:
+            with self.stall.cause("log"):
+                self.tracer.after(step)
+
+    def _trace(self, steps: range) -> None:
+        if self.step >= steps[-1]:
+            _log.info("--profile %s: these steps are trained already", self.config.profile)
+        self.tracer = StepTracer(steps, self.config.run_dir / "profile")
+        self._resources.callback(self.tracer.close)
+        self.tracer.after(self.step)
+
+    def _is_due(self, every: int) -> bool:
+        return self.step == self.config.steps or self.step % every == 0
+
+    def _write_log(self) -> None:
+        if self.saver:
+            self.saver.check()
+        with self.stall.cause("log"):
+            self.agreement.settle()
+            skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
+            ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
+            if not ends:
+                self._gather_stall()
+                if self.drafts:
+                    self.drafts.write()
+            if skips and not ends:
+                self._warn_of_skip(skips.first)
+        if skips and ends:
+            finding = (
+                f"loss or gradients are not finite, {skips.in_a_row} steps in a row, from step "
+                f"{skips.first} on"
+            )
+            raise self._diverged(finding, skips.first)
+
+    def _gather_stall(self) -> None:
+        if self.world.size > 1:
+            self.stall.gather(self.world.gathered)
+
+    def _evaluate(self) -> None:
+        """Measure the validation split, if there is one; a resumed run takes the metrics that it
+        has. Metrics of a step that is due to be saved decide whether it is the best. They come
+        before its checkpoint, which says so; a run that was told to stop saves first, and decides
+        when it is resumed."""
+        metrics = self._known_metrics("validation")
+        if not metrics:
+            with self.stall.cause("evaluation"):
+                metrics = self.judge.metrics_of("validation", self.step, self.metrics)
+        is_saved = self._is_due(self.config.save_every) and self.step > 0
+        if metrics and is_saved and self._is_due(self.config.eval_every):
+            self.judge.note(self.step, metrics)
+
+    def _known_metrics(self, split: str) -> Metrics:
+        """What metrics.jsonl has about a split at this step, on all ranks."""
+        return self.world.from_main(
+            lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
+        )
+
+    def _is_stopped(self, split: str) -> bool:
+        """Whether to end an evaluation of a split. The last checkpoint waits for the last
+        validation, so that it says which step is the best."""
+        stop = self.agreement.ask(stop=self._should_stop())
+        return stop and (split != "validation" or self.step < self.config.steps)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps are trained and evaluated."""
+        return self.step == self.config.steps and not self.evaluator.was_stopped
+
+    def _save(self) -> None:
+        """Begin a checkpoint of everything that the next step depends on."""
+        with self.stall.cause("checkpoint"):
+            state = self.learner.state_dict()  # all ranks take part
+            if self.saver:
+                self.saver.save(self._meta(), state)
+        self.saved_step = self.step
+
+    def _check_weights(self) -> None:
+        with self.stall.cause("checkpoint"):
+            if not all_finite(self.learner.model, self.world):
+                raise self._diverged(f"weights have become infinite at step {self.step}", self.step)
+
+    def _meta(self) -> CheckpointMeta:
+        return CheckpointMeta(
+            step=self.step,
+            tokens=self.agreement.tokens,
+            slots=self.agreement.slots,
+            model=self.config.model,
+            vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
+            task=self.task.name,
+            optimizer=self.config.optimizer,
+            loader=self.course.state_dict(),
+            best=self.judge.best,
+            base=self.learner.base,
+            config=self.config.as_dict(),
+        )
+
+    def _warn_of_skip(self, step: int) -> None:
+        """Name the records of the first skipped step, once a session. With fp16 a skipped step only
+        means that the scale of the loss was too large."""
+        if self.has_named_records or self.learner.precision.name == "fp16":
+            return
+        self.has_named_records = True
+        rows = self._rows_of(step)
+        if self.world.is_main:
+            warn_of_skip(step, self.course.phase.config, rows)
+
+    def _diverged(self, finding: str, step: int) -> ConfigError:
+        """The error that ends the run at a step, with the rows of that step."""
+        if self.saver:
+            self.saver.settle()
+        rows = self._rows_of(step)
+        if not self.world.is_main:
+            return ConfigError(f"{finding}; see rank 0")
+        way_on = self.checkpoints.way_on()
+        return diverged(finding, self.course.phase.config, rows, way_on)
+
+    def _rows_of(self, step: int) -> np.ndarray:
+        """The rows of a late step, on all ranks."""
+        own = [part for number, rows in self.rows_of_steps if number == step for part in rows]
+        return np.concatenate(self.world.gathered(np.concatenate(own)))
+
+    def _resume(self) -> None:
+        """Take over the latest checkpoint, if it is one of this model on this data."""
+        config = self.config
+        progress, state = self._load()
+        self.earlier = Report.of_run(config.run_dir)
+        progress.check(config, self._meta())
+        self.learner.base = progress.base
+        self.course.enter(progress.step, goes_on=True)
+        self.course.load_state_dict(progress.loader)
+        self.learner.load_state_dict(state)
+        self.skipped = int(self.learner.precision.skips[0])
+        self.step = self.saved_step = progress.step
+        self.judge.best = self.world.from_main(lambda: self.checkpoints.best_of(progress))
+        self.agreement.begin(progress.tokens, progress.slots)
+
+    def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
+        """The checkpoint of a step, or the latest: rank 0 reads it."""
+        return shared_state(self.world, lambda: self.checkpoints.load(self.device, step))

@@ -1,0 +1,315 @@
+"""Models of `transformers`: from weights or from a config, wrapped to be called like ours.
+
+The wrapper hands over ids, positions and what attention may reach, and no labels: the loss is the
+task's. Of rows with one label it takes the token to be judged by itself, where `transformers`
+guesses it from ids that look like padding.
+
+Shapes: B rows, T slots, D width, C outputs.
+"""
+
+import inspect
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.attention import Reach, Scope
+from tokenfeed.trainer.data.datasets import shown
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
+
+__all__ = ["HubModel", "load_hub_model", "longest_input"]
+
+_log = logging.getLogger(__name__)
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
+"""What `transformers` raises over a folder that is none, or that does not fit."""
+
+
+class HubModel(nn.Module):
+    """A model of `transformers`, called with a micro-batch."""
+
+    def __init__(self, model: Any, head: Head, fresh: frozenset[str] = frozenset()) -> None:
+        """
+        Args:
+            model: Of `AutoModelFor...`, made with our attention.
+            head: What its logits are of.
+            fresh: Names of its parameters that no weights were found for.
+        """
+        super().__init__()
+        self.model, self.fresh = model, fresh
+        self._takes_last = head.kind == "row" and hasattr(model, "score")
+        self._takes_types = head.pairs and getattr(model.config, "type_vocab_size", 1) > 1
+        self._first_position = _first_position(model)
+        self._head = head
+        self._parameters_of_call = inspect.signature(model.forward).parameters
+        self.reaches: frozenset[Reach] = frozenset()
+        """What its layers see of a document: for each the forward makes a scope."""
+        self.has_plain_head = False
+        """Whether its logits were seen to be `hidden @ head_weight.T`."""
+        self.adapters: tuple[Any, ...] = ()
+        """The model again, by `peft`, where it has adapters; no part of this module."""
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        """Logits: (B, T, V), (B, T, C), or (B, C) for a head of rows."""
+        return self.logits(micro_batch, self._scopes(micro_batch))
+
+    def logits(self, micro_batch: MicroBatch, scopes: Mapping[Reach, Scope]) -> Tensor:
+        """The same with the scope of each reach."""
+        inputs = self._inputs(micro_batch) | {"scopes": scopes}
+        if not self._takes_last:
+            logits: Tensor = self.model(**inputs).logits
+            return logits
+        assert micro_batch.is_token_BT is not None, "rows with one label are not packed"
+        hidden_BTD = self.model.base_model(**inputs).last_hidden_state
+        last_B11 = micro_batch.is_token_BT.sum(1)[:, None, None] - 1
+        judged_BD = hidden_BTD.gather(1, last_B11.expand(-1, 1, hidden_BTD.shape[2])).squeeze(1)
+        scores_BC: Tensor = self.model.score(judged_BD)
+        return scores_BC
+
+    @property
+    def head_weight(self) -> Tensor | None:
+        """(V, D): what makes logits of `hidden`; None where more is done to it."""
+        head = self.model.get_output_embeddings() if self.has_plain_head else None
+        return head.weight if type(head) is nn.Linear else None
+
+    def hidden(self, micro_batch: MicroBatch) -> Tensor:
+        """What the head sees: (B, T, D)."""
+        inputs = self._inputs(micro_batch) | {"scopes": self._scopes(micro_batch)}
+        hidden_BTD: Tensor = self.model.base_model(**inputs).last_hidden_state
+        return hidden_BTD
+
+    def repeated_blocks(self) -> Iterable[nn.Module]:
+        """What is compiled once and used in every layer; the whole where none is known."""
+        names = set(self.model._no_split_modules or ())
+        found = [part for part in self.model.modules() if type(part).__name__ in names]
+        return found or [self.model]
+
+    def save(self, folder: Path) -> None:
+        """Write what `from_pretrained` loads, with adapters added to the weights they stand beside;
+        of no use for training afterwards."""
+        self._warn_of_shifted_positions()
+        for adapted in self.adapters:
+            adapted.merge_and_unload()
+        self.model.config.use_cache = True
+        with _quiet():
+            self.model.save_pretrained(folder)
+
+    def _warn_of_shifted_positions(self) -> None:
+        """Models like RoBERTa count positions from ids that are not padding, unless a program gives
+        the positions, as training and evaluation do."""
+        padding_id = self._first_position - 1
+        if padding_id in range(self._head.vocabulary_size) and padding_id != self._head.pad_id:
+            _log.warning(
+                "the exported model counts positions by its padding id %d, which is another token "
+                "in these shards. Give it `position_ids` that count from %d, or train on shards "
+                "made with the model's own tokenizer",
+                padding_id,
+                self._first_position,
+            )
+
+    def _scopes(self, micro_batch: MicroBatch) -> dict[Reach, Scope]:
+        scope, ids_BT = micro_batch.scope, micro_batch.ids_BT
+        return {reach: scope.narrowed(reach, ids_BT) for reach in self.reaches}
+
+    def _inputs(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        ids_BT = micro_batch.ids_BT
+        positions_BT = micro_batch.positions_BT.expand_as(ids_BT) + self._first_position
+        inputs: dict[str, Any] = {"input_ids": ids_BT, "position_ids": positions_BT}
+        if micro_batch.is_token_BT is not None:
+            inputs["attention_mask"] = micro_batch.is_token_BT  # some pool by it
+        if self._takes_types and "token_type_ids" in self._parameters_of_call:
+            inputs["token_type_ids"] = micro_batch.token_types_BT
+        return inputs
+
+
+def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubModel:
+    """The model that `hf:` names; what its weights lack is drawn from torch's random state.
+
+    Args:
+        config: Names it, and says whether its weights are wanted.
+        head: What it has to give.
+        dtype: Of its weights.
+
+    Raises:
+        ConfigError: There is none, or it does not fit.
+    """
+    source = config.model.removeprefix("hf:")
+    with _quiet(), _one_line_for(config.model):
+        described = _describe(source, config, head)
+        auto = getattr(transformers, _class_for(head))
+        if config.from_scratch or (config.resume and not config.reads_again):
+            model = auto.from_config(
+                described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
+            )
+            fresh: frozenset[str] = frozenset()
+        else:
+            model, fresh = _from_weights(auto, source, described, dtype)
+    _check_sizes(model, config, head)
+    return HubModel(model, head, fresh)
+
+
+def longest_input(model: str) -> int | None:
+    """Tokens that an hf: model reads at most; None without a limit, or if it cannot be read, which
+    the run reports."""
+    source = model.removeprefix("hf:")
+    with _quiet(), suppress(*_REFUSALS):
+        described = transformers.AutoConfig.from_pretrained(source, **_where(source))
+        return getattr(described.get_text_config(), "max_position_embeddings", None)
+    return None
+
+
+def _describe(source: str, config: TrainConfig, head: Head) -> Any:
+    """The config of the model, made to fit the task."""
+    described = transformers.AutoConfig.from_pretrained(source, **_where(source))
+    described.use_cache = False
+    if head.labels:
+        _warn_of_other_labels(source, described, head)
+    if head.kind != "vocabulary":
+        described.num_labels = head.outputs
+    if head.labels:
+        described.id2label = dict(enumerate(head.labels))
+        described.label2id = {name: number for number, name in enumerate(head.labels)}
+    text_config = described.get_text_config()
+    if getattr(text_config, "pad_token_id", None) is None:
+        text_config.pad_token_id = head.pad_id
+    if config.dropout is not None:
+        _set_dropout(described, config.dropout)
+    _check_layers(described, config.model)
+    return described
+
+
+def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:
+    """A head of as many other labels fits by shape, and begins with what it knew of those."""
+    names = tuple(described.id2label.values())
+    is_named = not all(str(name).startswith("LABEL_") for name in names)
+    if is_named and names != head.labels and len(names) == len(head.labels):
+        _log.warning("%s: its head told apart %s, and goes on with %s", source, names, head.labels)
+
+
+def _set_dropout(described: Any, share: float) -> None:
+    """Whatever the model calls it; not that of whole layers."""
+    described.classifier_dropout = share  # where a config has none, heads of tags take 10 %
+    for name, value in described.to_dict().items():
+        is_share = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if is_share and "drop" in name and "layer" not in name:
+            setattr(described, name, share)
+
+
+def _check_layers(described: Any, name: str) -> None:
+    if described.is_encoder_decoder:
+        raise ConfigError(
+            f"`--model`={name}: has an encoder and a decoder, and `train` learns models that are "
+            "one of the two. Take another model."
+        )
+    unknown = set(getattr(described, "layer_types", None) or ()) - _KNOWN_LAYERS
+    if unknown:
+        raise ConfigError(
+            f"`--model`={name}: has layers of {', '.join(sorted(unknown))}, and `train` knows "
+            f"{' and '.join(sorted(_KNOWN_LAYERS))}. Take another model."
+        )
+
+
+def _class_for(head: Head) -> str:
+    if head.kind == "vocabulary":
+        return "AutoModelForCausalLM" if head.causal else "AutoModelForMaskedLM"
+    if head.kind == "row":
+        return "AutoModelForSequenceClassification"
+    if head.kind == "token":
+        return "AutoModelForTokenClassification"
+    assert_never(head.kind)
+
+
+def _from_weights(
+    auto: Any, source: str, described: Any, dtype: torch.dtype
+) -> tuple[Any, frozenset[str]]:
+    """A model, and the names of what its weights lack."""
+    model, found = auto.from_pretrained(
+        source,
+        config=described,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # a head for other labels
+        **_where(source),
+    )
+    fresh = {*found["missing_keys"], *(entry[0] for entry in found["mismatched_keys"])}
+    if fresh:
+        _log.info("%s: starts fresh: %s", source, ", ".join(sorted(fresh)))
+    return model, frozenset(fresh)
+
+
+def _where(source: str) -> dict[str, Any]:
+    """A folder asks nobody; neither runs code that came with the weights."""
+    return {"local_files_only": Path(source).is_dir(), "trust_remote_code": False}
+
+
+def _first_position(model: Any) -> int:
+    """Of the first token of a document: the family of RoBERTa counts from behind its padding."""
+    learned = _learned_positions(model)
+    return 0 if learned is None or learned.padding_idx is None else learned.padding_idx + 1
+
+
+def _learned_positions(model: Any) -> nn.Embedding | None:
+    for name, part in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
+            return part
+    return None
+
+
+def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:
+    ids = model.get_input_embeddings().num_embeddings
+    if ids < head.vocabulary_size:
+        raise ConfigError(
+            f"`--model`={config.model}: knows {ids} ids, and {shown(config.shards)} needs "
+            f"{head.vocabulary_size}. Run `pretokenize` with the tokenizer of this model."
+        )
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and longest - _first_position(model) < config.sequence_length:
+        raise ConfigError(
+            f"`--sequence-length`={config.sequence_length}: {config.model} reads at most "
+            f"{longest - _first_position(model)} tokens."
+        )
+
+
+@contextmanager
+def _one_line_for(name: str) -> Iterator[None]:
+    """What `transformers` and safetensors refuse on several lines is a ConfigError of one."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except _REFUSALS as error:
+        if error.args == (ATTENTION_NAME,):  # not found in a table of its own
+            raise irreplaceable(name) from error
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"`--model`={name}: transformers cannot make it for this task ({reason}). Expected a "
+            "folder that `save_pretrained` wrote, or the name of one on the Hub."
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the bars and warnings of loading: what starts fresh is logged in one line."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Optimizers, precision and gradients; the state that a step changes."""

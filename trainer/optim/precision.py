@@ -1,0 +1,161 @@
+"""Where and in which number format a run computes.
+
+Chosen from the device: bf16 where it is native; fp16, with its gradients scaled against underflow,
+on older GPUs; fp32 on the CPU, so that a resumed run repeats it bit for bit. Weights and optimizer
+state are fp32 always; on CUDA what is left of fp32 matrix products runs as TF32.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tokenfeed.pipeline.feeding.devices import accelerator
+from tokenfeed.trainer.config.run_config import PrecisionName
+from tokenfeed.trainer.distributed.fsdp import of_all, own, with_shares
+from tokenfeed.trainer.distributed.world import World
+
+__all__ = [
+    "Precision",
+    "all_finite",
+    "gradients_of",
+    "tune_convolutions",
+]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Autocast, and the way from a loss to a step of the optimizer.
+
+    A step whose gradients are not finite is skipped on the device, without a wait: weights, moments
+    and step count stay, and the skip is counted. With fp16 the loss is scaled up before backward
+    and the gradients down again before clipping, and such a step lowers the scale.
+    """
+
+    def __init__(self, name: PrecisionName, device: torch.device) -> None:
+        self.name = _choose(device) if name == "auto" else name
+        self._device = device
+        self.dtype = _DTYPES[self.name]
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
+        self._skips = torch.zeros(2, device=device)
+        _allow_tf32(device)
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of forward and loss."""
+        if self.name == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self.dtype)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of `loss`."""
+        self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, scale: Tensor | float, clip_norm: float
+    ) -> Tensor:
+        """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
+
+        The norm stays on the device; where it is not finite, nothing was updated.
+
+        Args:
+            optimizer: From `make_optimizer`: one that heeds `grad_scale` and `found_inf`.
+            scale: A number, or a tensor without dimensions that nobody has waited for.
+            clip_norm: Longer gradients, after scaling, are shortened to this.
+        """
+        parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+        gradients = _dense_gradients(parameters)
+        self._scaler.unscale_(optimizer)
+        norm = of_all(nn.utils.get_total_norm(gradients)) * scale
+        # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
+        divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
+        optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+        # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
+        optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
+        with with_shares(gradients):
+            optimizer.step()
+        self._scaler.update()
+        for parameter in parameters:
+            parameter.grad = None  # as `zero_grad`, whose wrappers cost as much as a small layer
+        return norm
+
+    @property
+    def skips(self) -> Tensor:
+        """Steps skipped so far, and in a row until now: two numbers on the device, to be fetched
+        with others at once."""
+        return self._skips.clone()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scaler's state, empty without one, and the skips."""
+        return {"scaler": self._scaler.state_dict(), "skips": self.skips}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with skips and scale found earlier; what had no scale starts with the default."""
+        self._skips.copy_(state["skips"])
+        if state["scaler"] and self._scaler.is_enabled():
+            self._scaler.load_state_dict(state["scaler"])
+
+    def _count(self, norm: Tensor) -> Tensor:
+        """1 where this step is to be skipped, 0 elsewhere, counted."""
+        skip = (~norm.isfinite()).float()
+        self._skips += skip
+        self._skips[1] *= skip
+        return skip
+
+
+def tune_convolutions(model: nn.Module) -> None:
+    """Let cuDNN try its kernels for a model that convolves, at each new shape of a batch once.
+
+    Which one is fastest may differ between runs, and the last bits of their results with it.
+    """
+    convolves = any(isinstance(m, nn.modules.conv._ConvNd) for m in model.modules())
+    torch.backends.cudnn.benchmark = convolves
+
+
+@torch.no_grad()
+def all_finite(model: nn.Module, world: World) -> bool:
+    """Whether every weight is a finite number, on all ranks; waits for the device. Sums tell in a
+    tenth of the time; one of finite numbers may overflow, so a look at each has the last word."""
+    weights = [own(parameter) for parameter in model.parameters()]
+    sums = [weight.sum() for weight in weights]
+    return _are_finite(sums, world) or _are_finite(weights, world)
+
+
+def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
+    bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
+    world.add_up([bad])
+    return not int(bad)
+
+
+def gradients_of(weights: Collection[nn.Parameter]) -> list[Tensor]:
+    """Dense ones of those that are trainable, also where nothing has reached them."""
+    for weight in weights:
+        if weight.requires_grad and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    return _dense_gradients(weights)
+
+
+def _allow_tf32(device: torch.device) -> None:
+    if device.type == "cuda":
+        # The older switch: after the newer one, whoever still reads the older gets an error.
+        torch.set_float32_matmul_precision("high")
+
+
+def _dense_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """All gradients; sparse ones are made dense, for fused kernels take no others."""
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            gradients.append(parameter.grad)
+    return gradients
+
+
+def _choose(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+    if device.type == "cpu":
+        return "fp32"
+    # Older GPUs emulate bf16, several times slower than their native fp16.
+    return "bf16" if accelerator(device).has_bfloat16() else "fp16"

@@ -1,0 +1,218 @@
+"""What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
+one."""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.trainer.checkpoints.metadata import Base
+from tokenfeed.trainer.config.lr_schedule import rate_factor
+from tokenfeed.trainer.config.phases import Phase, phase_at, phases_of
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.distributed.fsdp import whole
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
+from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.weights import (
+    State,
+    base_of,
+    count_parameters,
+    given_weights,
+    kept_state,
+    load_weights,
+    train_only,
+    trainable_names,
+)
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.optimizer_io import (
+    keep_moments,
+    load_optimizer,
+    optimizer_state,
+    random_state,
+    seed_random,
+    set_random_state,
+)
+from tokenfeed.trainer.optim.precision import Precision, gradients_of, tune_convolutions
+from tokenfeed.trainer.tasks.task import Loss, Task
+
+__all__ = ["Learner"]
+
+_OF_DROPOUT = 1
+"""Apart from the draws of a task, which have the same seed."""
+
+_log = logging.getLogger(__name__)
+
+
+class Learner:
+    """A model in training."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        precision: Precision,
+        device: torch.device,
+        world: World | None = None,
+    ) -> None:
+        """Draw weights from the seed, whatever was drawn before; those of rank 0 count."""
+        self._config, self.task, self._device = config, task, device
+        self._world = world or World(device)
+        self.precision = precision
+        torch.manual_seed(config.seed)
+        model = make_model(config, task.head, precision.dtype)
+        self._given = given_weights(model, config)
+        self.base = base_of(model, self._given, config) if self._world.is_main else Base()
+        self.model = model.to(device)
+        self._world.share([*self.model.parameters(), *self.model.buffers()])
+        recompute_layers(self.model, config.recompute)
+        tune_convolutions(self.model)
+        self._phases = phases_of(config)
+        self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
+        train_only(self.model, self._chosen[0])
+        if config.shard_model and self._world.size > 1:
+            from tokenfeed.trainer.distributed import fsdp as sharding
+
+            sharding.check_sharding(config, precision.name)
+            sharding.shard_model(self.model, self._world)
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self._factor = _rate_factor(config)
+
+    def begin_phase(self, phase: Phase) -> None:
+        """Train the weights of a phase from now on, and no others; what was trained before keeps
+        its moments."""
+        before, config = self.optimizer, self._config
+        before.zero_grad(set_to_none=True)
+        train_only(self.model, self._chosen[phase.number - 1])
+        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        keep_moments(self.optimizer, before)
+
+    @property
+    def trained_parameters(self) -> list[int]:
+        """How many parameters each phase trains."""
+        return [count_parameters(self.model, names) for names in self._chosen]
+
+    @property
+    def largest_phase(self) -> Phase:
+        """The one that trains the most parameters."""
+        sizes = self.trained_parameters
+        return max(self._phases, key=lambda phase: sizes[phase.number - 1])
+
+    def compile(self, micro_batches: list[MicroBatch]) -> None:
+        """Compile the model for the shapes of some micro-batches, from which nothing is learnt, and
+        for each choice of weights."""
+        now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
+        compile_model(self.model, len(choices))
+        listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
+        _log.info("compiles micro-batches of %s tokens", listed)
+        random = random_state(self._device)
+        for names in choices:
+            train_only(self.model, names)
+            self._compile_for(micro_batches)
+        train_only(self.model, now)
+        set_random_state(random, self._device)
+
+    def _compile_for(self, micro_batches: list[MicroBatch]) -> None:
+        """Use the model to train and to evaluate, as it is frozen now."""
+        for shown in micro_batches:
+            with self.precision.autocast():
+                loss = self.task.loss(self.model, shown)
+            self.precision.backward(loss.sum)
+        self.model.zero_grad(set_to_none=True)
+        self.model.eval()
+        with torch.no_grad(), self.precision.autocast():
+            for shown in micro_batches:
+                self.task.loss(self.model, shown)
+        self.model.train()
+
+    def draw_for(self, number: int) -> None:
+        """Have dropout draw for the micro-batch of this number, whichever rank it is on."""
+        seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self._device)
+
+    def add_gradients(self, micro_batch: MicroBatch) -> Loss:
+        """Forward and backward; the loss is divided by a constant, which keeps fp16 in range."""
+        with self.precision.autocast():
+            loss = self.task.loss(self.model, micro_batch)
+        self.precision.backward(loss.sum / self._config.step_slots)
+        return loss
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of every trainable weight, zeros where none has reached it: so all ranks
+        have the same tensors."""
+        return gradients_of([*self.model.parameters()])
+
+    def drop_gradients(self) -> None:
+        """Forget those of the step under way."""
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, number: int, loss: Tensor, targets: Tensor) -> Tensor:
+        """Update the weights from the gradients of a step.
+
+        Args:
+            number: The step, counted from 1.
+            loss: The sum over its targets. If it is not finite, the step is skipped.
+            targets: How many there are.
+
+        Returns:
+            The gradient's norm; not finite if the step was skipped.
+        """
+        set_learning_rate(self.optimizer, self.rate(number))
+        correction = self._config.step_slots / targets.clamp(min=1)
+        correction = torch.where(loss.isfinite(), correction, torch.nan)
+        return self.precision.step(self.optimizer, correction, self._config.clip_norm)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 1; behind the run, where steps are only tried,
+        that of its last."""
+        step = min(step, self._config.steps)
+        return phase_at(self._phases, step).rate(step) * self._factor
+
+    @property
+    def operations_per_token(self) -> float:
+        """Of floating point, to learn a token, in the mean of all phases: forward 2 for each
+        weight, backward 4, or 2 where it is frozen; without those of attention."""
+        pairs = zip(self._phases, self.trained_parameters, strict=True)
+        trained = sum(phase.config.steps * count for phase, count in pairs) / self._config.steps
+        return 4.0 * sum(weight.numel() for weight in self.model.parameters()) + 2.0 * trained
+
+    def kept_weights(self) -> State:
+        """The weights that a checkpoint has."""
+        return kept_state(self.model, self._given)
+
+    def load_weights(self, state: State) -> None:
+        """Take over what `kept_weights` gave."""
+        load_weights(self.model, state, self._given)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on, but for the data."""
+        return {
+            "model": whole(self.kept_weights(), self._world),
+            "optimizer": whole(optimizer_state(self.optimizer, self.model), self._world),
+            "scaler": self.precision.state_dict(),
+            "random": random_state(self._device),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        self.load_weights(state["model"])
+        load_optimizer(self.optimizer, self.model, state["optimizer"])
+        self.precision.load_state_dict(state["scaler"])
+        set_random_state(state["random"], self._device)
+
+
+def _rate_factor(config: TrainConfig) -> float:
+    """What --learning-rate is multiplied by for the size of a step."""
+    reference = config.learning_rate_reference_tokens
+    if reference is None:
+        return 1.0
+    factor = rate_factor(config.step_slots, reference)
+    _log.info(
+        "learning rate times %.3g: a step has %d tokens, the reference %d",
+        factor,
+        config.step_slots,
+        reference,
+    )
+    return factor

@@ -1,1 +1,0 @@
-"""report.html: a run on one page that needs no network and no script, and reads without colours."""

@@ -1,0 +1,157 @@
+"""Two runs side by side: figures, stall by cause, and the settings that differ.
+
+Runs may have trained for unequal times, so only rates, shares, and losses at equal steps get a
+change.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tokenfeed.trainer.config.values import flag_of
+from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.table import shown_causes
+
+__all__ = ["Comparison", "Row", "compare"]
+
+_OF_EVERY_RUN = ("run_dir", "resume", "json", "export")
+Figure = tuple[Any, str]
+"""A value and its format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure of both runs."""
+
+    name: str
+    one: str
+    other: str
+    change: str
+    """Relative to the first run; empty for figures that cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Rows of three tables."""
+
+    figures: list[Row]
+    causes: list[Row]
+    """Share of the time, by cause."""
+    settings: list[Row]
+    """Settings that differ."""
+
+
+def compare(one: RunData, other: RunData) -> Comparison:
+    """Compare the second run with the first."""
+    return Comparison(
+        figures=[
+            *_rows(_rates(one.stall), _rates(other.stall), _change),
+            *_loss("loss", one, other),
+            *_loss("validation loss", one, other),
+            *_rows(_metrics(one.report), _metrics(other.report), _change),
+            *_rows(_facts(one), _facts(other), lambda a, b: ""),
+        ],
+        causes=list(_causes(one.stall, other.stall)),
+        settings=list(_settings(one.settings, other.settings)),
+    )
+
+
+def _rates(stall: StallReport) -> dict[str, Figure]:
+    seconds = stall.seconds / stall.steps if stall.steps else None
+    return {
+        "real tokens a second": (stall.real_tokens_per_s, ",.0f"),
+        "seconds a step": (seconds, ".4g"),
+        "padding": (stall.padding, ".2%"),
+    }
+
+
+def _facts(run: RunData) -> dict[str, Figure]:
+    """Figures that depend on the length of a run, and text."""
+    if (report := run.report) is None:
+        return {"measured steps": (run.stall.steps, ",d"), "device": (run.stall.device, "")}
+    return {
+        "steps": (report.steps, ",d"),
+        "skipped steps": (report.skipped_steps or None, ",d"),
+        "real tokens": (report.tokens, ",d"),
+        "seconds": (report.seconds, ",.1f"),
+        "best step": (report.best_step, ",d"),
+        "model": (report.model, ""),
+        "parameters": (report.parameters, ",d"),
+        "precision": (report.precision, ""),
+        "device": (report.device, ""),
+    }
+
+
+def _loss(name: str, one: RunData, other: RunData) -> Iterator[Row]:
+    """The loss at the last step that both runs have logged; else the last loss of each run."""
+    both = [run.series(name, name.replace(" ", "_")) for run in (one, other)]
+    first, second = (dict(zip(series.xs, series.ys, strict=True)) for series in both)
+    if common := first.keys() & second.keys():
+        step = max(common)
+        yield _row(f"{name} at step {step:,.0f}", (first[step], ".4f"), (second[step], ".4f"))
+    elif first or second:
+        yield Row(name, _last(first), _last(second), "")
+
+
+def _last(series: dict[float, float]) -> str:
+    return f"{series[max(series)]:.4f} at step {max(series):,.0f}" if series else ""
+
+
+def _metrics(report: Report | None) -> dict[str, Figure]:
+    """Metrics of the best weights by split and name. The validation loss has a row already."""
+    return {
+        f"{split} {name}": (value, ".4f")
+        for split, metrics in (report.metrics if report else {}).items()
+        for name, value in metrics.items()
+        if (split, name) != ("validation", "loss")
+    }
+
+
+def _causes(one: StallReport, other: StallReport) -> Iterator[Row]:
+    """Causes that show in either run, with the change in percentage points."""
+    yield _row("stall", (one.stall, ".2%"), (other.stall, ".2%"), _points)
+    for cause in dict.fromkeys((*shown_causes(one), *shown_causes(other))):
+        a, b = (
+            stall.causes[cause].fraction if cause in stall.causes else 0.0 for stall in (one, other)
+        )
+        yield _row(cause, (a, ".2%"), (b, ".2%"), _points)
+
+
+def _settings(one: dict[str, Any], other: dict[str, Any]) -> Iterator[Row]:
+    for name in dict.fromkeys((*one, *other)):
+        a, b = one.get(name), other.get(name)
+        if a != b and name not in _OF_EVERY_RUN:
+            yield Row(flag_of(name), _written(a), _written(b), "")
+
+
+def _rows(
+    one: dict[str, Figure], other: dict[str, Figure], change: Callable[[Any, Any], str]
+) -> Iterator[Row]:
+    for name in dict.fromkeys((*one, *other)):
+        a, b = one.get(name, (None, "")), other.get(name, (None, ""))
+        if a[0] is not None or b[0] is not None:
+            yield _row(name, a, b, change)
+
+
+def _change(a: float, b: float) -> str:
+    return f"{b / a - 1:+.1%}" if a and a != b else ""
+
+
+def _points(a: float, b: float) -> str:
+    return f"{100 * (b - a):+.2f} points" if abs(b - a) >= 5e-5 else ""
+
+
+def _row(name: str, one: Figure, other: Figure, change: Callable[[Any, Any], str] = _change) -> Row:
+    (a, _), (b, _) = one, other
+    changed = "" if a is None or b is None else change(a, b)
+    return Row(name, _shown(*one), _shown(*other), changed)
+
+
+def _shown(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _written(value: Any) -> str:
+    return "not set" if value is None or value == "null" else str(value)

@@ -1,0 +1,137 @@
+"""report.html of a run: figures, stall by cause, what to change, and plots over the steps."""
+
+from pathlib import Path
+
+from tokenfeed.trainer.report.plots import Bars, Plot, Series, short
+from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.stall.page import render_page, save_page, share_of, stall_cards
+
+__all__ = ["page_of", "write_page"]
+
+_MOST_CAUSES = 6
+"""Areas that can be told apart. Smaller causes are summed."""
+
+
+def write_page(folder: Path) -> Path:
+    """Write report.html of a run, atomically, from the files in its folder.
+
+    Raises:
+        ConfigError: The folder holds no report.
+    """
+    return save_page(folder, page_of(RunData.of_folder(folder)))
+
+
+def page_of(run: RunData) -> str:
+    """Return the page as text. It loads nothing from anywhere."""
+    return render_page(
+        run.folder,
+        run.stall,
+        cards=None if run.report is None else _cards(run.report),
+        plots=[plot for plot in _plots(run) if plot.series],
+        report=run.report,
+        config=run.config,
+    )
+
+
+def _cards(report: Report) -> dict[str, str]:
+    return {
+        **stall_cards(report.stall),
+        "padding": share_of(report.padding),
+        "loss": _figure(report.loss_last),
+        "validation loss": _figure(report.validation_loss_last),
+        "steps": f"{report.steps:,}",
+        "real tokens": short(report.tokens),
+        **_metrics(report),
+    }
+
+
+def _metrics(report: Report) -> dict[str, str]:
+    """Metrics of the last split that was measured. The loss has a card already."""
+    split = next(reversed(report.metrics), "")
+    return {
+        f"{name.replace('_', ' ')}, {split}": f"{value:.4g}"
+        for name, value in report.metrics.get(split, {}).items()
+        if name != "loss" and value is not None
+    }
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _plots(run: RunData) -> list[Plot | Bars]:
+    return [
+        Plot(
+            "Stall by cause",
+            "Share of the time between two progress lines in which the device had nothing to do. "
+            "A tall area is worth looking at: the table above says what to do about its cause.",
+            _causes(run.causes()),
+            stacked=True,
+            format=lambda share: f"{share:.3g}" if share == 0 else f"{share:.1%}",
+        ),
+        Plot(
+            "Real tokens a second",
+            "Without padding, stall included. It should be flat: a dip is an evaluation, a "
+            "checkpoint, or another program on the machine.",
+            [run.series("tokens/s", "real_tokens_per_s")],
+        ),
+        Plot(
+            "Loss",
+            "Mean per target since the line before, and on the validation split. If the second "
+            "rises while the first falls, the model memorizes its training data.",
+            [run.series("training", "loss"), run.series("validation", "validation_loss")],
+            from_zero=False,
+        ),
+        Plot(
+            "Seconds a step",
+            "Half of the steps since the line before took less than p50; max is the longest one. "
+            "A max far above p50 is a step that waited.",
+            [run.series("p50", "step_seconds.p50"), run.series("max", "step_seconds.max")],
+        ),
+        Plot(
+            "Gradient norm",
+            "Before clipping. A jump is an unusual batch, or a learning rate that is too high.",
+            [run.series("norm", "gradient_norm")],
+        ),
+        Plot(
+            "Learning rate",
+            "From the schedule.",
+            [run.series("rate", "learning_rate")],
+            format=lambda rate: f"{rate:.2g}",
+        ),
+        Plot(
+            "GPU memory, GB",
+            "In use by all programs on the GPU. Near the top, running out of memory is near too.",
+            [run.series("memory", "gpu.memory_bytes", factor=1e-9)],
+        ),
+        Plot(
+            "GPU power, W",
+            "Read from NVML at progress lines. Far below the limit, the GPU has little to do.",
+            [run.series("power", "gpu.power_watts")],
+        ),
+        Bars(
+            "Rows by length",
+            "Of the training split, in tokens. The wider this is, the more a batch of any rows "
+            "would pad: rows of like length are put together, or packed.",
+            run.report.rows_by_length if run.report else (),
+        ),
+    ]
+
+
+def _causes(lines: list[tuple[int, dict[str, float]]]) -> list[Series]:
+    """The largest causes, and the sum of the others."""
+    totals: dict[str, float] = {}
+    for _, causes in lines:
+        for cause, share in causes.items():
+            totals[cause] = totals.get(cause, 0.0) + share
+    named = sorted((cause for cause in totals if totals[cause]), key=lambda cause: -totals[cause])
+    shown = named if len(named) <= _MOST_CAUSES + 1 else named[:_MOST_CAUSES]
+    groups = {cause: [cause] for cause in shown}
+    if len(shown) < len(named):
+        groups["the rest"] = named[_MOST_CAUSES:]
+    steps = [step for step, _ in lines]
+    return [
+        Series(name, steps, [sum(found.get(cause, 0.0) for cause in causes) for _, found in lines])
+        for name, causes in groups.items()
+    ]

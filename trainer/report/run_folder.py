@@ -1,0 +1,156 @@
+"""The folder of a run, or of a StallMeter's report, decoded into types."""
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE, REPORT_FILE
+from tokenfeed.trainer.report.plots import Series
+from tokenfeed.trainer.report.run_report import Report, decode_json
+from tokenfeed.trainer.stall.report import StallReport
+
+__all__ = ["Line", "RunData"]
+
+_LARGEST = 1e100
+"""Larger values are left out of plots: arithmetic with them would overflow."""
+
+
+class _StepSeconds(msgspec.Struct, frozen=True):
+    p50: float
+    max: float
+
+
+class _Gpu(msgspec.Struct, frozen=True):
+    memory_bytes: float | None = None
+    power_watts: float | None = None
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of a line of metrics.jsonl that are plotted."""
+
+    step: int
+    loss: float | None = None
+    validation_loss: float | None = None
+    learning_rate: float | None = None
+    gradient_norm: float | None = None
+    real_tokens_per_s: float | None = None
+    stall_causes: dict[str, float] | None = None
+    step_seconds: _StepSeconds | None = None
+    gpu: _Gpu | None = None
+
+
+class _LoopReport(msgspec.Struct, frozen=True):
+    """report.json of a meter."""
+
+    stall: StallReport
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunData:
+    """The files of a run."""
+
+    folder: Path
+    stall: StallReport
+    report: Report | None = None
+    """None for a loop that only has a meter."""
+    lines: list[Line] = field(default_factory=list)
+    """metrics.jsonl."""
+    config: str = ""
+    """config.yaml."""
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "RunData":
+        """Read the folder of a run, or of the report of a `StallMeter`.
+
+        Raises:
+            ConfigError: The folder holds no report, or a report that cannot be decoded.
+        """
+        path, config = folder / REPORT_FILE, _read(folder / CONFIG_FILE)
+        try:
+            data = path.read_bytes()
+            found = decode_json(data)
+            if isinstance(found, dict) and not config and "model" not in found:
+                return cls(folder=folder, stall=msgspec.convert(found, _LoopReport).stall)
+            report = Report.of_json(data, folder)
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{folder} holds no {REPORT_FILE}. Give the folder of a run of `train`, or the one "
+                "that a StallMeter has written its report to."
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}. Give the folder of a run.") from error
+        except ValueError as error:
+            again = f" `train --resume --run-dir {folder}` writes it again." if config else ""
+            raise ConfigError(
+                f"{path} is damaged, or from another version of tokenfeed ({error}).{again}"
+            ) from error
+        lines = _lines(folder / METRICS_FILE)
+        return cls(folder=folder, stall=report.stall, report=report, lines=lines, config=config)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of config.yaml as they are written there; empty if it is damaged."""
+        try:
+            found = yaml.load(self.config, yaml.BaseLoader)  # constructs nothing, so cannot fail
+        except (yaml.YAMLError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def summary(self) -> str:
+        """The report in a few lines, as the run printed it."""
+        return str(self.stall) if self.report is None else self.report.summary()
+
+    def series(self, name: str, path: str, factor: float = 1.0) -> Series:
+        """Return one value of each line over the steps. Lines without the value are left out.
+
+        Args:
+            name: Name of the series.
+            path: Field of `Line`, or of an object in it, as in "gpu.power_watts".
+            factor: Multiplies the values.
+        """
+        found = [(line.step, _value_at(line, path)) for line in self.lines]
+        known = [(step, value) for step, value in found if value is not None and _fits(value)]
+        return Series(name, [step for step, _ in known], [factor * value for _, value in known])
+
+    def causes(self) -> list[tuple[int, dict[str, float]]]:
+        """Step and stall by cause of each line that has them."""
+        return [
+            (line.step, {cause: share for cause, share in causes.items() if _fits(share)})
+            for line in self.lines
+            if (causes := line.stall_causes)
+        ]
+
+
+def _value_at(line: Line, path: str) -> float | None:
+    found: Any = line
+    for name in path.split("."):
+        found = None if found is None else getattr(found, name)
+    return found if isinstance(found, float) else None
+
+
+def _fits(value: float) -> bool:
+    return math.isfinite(value) and abs(value) < _LARGEST
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(path: Path) -> list[Line]:
+    """Whole lines, in order. The last line of a killed run is cut short; damaged ones are left
+    out."""
+    found = []
+    for line in _read(path).splitlines():
+        try:
+            found.append(msgspec.convert(decode_json(line.encode()), Line))
+        except ValueError:
+            continue
+    return found

@@ -1,0 +1,204 @@
+"""The report of a run: report.json for programs, a few lines for people.
+
+Speed and stall are those of the measured steps, which leave out the warm-up. Tokens, losses and
+padding are those of all steps.
+"""
+
+import importlib.metadata
+import json
+import math
+import platform
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.feeding.stats import RemoteStats
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER, PAGE_FILE, REPORT_FILE
+from tokenfeed.trainer.stall.report import StallReport
+from tokenfeed.trainer.stall.table import advice, speed_parts, stall_facts
+
+__all__ = ["Report", "decode_json", "encode_json", "versions"]
+
+RowsByLength = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=64)]
+_LARGEST_INT = 2**63 - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The outcome of a run."""
+
+    run_dir: str
+    finished: bool
+    """False if the run stopped before its last step, or is still going on."""
+    parts: int = 1
+    """Commands that trained the run: the first one, and one more for each resume."""
+    steps: int
+    """Steps trained in all parts."""
+    skipped_steps: int
+    """Steps that changed nothing, because their gradients were not finite."""
+    tokens: int
+    """Real tokens trained in all parts."""
+    seconds: float
+    """Wall time, set-up and evaluation included."""
+    real_tokens_per_s: float | None
+    """Real tokens of the measured steps divided by their wall time, stall included; None if the run
+    ended in its warm-up."""
+    padding: float
+    """Share of all token slots that held no token."""
+    stall: StallReport
+    remote: RemoteStats | None = None
+    """What the training data took from a store; None if they are local."""
+    loss_first: float | None
+    """Loss of the first step; None if metrics.jsonl was lost."""
+    loss_last: float | None
+    """Mean loss over the steps of the last progress line."""
+    validation_loss_first: float | None
+    """None without a validation split, or if the loss was not finite."""
+    validation_loss_last: float | None
+    task: str
+    metrics: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    """Metrics of the best weights, by split and name: `loss`, and those of the task. None if the
+    model's predictions were not numbers."""
+    best_step: int | None = None
+    """The step of the best weights; None if nothing was evaluated."""
+    model: str
+    parameters: int
+    vocabulary_size: int
+    device: str
+    precision: str
+    versions: dict[str, str]
+    rows_by_length: RowsByLength = field(default_factory=list)
+    """Rows of the split `train` by length in tokens: entry k counts those of 2**k up to
+    2**(k+1) - 1."""
+
+    @classmethod
+    def of_run(cls, run_dir: Path) -> "Report | None":
+        """The report in a run's folder; None if it is missing or damaged."""
+        try:
+            return cls.of_json((run_dir / REPORT_FILE).read_bytes(), run_dir)
+        except (OSError, ValueError):
+            return None
+
+    @classmethod
+    def of_json(cls, data: bytes, run_dir: Path) -> "Report":
+        """Decode report.json of the run that is in a folder now.
+
+        Raises:
+            ValueError: It is not a report.
+        """
+        found = msgspec.convert(decode_json(data), cls)
+        return replace(found, run_dir=str(run_dir))  # the folder may have been moved or copied
+
+    def write(self, run_dir: Path) -> None:
+        """Write report.json, atomically."""
+        atomic_write(run_dir / REPORT_FILE, self.to_json().encode() + b"\n")
+
+    def to_json(self) -> str:
+        """The report as indented JSON."""
+        return encode_json(asdict(self), indent=1)
+
+    def summary(self) -> str:
+        """The report in a few lines."""
+        loss = _change(self.loss_first, self.loss_last)
+        if self.validation_loss_first is not None:
+            change = _change(self.validation_loss_first, self.validation_loss_last)
+            loss += f", validation {change}"
+        parts = "" if self.parts == 1 else f" in {self.parts} parts"
+        end = "" if self.finished else f", {self._way_on()}"
+        skipped = f" ({self.skipped_steps:,} skipped)" if self.skipped_steps else ""
+        folder = Path(self.run_dir)
+        files = [name for name in (PAGE_FILE, REPORT_FILE) if (folder / name).exists()]
+        speed = speed_parts(self.stall, self.padding)
+        if self.real_tokens_per_s is None:
+            speed = ["not measured", *speed]
+        return facts(
+            {
+                "model": f"{self.model}, {self.parameters / 1e6:.1f} M parameters, "
+                f"{self.precision} on {self.device}",
+                "trained": f"{self.steps:,} steps{skipped}, {self.tokens:,} real tokens{parts}"
+                f"{end}",
+                "loss": loss,
+                "metrics": "\n".join(self._metrics()),
+                "speed": ", ".join(speed),
+                **stall_facts(self.stall),
+                "store": self._store(),
+                "advice": advice(self.stall),
+                "report": f"{folder / ', '.join(files)}" if files else "",
+            }
+        )
+
+    def _way_on(self) -> str:
+        """How a run that did not reach its last step can go on."""
+        if any((Path(self.run_dir) / CHECKPOINTS_FOLDER).glob("step-????????")):
+            return "stopped before the end: go on with --resume"
+        return "ended before its first checkpoint: start it again without --resume"
+
+    def _metrics(self) -> list[str]:
+        """A line for each split that was measured."""
+        step = "" if self.best_step is None else f", best at step {self.best_step:,}"
+        return [
+            f"{split}{step}: "
+            + ", ".join(f"{k} {v:.4f}" if v is not None else f"{k} nan" for k, v in metrics.items())
+            for split, metrics in self.metrics.items()
+        ]
+
+    def _store(self) -> str:
+        """What the run read from a store; empty for local data."""
+        if (found := self.remote) is None:
+            return ""
+        return (
+            f"{found.requests:,} requests, {found.bytes / 1e6:,.1f} MB, {found.hits:,} hits in the "
+            f"cache, {found.retries:,} retries, {found.outage_s:.1f} s of outage, windows at hand "
+            f"after {found.wait_s.p99:.3f} s (p99)"
+        )
+
+
+def encode_json(value: Any, indent: int | None = None) -> str:
+    """Encode as JSON, which has no infinity and no NaN: these become null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def decode_json(data: bytes) -> object:
+    """Decode JSON, infinite and missing numbers (NaN) included, which msgspec refuses.
+
+    Raises:
+        ValueError: It is not JSON, nested too deeply, or has an integer of more than 64 bits.
+    """
+    try:
+        found: object = json.loads(data, parse_int=_bounded)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return found
+
+
+def _bounded(text: str) -> int:
+    if abs(number := int(text)) > _LARGEST_INT:
+        raise ValueError(f"the number {text[:20]} has more than 64 bits")
+    return number
+
+
+def _change(first: float | None, last: float | None) -> str:
+    if first is None or last is None:
+        return "not known"
+    return f"{first:.4f} -> {last:.4f}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that the figures of a report depend on."""
+    return {
+        "tokenfeed": importlib.metadata.version("tokenfeed"),
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+    }

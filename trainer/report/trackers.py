@@ -1,0 +1,132 @@
+"""Trackers: rank 0 forwards each line of metrics.jsonl to TensorBoard, Weights & Biases or trackio.
+
+A tracker that raises is logged once and disabled. The run continues.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config.run_config import TrackerName, TrainConfig
+
+__all__ = ["Trackers", "check_trackers"]
+
+_TRACKED_FILE = "tracked"
+"""File in a run's folder with the id of the run at services, for resumed runs."""
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(NamedTuple):
+    """The functions of an open tracker."""
+
+    log: Callable[[dict[str, float], int], None]
+    """Takes the figures of a step."""
+    finish: Callable[[], None]
+    """Sends or writes what is left."""
+
+
+def _open_tensorboard(config: TrainConfig) -> Tracker:
+    """Open event files in the run's folder. A thread of torch writes them."""
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    writer = SummaryWriter(str(config.run_dir / "tensorboard"))
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Tracker(log, writer.close)
+
+
+def _open_service(module: str, config: TrainConfig) -> Tracker:
+    """Open a run of `wandb`, or of `trackio`, which has the same functions."""
+    service = __import__(module)
+    run_id = _id_of(config.run_dir)
+    named = {"id": run_id, "dir": str(config.run_dir)} if module == "wandb" else {}
+    service.init(
+        project=os.environ.get(f"{module.upper()}_PROJECT", "tokenfeed"),
+        name=run_id,
+        config=config.as_dict(),
+        resume="allow",
+        **named,
+    )
+    return Tracker(lambda values, step: service.log(values, step=step), service.finish)
+
+
+def _open(name: TrackerName, config: TrainConfig) -> Tracker:
+    return _open_tensorboard(config) if name == "tensorboard" else _open_service(name, config)
+
+
+def check_trackers(names: tuple[TrackerName, ...]) -> None:
+    """Refuse trackers whose package is not installed.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for name in names:
+        if find_spec(name) is None:
+            raise ConfigError(
+                f"`--track`={name}: the package {name} is not installed. Run `pip install {name}`, "
+                "or leave it out."
+            )
+
+
+class Trackers:
+    """The trackers of a run."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._open: dict[str, Tracker] = {}
+        for name in config.track if os.environ.get("RANK", "0") == "0" else ():
+            with self._survived(name):
+                self._open[name] = _open(name, config)
+
+    def log(self, line: dict[str, Any]) -> None:
+        """Forward the numbers of a line of metrics.jsonl by name. Never raises."""
+        values = _numbers(line)
+        for name, tracker in [*self._open.items()]:
+            with self._survived(name):
+                tracker.log(values, line["step"])
+
+    def finish(self) -> None:
+        """Finish all trackers. Never raises."""
+        for name, tracker in [*self._open.items()]:
+            with self._survived(name):
+                tracker.finish()
+
+    @contextlib.contextmanager
+    def _survived(self, name: str) -> Iterator[None]:
+        """Log the error of a tracker, and disable the tracker."""
+        try:
+            yield
+        except Exception as error:
+            self._open.pop(name, None)
+            reason = " ".join(str(error).split()) or type(error).__name__
+            _log.warning("--track %s: %s. The run goes on without it", name, reason)
+
+
+def _numbers(line: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a line. Nested objects give names such as "gpu/memory_bytes"."""
+    found: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, dict):
+            found |= _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            found[prefix + name] = value
+    return found
+
+
+def _id_of(run_dir: Path) -> str:
+    """Return a unique id: the name of the folder and some random letters, drawn once."""
+    path = run_dir / _TRACKED_FILE
+    if not path.is_file():
+        letters = "".join(c if c.isalnum() or c in "-_" else "-" for c in run_dir.resolve().name)
+        atomic_write(path, f"{letters}-{secrets.token_hex(3)}".encode())
+    return path.read_text()

@@ -1,0 +1,280 @@
+"""`train --dry-run`: predict a run on any machine, without training.
+
+Batches are planned from the row lengths in the manifest. One batch is read, to see how documents
+share rows. Steps run on tensors without values (`weightless`), so their memory is that of the real
+operators. The speed is a bound: the arithmetic of the GPU divided by the operations of a token.
+
+A run that is planned and not made: its batches, and its steps on tensors without values.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from tokenfeed.pipeline.arithmetic import ceil_div
+from tokenfeed.pipeline.facts import facts
+from tokenfeed.pipeline.feeding.devices import accelerator, default_device, resolve_device
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
+from tokenfeed.trainer.data.attention import knows_ends
+from tokenfeed.trainer.data.datasets import source_of
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.feeding.batching import (
+    Policy,
+    is_packed,
+    largest_shape,
+    long_rows_of,
+    make_policy,
+    possible_sizes,
+)
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.loaders import check_rows, is_apart
+from tokenfeed.trainer.sensors.gpu import GIB, Gpu, gpu_of, recognized
+from tokenfeed.trainer.sizing.batch_probe import size_of_cpu
+from tokenfeed.trainer.sizing.batch_search import SHARE_OF_MEMORY, largest_fitting
+from tokenfeed.trainer.sizing.memory_model import Weightless
+from tokenfeed.trainer.tasks.registry import task_of
+
+__all__ = ["DryRun", "Planned", "dry_run", "find_gpu", "predict_micro_batch"]
+
+_CPU = torch.device("cpu")
+
+
+def find_gpu(config: TrainConfig, name: str | None) -> Gpu | None:
+    """The GPU of that name or size; without one, that of the run; None where it has none."""
+    if name is not None:
+        return gpu_of(name)
+    device = default_device() if config.device == "auto" else resolve_device(config.device)
+    if device.type == "cpu":
+        return None
+    here = accelerator(device)
+    total = here.module.get_device_properties(device).total_memory
+    name = str(here.module.get_device_name(device))
+    return recognized(name, total, "bf16" if here.has_bfloat16() else "fp16")
+
+
+def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
+    """The settings with a predicted number where --micro-batch-tokens says auto: the most that fit,
+    or the fewest there are."""
+    if config.micro_batch_tokens != "auto":
+        return config
+    sizes = possible_sizes(config, task_of(config, _CPU))
+    tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
+    config = dataclasses.replace(config, micro_batch_tokens=tokens)
+    found, _ = Planned(config, gpu).fitting()
+    return dataclasses.replace(config, micro_batch_tokens=found or tokens)
+
+
+class Planned:
+    """What a run will be, found out piece by piece.
+
+    Raises:
+        ConfigError: Settings contradict each other, or the task.
+    """
+
+    def __init__(self, config: TrainConfig, gpu: Gpu | None) -> None:
+        self._config, self._gpu = config, gpu
+        self.task = task_of(config, _CPU)
+        self.precision: PrecisionName = config.precision
+        if config.precision == "auto":
+            self.precision = gpu.precision if gpu else "fp32"
+        check_rows(config, self.task)
+        self._packed = is_packed(config, self.task)
+        self._policy = self._policy_of(config)
+        self.like = self._first()
+        self.weightless = Weightless(config, self.task, self.precision, self.like)
+
+    def epoch(self) -> EpochShapes:
+        """The steps and micro-batches of an epoch."""
+        split, config = self.task.manifest.split("train"), self._config
+        return EpochShapes.of_split(split, self._policy, config.seed, config.accumulation)
+
+    def flops_per_token(self) -> float:
+        """Floating-point operations to learn one token, in rows of full length."""
+        return self.weightless.flops_per_token(self.like, self.shape(self._config)[1])
+
+    def peak(self, config: TrainConfig) -> int:
+        """Bytes of a step of the largest micro-batches; beyond two, all are like the second."""
+        parts = min(2, config.accumulation)
+        return self.weightless.peak(self.like, *self.shape(config), parts)
+
+    def fitting(self) -> tuple[int | None, int | None]:
+        """Tokens of the largest micro-batch that fits the GPU, and its peak."""
+        if self._gpu is None:
+            return None, None
+        peaks: dict[int, int] = {}
+
+        def measure(tokens: int) -> int:
+            config = dataclasses.replace(self._config, micro_batch_tokens=tokens)
+            peaks[tokens] = self.peak(config)
+            return peaks[tokens]
+
+        limit = int(SHARE_OF_MEMORY * self._gpu.bytes)
+        found = largest_fitting(
+            measure,
+            possible_sizes(self._config, self.task),
+            limit,
+            least=self.task.logits_at_once,
+        )
+        return found, None if found is None else peaks[found]
+
+    def shape(self, config: TrainConfig) -> tuple[int, int]:
+        """Rows and padded length of the largest micro-batch."""
+        longest = self.task.manifest.split("train").longest_row
+        return largest_shape(self._policy_of(config), longest)
+
+    def _policy_of(self, config: TrainConfig) -> Policy:
+        long_rows = long_rows_of(config, self.task.manifest)
+        on_gpu = self._gpu is not None
+        return make_policy(config, packed=self._packed, on_gpu=on_gpu, long_rows=long_rows)
+
+    def _first(self) -> MicroBatch:
+        """The run's first micro-batch: it says how documents lie in rows."""
+        config, task = self._config, self.task
+        fast = self._gpu is not None and self._gpu.precision == "bf16"
+        varlen = fast and self.precision != "fp32" and knows_ends()
+        shape = Shaper(causal=task.causal, apart=is_apart(config, task), varlen=varlen)
+        source = source_of(config.shards)
+        with ShardLoader(
+            source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
+        ) as feed:
+            return shape(next(iter(feed)))
+
+
+FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
+_DISK_BYTES_PER_S = 1e9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DryRun:
+    """The prediction of a run."""
+
+    steps: int
+    epochs: float
+    tokens: int
+    """Approximate number of real tokens that are trained on."""
+    micro_batches_per_step: int
+    slots_per_step: int
+    padding: float
+    """Approximate fraction of token slots that will hold no token."""
+    shapes: dict[str, int]
+    """Micro-batches of an epoch by `rows x length`, the most frequent shapes only."""
+    parameters: int
+    trained_parameters: list[int]
+    """Parameters that each phase trains."""
+    flops_per_token: float
+    flops_formula: str
+    precision: str
+    peak_gib: float
+    """Peak of the tensors. Kernels, CUDA and the allocator need more."""
+    gpu: str | None
+    gpu_gib: float | None
+    fits: bool | None
+    """Whether the peak is within 92 % of the GPU's memory."""
+    fitting_micro_batch_tokens: int | None
+    """The largest micro-batch that fits, with the same step; None if none fits."""
+    fitting_peak_gib: float | None
+    tokens_per_s_bound: float | None
+    """Bound by the GPU's arithmetic. Good runs reach a third to a half of it."""
+    hours_bound: float | None
+    checkpoints: int
+    checkpoint_gib: float
+    disk_gib: float
+    """Size of the checkpoints that are kept: the latest ones and the best."""
+    checkpoint_seconds: float
+    """Seconds to write a checkpoint at 1 GB/s."""
+
+    def summary(self) -> str:
+        """The plan in a few lines."""
+        speed = ""
+        if self.tokens_per_s_bound is not None:
+            bound = f"{self.tokens_per_s_bound:,.0f}"
+            speed = f"at most {bound} tokens/s, so at least {_duration(self.hours_bound)}"
+        return facts(
+            {
+                "steps": f"{self.steps:,} of {self.micro_batches_per_step} micro-batches, "
+                f"{self.slots_per_step:,} slots; {self.epochs:.2f} epochs, {self.tokens:,} tokens",
+                "batches": f"an epoch has {self._shapes()}; padding {self.padding:.2%}",
+                "model": f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
+                f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
+                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
+                "fits": self._fitting() if self.gpu else "",
+                "speed": speed,
+                "disk": f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; "
+                f"those kept take {self.disk_gib:.2f} GiB; {self.checkpoint_seconds:.1f} s each at "
+                "1 GB/s",
+            }
+        )
+
+    def _shapes(self) -> str:
+        return ", ".join(f"{count:,} of {shape}" for shape, count in self.shapes.items())
+
+    def _trained(self) -> str:
+        if set(self.trained_parameters) == {self.parameters}:
+            return ""
+        listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
+        return f" of which {listed} M are trained"
+
+    def _of_gpu(self) -> str:
+        return "" if self.gpu_gib is None else f", of {self.gpu_gib:g} GiB on {self.gpu}"
+
+    def _fitting(self) -> str:
+        if self.fitting_micro_batch_tokens is None:
+            return "no micro-batch: try --recompute full, or a smaller --sequence-length"
+        return (
+            f"--micro-batch-tokens {self.fitting_micro_batch_tokens} and less "
+            f"({self.fitting_peak_gib:.2f} GiB)"
+        )
+
+
+def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
+    """Predict a run on a GPU given by name or size. Default: the device it would train on.
+
+    Raises:
+        TokenfeedError: Settings or shards do not allow the run.
+    """
+    config.check()
+    gpu = find_gpu(config, gpu_name)
+    config = predict_micro_batch(config, gpu)
+    planned = Planned(config, gpu)
+    epoch = planned.epoch()
+    epochs = config.steps / epoch.steps
+    tokens, slots = epochs * epoch.tokens, epochs * epoch.slots
+    flops = planned.flops_per_token()
+    peak = planned.peak(config)
+    fitting, fitting_peak = planned.fitting()
+    bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
+    state = planned.weightless.state_bytes
+    checkpoints = ceil_div(config.steps, config.save_every)
+    return DryRun(
+        steps=config.steps,
+        epochs=epochs,
+        tokens=round(tokens),
+        micro_batches_per_step=config.accumulation,
+        slots_per_step=round(slots / config.steps),
+        padding=1 - tokens / slots,
+        shapes=epoch.shapes,
+        parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
+        trained_parameters=planned.weightless.learner.trained_parameters,
+        flops_per_token=flops,
+        flops_formula=FORMULA,
+        precision=planned.precision,
+        peak_gib=peak / GIB,
+        gpu=gpu.name if gpu else None,
+        gpu_gib=gpu.gib if gpu else None,
+        fits=peak <= SHARE_OF_MEMORY * gpu.bytes if gpu else None,
+        fitting_micro_batch_tokens=fitting,
+        fitting_peak_gib=None if fitting_peak is None else fitting_peak / GIB,
+        tokens_per_s_bound=bound,
+        hours_bound=tokens / bound / 3600 if bound else None,
+        checkpoints=checkpoints,
+        checkpoint_gib=state / GIB,
+        disk_gib=min(checkpoints, config.keep + 1) * state / GIB,
+        checkpoint_seconds=state / _DISK_BYTES_PER_S,
+    )
+
+
+def _duration(hours: float | None) -> str:
+    seconds = (hours or 0.0) * 3600
+    return f"{hours:,.1f} hours" if seconds >= 3600 else f"{seconds:.3g} s"

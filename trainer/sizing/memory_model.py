@@ -1,0 +1,195 @@
+"""A learner whose tensors have shapes and no values: whole steps run anywhere, at once.
+
+They are of the host, and computed in the number format of a GPU: operators, dtypes and what is kept
+for the backward pass are the same there, so the memory is. Attention counts as a GPU's fused one.
+What is not in it: what kernels take for themselves while they run, CUDA's context, and what an
+allocator loses between blocks. A compiled model takes less.
+
+The most memory that tensors take at once, counted as operators make them.
+
+Counts storages, so it works on tensors without values too, of any device; an allocator would round
+each up to 512 bytes, and so does this. What a kernel takes for itself while it runs is not seen.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
+from tokenfeed.trainer.data.attention import Scope
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.optim.gradients import Tally
+from tokenfeed.trainer.optim.optimizer import make_optimizer
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.tasks.task import Task
+
+__all__ = ["PeakBytes", "Weightless"]
+
+_GRAIN = 512  # of CUDA's allocator
+
+
+class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, follows the memory of tensors that are made in this thread.
+
+    with PeakBytes("cuda") as memory:
+        step()
+    print(memory.peak)
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
+        """
+        Args:
+            device_type: Tensors of other devices are not counted.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._device_type = device_type
+        self._known: set[int] = set()
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that is there already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = round_up(storage.nbytes(), _GRAIN)
+        self._known.add(key)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key, size).atexit = False
+
+    def forget_peak(self) -> None:
+        """Begin again from what is there now."""
+        self.peak = self.now
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, torch.Tensor) and value.device.type == self._device_type:
+                self.add(value)
+        return out
+
+    def _remove(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+_CPU = torch.device("cpu")
+_SMALL = 2, 8
+"""Rows and length of a micro-batch whose own memory is of no interest."""
+
+
+class Weightless:
+    """Runs steps without values, and says what they take."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        task: Task,
+        precision: PrecisionName,
+        like: MicroBatch,
+    ) -> None:
+        """The model is made in earnest first: its price is that of the start of a run.
+
+        Args:
+            config: Of the run.
+            task: What it learns.
+            precision: In which it computes.
+            like: A micro-batch of the run; its number of rows and its length do not matter.
+        """
+        self._task = task
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
+        self.learner.begin_phase(self.learner.largest_phase)
+        _drop_values(self.learner.model, self._mode)
+        self.learner.optimizer = make_optimizer(
+            self.learner.model, config.optimizer, config.weight_decay
+        )
+        self._memory = PeakBytes()
+        with self._mode, self._memory:
+            for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
+                self._memory.add(tensor)
+            self._step(1, like, *_SMALL, parts=1)  # makes the optimizer's state
+
+    def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
+        """The most bytes that tensors take in a step of `parts` micro-batches of a shape."""
+        self._memory.forget_peak()
+        with self._mode, self._memory:
+            self._step(2, like, rows, length, parts)
+        return self._memory.peak
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of a checkpoint: what is trained, and the optimizer's state."""
+        tensors = [*self.learner.kept_weights().values()]
+        for values in self.learner.optimizer.state.values():
+            tensors += [value for value in values.values() if isinstance(value, Tensor)]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def flops_per_token(self, like: MicroBatch, length: int) -> float:
+        """Floating-point operations to learn one token of full rows: 6 for each weight in a matrix
+        product, and those of attention over whole rows; of weights that are not trained 4."""
+        shown = like.blank_like(2, length)
+        with self._mode, torch.no_grad():
+            plain = _over_rows(self._task.prepare(shown, 0))
+            counter = FlopCounterMode(display=False, custom_mapping=_OF_HOST_ATTENTION)
+            with counter:
+                self.learner.model(plain)
+        forward = counter.get_total_flops() / shown.num_slots
+        return 3 * forward - 2 * _frozen_products(self.learner.model)
+
+    def _step(self, number: int, like: MicroBatch, rows: int, length: int, parts: int) -> None:
+        tally = Tally.zero(torch.device("cpu"))
+        for part in range(parts):
+            shown = self._task.prepare(like.blank_like(rows, length), part)
+            tally.add(self.learner.add_gradients(shown), 0, 0)
+            del shown
+        self.learner.step(number, tally.loss, tally.targets)
+
+
+def _attention_flops(
+    query: Any, key: Any, value: Any, *others: Any, out_shape: Any = None, **named: Any
+) -> int:
+    return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
+
+
+_OF_HOST_ATTENTION: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
+}
+
+
+def _over_rows(shown: MicroBatch) -> MicroBatch:
+    """The same where every slot sees all it may of its row."""
+    return replace(shown, scope=Scope(shown.scope.causal))
+
+
+def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Leave shapes and dtypes of a model's tensors; ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    for part in model.modules():
+        for name, value in part._parameters.items():
+            if value is not None and id(value) not in made:
+                bare = mode.from_tensor(value.detach())
+                made[id(value)] = nn.Parameter(bare, value.requires_grad)
+            part._parameters[name] = None if value is None else made[id(value)]
+        for name, buffer in part._buffers.items():
+            part._buffers[name] = None if buffer is None else mode.from_tensor(buffer)
+
+
+def _frozen_products(model: nn.Module) -> int:
+    """Weights of matrix products that are not trained."""
+    linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    weights = {id(part.weight): part.weight for part in linear}
+    return sum(weight.numel() for weight in weights.values() if not weight.requires_grad)

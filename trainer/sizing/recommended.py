@@ -1,0 +1,357 @@
+"""Defaults that suit a data set, for settings that the user leaves open.
+
+Documents keep the defaults of `TrainConfig`, except for evaluations. Data with labels or
+completions gets as many epochs as make two million tokens, but at least 3 and at most 10. The
+numbers were measured on small data sets and two cores. Does not import torch.
+
+Defaults that suit the GPU, and settings that this machine does not support.
+
+A CPU changes no default. Unsupported settings are replaced, with one line that says why.
+"""
+
+import dataclasses
+import math
+import os
+import shutil
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+
+from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
+from tokenfeed.pipeline.format.schema import Column, column_of
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import flag_of
+from tokenfeed.trainer.feeding.batching import long_rows_of, make_policy
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.sensors.gpu import Gpu
+
+__all__ = [
+    "Asked",
+    "Choice",
+    "Machine",
+    "able",
+    "epoch_of",
+    "epochs_of",
+    "lasting",
+    "machine_of",
+    "sized",
+    "steps_of",
+    "suited",
+]
+
+_TOKENS = 2_000_000
+"""Tokens to train on in all epochs. A data set of fewer tokens is small."""
+_EPOCHS = (3, 10)
+_STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
+_RATE = 1e-3
+"""Learning rate for a step of 32 rows."""
+_FINE_RATE = 5e-5
+_MOST_SLOTS = 16_384
+"""Token slots in a micro-batch of labelled rows at most. Its memory depends on the layers, not on
+the vocabulary."""
+_PACKED_LENGTH, _PACKED_SLOTS = (128, 8192), 2048
+_WARMUP, _LINES = 0.1, 50
+_LONG_WARMUP, _MOST_WARMUP = 0.037, 700
+"""Warm-up in the presets for GPUs: 700 of 19,000 steps, as in reproductions of GPT-2."""
+_EVALUATION_SHARE = 0.05 * 3
+"""Tokens of all evaluations per trained token: 5 % of the time, as a forward pass is a third of a
+step."""
+_EVALUATIONS = (2, 20)
+"""Fewest and most evaluations of a run, besides the one before its first step."""
+_ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
+"""Tokens of an evaluation. With more than the first number, more evaluations are better. With the
+second number, the loss has an error below 0.003."""
+_EVALUATED = "evaluations take about 5 % of the run at most"
+_LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Settings that were chosen for one reason."""
+
+    settings: dict[str, Any]
+    reason: str
+
+    def line(self, config: TrainConfig) -> str:
+        """Return the flags that are in force by this choice, with its reason; empty without any."""
+        flags = [
+            flag_of(name) + ("" if value is True else f" {value}")
+            for name, value in self.settings.items()
+            if getattr(config, name) == value
+        ]
+        return f"{' '.join(flags)} ({self.reason})" if flags else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The given settings on which defaults depend."""
+
+    objective: str = "auto"
+    model: str | None = None
+    from_scratch: bool = False
+    """Whether an hf: model draws its weights anew."""
+    step_tokens: bool = False
+    """Whether steps are counted in tokens."""
+    longest_input: int | None = None
+    """Longest input of the model in tokens; None without a limit."""
+    for_gpu: bool = False
+    """Whether a preset for a GPU is given."""
+
+    @property
+    def finetunes(self) -> bool:
+        """Whether the model is pretrained."""
+        return (self.model or "").startswith("hf:") and not self.from_scratch
+
+
+def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
+    """Return the defaults that suit a data set, without those that depend on the steps."""
+    train = manifest.splits.get("train")
+    if asked.objective == "masked" or train is None or not train.rows:
+        return []
+    longest = max(split.longest_row for split in manifest.splits.values())
+    label = column_of(manifest.columns, "target")
+    if label is not None:
+        model = [] if asked.model else [_model(label, train)]
+        return [*model, *_padded(longest, train, asked), *_gently(asked)]
+    if column_of(manifest.columns, "context") is not None:
+        return [_packed(longest, asked), *_gently(asked)]
+    return []
+
+
+def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
+    """Return the epochs that suit a data set; None if the steps do not come from epochs."""
+    if not suited(manifest, asked):
+        return None
+    if asked.finetunes:
+        return _EPOCHS[0]
+    return _between(_EPOCHS, _TOKENS // max(1, manifest.split("train").tokens))
+
+
+def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
+    """Estimate the steps and micro-batches of an epoch from the manifest."""
+    if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
+        rows = (config.step_rows or 0) * config.sequence_length
+        config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
+    labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
+    packed = not labelled if config.batching == "auto" else config.batching == "packed"
+    long_rows = long_rows_of(config, manifest)
+    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
+    train = manifest.split("train")
+    return EpochShapes.of_split(train, policy, config.seed, config.accumulation)
+
+
+def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """Return the steps of whole epochs. The last step of an epoch may be short."""
+    return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
+
+
+def lasting(
+    manifest: Manifest,
+    config: TrainConfig,
+    asked: Asked,
+    epochs: int | None,
+    *,
+    said: Container[str] = (),
+    on_gpu: bool = False,
+) -> list[Choice]:
+    """Return the steps of `epochs`, if given, and the defaults that suit that many steps.
+
+    Args:
+        manifest: The data.
+        config: The settings so far.
+        asked: The given settings on which defaults depend.
+        epochs: Passes over the train split.
+        said: Names of the given settings, which get no default.
+        on_gpu: Whether the run uses a GPU.
+    """
+    choices = []
+    if epochs:
+        steps = steps_of(epochs, config, manifest, on_gpu=on_gpu)
+        choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
+        config = dataclasses.replace(config, steps=steps)
+    trained = _trained_tokens(config, manifest)
+    every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
+    # A checkpoint can be the best one only if its step is both evaluated and saved.
+    save_every, is_paced = config.save_every, bool(suited(manifest, asked))
+    if is_paced and "save_every" not in said:
+        save_every = every
+    every = config.eval_every if "eval_every" in said else round_up(every, save_every)
+    pace = {}
+    if is_paced:
+        pace = {
+            "warmup_steps": round(_WARMUP * config.steps),
+            "eval_every": every,
+            "save_every": round_up(save_every, every),
+            "log_every": max(_LEAST_LOG_EVERY, config.steps // _LINES),
+        }
+    elif asked.for_gpu:
+        pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
+    choices.append(Choice({k: v for k, v in pace.items() if k not in said}, reason))
+    evaluations = _evaluations(manifest, config.steps, every, trained)
+    choices.append(Choice({k: v for k, v in evaluations.items() if k not in said}, _EVALUATED))
+    return [choice for choice in choices if choice.settings]
+
+
+def _trained_tokens(config: TrainConfig, manifest: Manifest) -> float:
+    """Return the approximate number of tokens that a run trains on."""
+    train = manifest.split("train")
+    if config.step_rows is None:
+        return float(config.steps * config.step_tokens)
+    return config.steps * config.step_rows * train.tokens / train.rows
+
+
+def _evaluation_steps(manifest: Manifest, steps: int, trained: float) -> int:
+    """Return the steps between evaluations that keep their share of the time."""
+    splits = manifest.splits
+    whole = splits["validation"].tokens if "validation" in splits else 0
+    wanted = max(1, min(whole, _ENOUGH_TOKENS))
+    count = _between(_EVALUATIONS, int(_EVALUATION_SHARE * trained / wanted) - 1)
+    return min(_MOST_EVERY, math.ceil(steps / count))
+
+
+def _evaluations(manifest: Manifest, steps: int, every: int, trained: float) -> dict[str, int]:
+    """Return `eval_every` and `eval_tokens`. The test split is evaluated once, and may have as many
+    tokens as all evaluations of the validation split."""
+    splits, count = manifest.splits, 1 + math.ceil(steps / every)
+    sizes = [
+        splits[name].tokens / often
+        for name, often in (("validation", 1), ("test", count))
+        if name in splits
+    ]
+    if not any(sizes):
+        return {}
+    most = max(1, min(_MOST_TOKENS, int(_EVALUATION_SHARE * trained / count)))
+    return (
+        {"eval_every": every} if most >= max(sizes) else {"eval_every": every, "eval_tokens": most}
+    )
+
+
+def _model(label: Column, train: SplitInfo) -> Choice:
+    """Choose a model without layers for few rows with one label: layers would memorize the rows."""
+    few = train.tokens < _TOKENS
+    small, dropout = ("words", 0.3) if label.per == "row" else ("shallow", 0.2)
+    settings = {"model": small, "dropout": dropout} if few else {"model": "tiny", "dropout": 0.1}
+    return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
+
+
+def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
+    """Choose rows a step, in one micro-batch if it is not too large."""
+    length = max(2, round_up(longest, 8))
+    reason = f"the longest row has {longest:,} tokens"
+    if asked.step_tokens:
+        return [Choice({"sequence_length": length}, reason)]
+    rows = _step_rows(train)
+    slots = max(length, min(rows * length, _MOST_SLOTS))
+    rate = round(_RATE * math.sqrt(rows / _ROWS[0]), 5)
+    return [
+        Choice({"sequence_length": length, "micro_batch_tokens": slots}, reason),
+        Choice(
+            {"step_rows": rows, "learning_rate": rate},
+            f"{math.ceil(train.rows / rows):,} steps an epoch",
+        ),
+    ]
+
+
+def _gently(asked: Asked) -> list[Choice]:
+    if not asked.finetunes:
+        return []
+    return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
+
+
+def _packed(longest: int, asked: Asked) -> Choice:
+    """Choose rows that hold the longest example, up to the longest input of the model."""
+    length = _between(_PACKED_LENGTH, round_up(longest, 64))
+    length = min(length, asked.longest_input or length)
+    slots = max(1, _PACKED_SLOTS // length) * length
+    settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": slots}
+    return Choice(settings, f"the longest row has {longest:,} tokens")
+
+
+def _step_rows(train: SplitInfo) -> int:
+    """Return rows a step: a power of two, for about 500 steps an epoch."""
+    return _between(_ROWS, 1 << max(1, train.rows // _STEPS_OF_EPOCH).bit_length() - 1)
+
+
+def _between(bounds: tuple[int, int], value: int) -> int:
+    least, most = bounds
+    return max(least, min(most, value))
+
+
+_COMPILERS = ("cc", "gcc", "clang", "cl")
+_FEW_CORES = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """The machine of a run."""
+
+    gpu: Gpu | None
+    """The GPU of the run; None on the CPU."""
+    cores: int
+    has_compiler: bool
+    """Whether there is a C compiler, which torch.compile needs."""
+    unused: str | None = None
+    """Why torch does not use a GPU that the driver lists."""
+
+
+def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
+    """Return this machine, with `gpu_name` instead of its GPU if given. Imports torch: a second."""
+    from tokenfeed.trainer.sizing.dry_run import find_gpu
+
+    gpu = find_gpu(config, gpu_name)
+    return Machine(
+        gpu=gpu,
+        cores=num_cores(),
+        has_compiler=bool(os.environ.get("CC")) or any(map(shutil.which, _COMPILERS)),
+        unused=_why_unused() if gpu is None and config.device == "auto" else None,
+    )
+
+
+def sized(config: TrainConfig, machine: Machine, said: Container[str]) -> list[Choice]:
+    """Return the defaults that suit the GPU, without given settings. They do not change a step."""
+    gpu, choices = machine.gpu, []
+    if gpu is None:
+        return []
+    several = config.micro_batch_tokens != "auto" and config.accumulation > 1
+    if several and "micro_batch_tokens" not in said:
+        reason = f"what fits {gpu.name}, {gpu.gib:.1f} GiB, in {gpu.precision}"
+        choices.append(Choice({"micro_batch_tokens": "auto"}, reason))
+    if machine.cores <= _FEW_CORES and "num_workers" not in said:
+        choices.append(Choice({"num_workers": 1}, f"{machine.cores} cores"))
+    return choices
+
+
+def able(config: TrainConfig, machine: Machine) -> list[Choice]:
+    """Return replacements of unsupported settings. The reason is the whole message."""
+    gpu, choices = machine.gpu, []
+    if machine.unused:
+        choices.append(Choice({}, f"training on the CPU: {machine.unused}"))
+    if config.compile and not machine.has_compiler:
+        reason = f"--compile is left out: there is no C compiler ({', '.join(_COMPILERS)})"
+        choices.append(Choice({"compile": False}, reason))
+    if config.precision == "bf16" and gpu and gpu.precision == "fp16":
+        reason = f"--precision fp16 instead of bf16, which {gpu.name} only emulates"
+        choices.append(Choice({"precision": "fp16"}, reason))
+    return choices
+
+
+def _why_unused() -> str | None:
+    """Return None if torch uses the GPU, or CUDA_VISIBLE_DEVICES hides it."""
+    import pynvml
+    import torch
+
+    try:
+        pynvml.nvmlInit()
+        count, driver = pynvml.nvmlDeviceGetCount(), pynvml.nvmlSystemGetDriverVersion()
+    except pynvml.NVMLError:
+        return None
+    if not count or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    if torch.version.cuda is None:
+        return "a GPU is here, and this torch was built without CUDA. Install one with it"
+    return (
+        f"a GPU is here, and its driver {driver} does not run CUDA {torch.version.cuda} of this "
+        "torch. Install a newer driver, or a torch for an older CUDA"
+    )

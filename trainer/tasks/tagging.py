@@ -1,0 +1,129 @@
+"""Spans in rows of tags: where they begin and end, and the F1 of predicting them.
+
+The scheme is IOB as evaluation scripts read it: a span begins at B-, and also at an I- that
+continues nothing of its kind; E- and S- (IOBES) end and make spans.
+
+    B-PER I-PER O I-LOC B-LOC      spans: PER 0..1, LOC 3..3, LOC 4..4
+
+Tagging: a tag for each word, as of named entities.
+
+Scores: accuracy beside that of always guessing the most frequent tag; where tags are those of spans
+(B-PER, I-PER, O), also span F1, where a span counts only with both ends and its kind right. To tag
+all words O gets a span F1 of 0.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.tasks.classification import ClassScores
+from tokenfeed.trainer.tasks.task import BestBy, Scores, Task
+
+__all__ = ["SpanScores", "Tag", "TagScheme", "spans"]
+
+_TAG = re.compile(r"(?P<place>[BIES])-(?P<kind>.+)", re.DOTALL)
+_OUTSIDE = "O"
+
+
+@dataclass(frozen=True, slots=True)
+class TagScheme:
+    """What each tag says of spans, by its number."""
+
+    kind: np.ndarray
+    """The kind of span a tag is in; -1 outside. Shape (C,)."""
+    begins: np.ndarray
+    """Whether a span begins with the tag, whatever stands before. Shape (C,)."""
+    ends: np.ndarray
+    """Whether a span ends with the tag, whatever stands behind. Shape (C,)."""
+
+    @classmethod
+    def from_names(cls, names: tuple[str, ...]) -> "TagScheme | None":
+        """The scheme of tags by their names; None where they are not those of spans."""
+        matches = [_TAG.fullmatch(name) for name in names if name != _OUTSIDE]
+        if len(matches) == len(names) or not matches or not all(matches):
+            return None
+        kinds: dict[str, int] = {}
+        found = [_TAG.fullmatch(name) for name in names]
+        kind = [kinds.setdefault(tag["kind"], len(kinds)) if tag else -1 for tag in found]
+        begins = [tag is not None and tag["place"] in "BS" for tag in found]
+        ends = [tag is not None and tag["place"] in "ES" for tag in found]
+        return cls(np.array(kind), np.array(begins), np.array(ends))
+
+
+def spans(tags: np.ndarray, row_ends: np.ndarray, scheme: TagScheme) -> np.ndarray:
+    """First word, last word and kind of every span, shape (spans, 3), in the order of the words.
+
+    Args:
+        tags: Tags of the words of all rows, one row after the other, shape (W,).
+        row_ends: Whether a word is the last of its row, shape (W,); no span goes over it.
+        scheme: What the tags say.
+    """
+    kind = scheme.kind[tags]
+    cut = np.ones(len(tags) + 1, np.bool_)  # between a word and the one before
+    cut[1:-1] = (
+        (kind[1:] != kind[:-1]) | scheme.begins[tags[1:]] | scheme.ends[tags[:-1]] | row_ends[:-1]
+    )
+    inside = kind >= 0
+    first = np.flatnonzero(inside & cut[:-1])
+    last = np.flatnonzero(inside & cut[1:])
+    return np.stack((first, last, kind[first]), axis=1)
+
+
+class SpanScores:
+    """Scores of words, and F1 of spans."""
+
+    def __init__(self, words: ClassScores, scheme: TagScheme) -> None:
+        self._words, self._scheme = words, scheme
+        self._spans = torch.zeros(3, dtype=torch.int64)  # right, true and predicted
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Add predictions for rows of words, (B, T, C), and their tags, (B, T); waits for the
+        device."""
+        self._words.add(logits, targets)
+        targets_BT, predicted_BT = targets.cpu().numpy(), logits.argmax(-1).cpu().numpy()
+        is_word_BT = targets_BT != IGNORED
+        row = np.nonzero(is_word_BT)[0]
+        row_ends = np.append(row[1:] != row[:-1], True)[: len(row)]
+        true = spans(targets_BT[is_word_BT], row_ends, self._scheme)
+        predicted = spans(predicted_BT[is_word_BT], row_ends, self._scheme)
+        _, in_true, in_predicted = np.intersect1d(true[:, 0], predicted[:, 0], return_indices=True)
+        right = int((true[in_true] == predicted[in_predicted]).all(axis=1).sum())
+        self._spans += torch.tensor([right, len(true), len(predicted)])
+
+    def sums(self, world: World) -> list[Tensor]:
+        """Those of the words, and of the spans."""
+        return [*self._words.sums(world), self._spans]
+
+    def result(self) -> dict[str, float]:
+        """Those of the words, and span_f1."""
+        right, *found = self._spans.tolist()
+        return self._words.result() | {"span_f1": 2 * right / sum(found) if sum(found) else 0.0}
+
+
+class Tag(Task):
+    """The tag of a word, at its first token."""
+
+    name = "tag"
+    kind = "token"
+    causal = False
+    packs = False
+
+    def __init__(self, manifest: Manifest, seed: int) -> None:
+        super().__init__(manifest, seed)
+        self._scheme = TagScheme.from_names(manifest.label_names)
+
+    @property
+    def best_by(self) -> BestBy:  # type: ignore[override]
+        """Span F1, where tags are of spans."""
+        return BestBy("span_f1" if self._scheme else "accuracy", less_is_better=False)
+
+    def scores(self, device: torch.device) -> Scores:
+        """Accuracy, and span F1 where tags are of spans."""
+        counts = ClassScores(self.outputs, device)
+        return SpanScores(counts, self._scheme) if self._scheme else counts
