@@ -39,7 +39,6 @@ _MOST_BYTES, _SHARE_OF_FREE = 10_000_000_000, 0.05
 _MOST_AHEAD_BYTES, _SHARE_AHEAD = 1_000_000_000, 0.25
 _WINDOWS = 3
 """Windows that must fit: the current windows of a fast and of a slow rank, and the next window."""
-_MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _FAR = ("nfs", "nfs4", "lustre", "cifs", "smb3", "ceph", "gpfs", "beegfs", "afs", "fuse.sshfs")
 _log = logging.getLogger(__name__)
@@ -140,17 +139,15 @@ def _user() -> int:
 
 def _file_system(place: Path) -> str:
     """Return the file system type of a folder; an empty string if it is unknown."""
+    import psutil
+
+    resolved = place.resolve()
     try:
-        lines = _MOUNTS.read_text().splitlines()
+        mounts = psutil.disk_partitions(all=True)
     except OSError:
         return ""
-    resolved, best, found = place.resolve(), -1, ""
-    for line in lines:
-        mount, _, rest = line.partition(" - ")
-        point = Path(mount.split()[4].replace("\\040", " "))
-        if resolved.is_relative_to(point) and len(point.parts) >= best:
-            best, found = len(point.parts), rest.split()[0]
-    return found
+    around = [mount for mount in reversed(mounts) if resolved.is_relative_to(mount.mountpoint)]
+    return max(around, key=lambda mount: len(mount.mountpoint)).fstype if around else ""
 
 
 def has_remote(sources: tuple[OpenedSplit, ...]) -> bool:

@@ -6,9 +6,11 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from data_sets import MakeDataset, plan_in_memory, random_rows
 from delivery import realistic_lengths, small_batches
@@ -283,15 +285,15 @@ def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
 
 
+def mount(monkeypatch: pytest.MonkeyPatch, types: dict[str, str]) -> None:
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in types.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+
 def test_a_folder_over_the_network_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(
-        "22 1 0:1 / / rw - ext4 /dev/sda rw\n"
-        f"23 22 0:2 / {tmp_path}/far rw,noatime shared:1 - nfs4 server:/x rw\n"
-    )
-    monkeypatch.setattr(cache_settings, "_MOUNTS", mounts)
+    mount(monkeypatch, {"/": "ext4", f"{tmp_path}/far": "nfs4"})
     with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
         resolve_cache(tmp_path / "far/x", None, NEED)
     assert resolve_cache(tmp_path / "near", None, NEED)
@@ -300,9 +302,7 @@ def test_a_folder_over_the_network_is_refused(
 def test_cache_folder_in_memory_is_named_in_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mounts = tmp_path / "mounts"
-    mounts.write_text(f"23 22 0:2 / {tmp_path} rw,noatime shared:1 - tmpfs tmpfs rw\n")
-    monkeypatch.setattr(cache_settings, "_MOUNTS", mounts)
+    mount(monkeypatch, {str(tmp_path): "tmpfs"})
     assert resolve_cache(tmp_path / "x", None, NEED)
     assert f"`cache_dir`={tmp_path}/x: is in memory (tmpfs)" in caplog.text
 
