@@ -1,13 +1,13 @@
-"""The loader in other frameworks: what their loops need beside batches, one small file each.
+"""Adapters for using the loader in other frameworks, one file per framework.
 
-    steps         any loop: the micro-batches of an optimizer step, and what to divide a loss by
-    packed        any loop: check that a model keeps the documents of a packed row apart
+    steps         any loop: the micro-batches of an optimizer step, and the divisor of the loss
+    packed        any loop: check that a model separates the documents of a packed row
     transformers  `transformers.Trainer`
     lightning     Lightning
     accelerate    Accelerate
-    stall         the stall of loops that are not ours, for the callbacks of both
-    dataloader    code that insists on a torch DataLoader, or saves a stateful one
+    stall         measures the stall of other loops; used by the callbacks for both
+    dataloader    code that requires a torch DataLoader or a StatefulDataLoader
 
-Each imports the framework of its name, so import the one you use. Above `tokenfeed.pipeline`, and
-used by nothing else in the package.
+Each module imports its framework, so import only the module that you need. No other part of
+tokenfeed imports them.
 """

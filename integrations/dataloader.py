@@ -1,8 +1,8 @@
-"""A ShardLoader with the face of torch's DataLoader, stateful like torchdata's.
+"""A ShardLoader as a torch DataLoader with a state, like torchdata's StatefulDataLoader.
 
-For code that asks for a `torch.utils.data.DataLoader`, or that saves and loads a
-`StatefulDataLoader`. It has no workers of its own: the ShardLoader has, and makes the batches
-ahead. Do not let a framework shard it over ranks: its batches are dealt already.
+For code that requires a `torch.utils.data.DataLoader`, or that saves and loads a
+`StatefulDataLoader`. It has no workers of its own: the workers of the ShardLoader make the batches.
+Do not let a framework split it over ranks: every rank already gets its own batches.
 """
 
 from collections.abc import Iterator
@@ -30,16 +30,16 @@ class StatefulShardLoader(DataLoader[Batch]):
     """A DataLoader whose batches, position and state are those of a ShardLoader.
 
     With the split `train`, an iteration delivers the rest of a pass. With other splits, every
-    iteration begins anew.
+    iteration starts from the beginning.
     """
 
     def __init__(self, loader: ShardLoader) -> None:
-        """Args: `loader` stays the caller's: its position, its statistics, its `close`."""
+        """Args: `loader` is used, not copied. The caller closes it."""
         super().__init__(_Batches(loader), batch_size=None, collate_fn=_as_it_is)
         self._loader = loader
 
     def __len__(self) -> int:
-        """Batches of a pass; TypeError where they are not known beforehand."""
+        """Number of batches in a pass; TypeError if it is not known in advance."""
         return len(self._loader)
 
     def rewind(self) -> None:

@@ -1,7 +1,7 @@
 """A Lightning data module over ShardLoaders, whose items are optimizer steps.
 
     class Model(LightningModule):
-        automatic_optimization = False  # Lightning's own would not weigh by targets
+        automatic_optimization = False  # Lightning would not weight by targets
 
         def training_step(self, step, index):
             for batch in step:
@@ -39,10 +39,10 @@ _OF_READING = ("num_workers", "timeout", "cache_dir", "cache_bytes")
 
 
 class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
-    """Trains by steps, validates by batches.
+    """Training items are optimizer steps, validation items are batches.
 
-    A checkpoint keeps the position after the step trained last, so that `fit(ckpt_path=...)` goes
-    on with exactly the next one.
+    A checkpoint includes the position after the last trained step, so `fit(ckpt_path=...)`
+    continues with exactly the next step.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         validation: str | None = None,
         **settings: Any,
     ) -> None:
-        """Remember what to load; Lightning asks for the loaders.
+        """Store the settings. Lightning requests the loaders later.
 
         Args:
             path: See `ShardLoader`.
             batching: See `ShardLoader`.
             validation: The split to validate on. None: do not validate.
-            settings: Other settings of `ShardLoader`, for training. Validation takes those of its
-                workers, timeout and cache.
+            settings: Other settings of `ShardLoader`, for training. Validation uses only
+                `num_workers`, `timeout`, `cache_dir` and `cache_bytes`.
         """
         super().__init__()
         self._path, self._batching, self._settings = path, batching, settings
@@ -69,42 +69,42 @@ class ShardDataModule(LightningDataModule):  # type: ignore[misc]  # untyped
         self._loaders: list[ShardLoader] = []
 
     def train_dataloader(self) -> Any:
-        """Made here, not before: now torch.distributed knows the ranks."""
+        """Make the training loader. torch.distributed is initialized at this point."""
         loader = self._loader(**self._settings)
         if self._state:
             loader.load_state_dict(self._state)
         return _Steps(loader, self.trainer)
 
     def val_dataloader(self) -> Any:
-        """The validation split, in the order of its files. Every validation begins anew."""
+        """Make a loader of the validation split, in file order. Every validation starts anew."""
         if not self._validation:
             return []
         kept = {name: self._settings[name] for name in _OF_READING if name in self._settings}
         return self._loader(split=self._validation, shuffle=False, **kept)
 
     def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
-        """Leave it, it is there; and remember it, for it is trained next."""
+        """Return the batch, which is on the device already, and store the state of its step."""
         if isinstance(batch, Step):
             self._state = batch.state
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the step trained last."""
+        """Return the loader's state after the last trained step."""
         return {"loader": self._state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it up; `train_dataloader` comes after this."""
+        """Store a loaded state. Lightning calls `train_dataloader` after this."""
         self._state = state_dict["loader"]
 
     def teardown(self, stage: str) -> None:
-        """End the workers."""
+        """Stop the workers."""
         for loader in self._loaders:
             loader.close()
         self._loaders.clear()
 
     def _loader(self, **settings: Any) -> ShardLoader:
         if self.trainer is None:
-            raise ConfigError("ShardDataModule: it has no trainer yet. Give it to `Trainer.fit`.")
+            raise ConfigError("ShardDataModule: has no trainer yet. Pass it to `Trainer.fit`.")
         device = self.trainer.strategy.root_device
         loader = ShardLoader(self._path, batching=self._batching, device=device, **settings)
         self._loaders.append(loader)

@@ -1,10 +1,10 @@
-"""Whether a model keeps the documents of a packed batch apart.
+"""Check that a model separates the documents of a packed batch.
 
     check_documents_apart(model, next(iter(loader)))
 
-Attention layers of transformers keep documents apart by what a packed batch says about them. Layers
-with a state (Mamba, linear attention, convolutions), ALiBi positions and encoders without
-FlashAttention may not, and only the loss would show it.
+Attention layers of transformers separate documents by the position ids and sequence lengths of a
+packed batch. Layers with a state (Mamba, linear attention, convolutions), ALiBi positions and
+encoders without FlashAttention may not, and only the loss would show it.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ def check_documents_apart(
             the logits are float32, else 2e-2. TF32 needs more.
 
     Raises:
-        ConfigError: The logits differ; or no row of the batch holds two documents.
+        ConfigError: The logits differ, or no row of the batch has two documents.
     """
     length = batch.input_ids.shape[1]
     behind = [
@@ -49,7 +49,7 @@ def check_documents_apart(
     ]
     if not behind:
         raise ConfigError(
-            "`batch`: every row holds a single document, so nothing can be mixed in it. Take "
+            "`batch`: every row has a single document, so nothing can be compared. Use "
             "another batch, or a larger `sequence_length`."
         )
     _, begin, end = max(behind)
@@ -67,7 +67,7 @@ def check_documents_apart(
         tolerance = _TOLERANCE if logits_1TV.dtype == torch.float32 else _HALF_TOLERANCE
     alone_TV = logits_1TV[0].float()
     difference = float((beside_TV - alone_TV).abs().max() / alone_TV.abs().max())
-    if not difference <= tolerance:  # nor if it is NaN
+    if not difference <= tolerance:  # also true for NaN
         raise ConfigError(
             f"`model`: {type(model).__name__} mixes the documents of a packed row: the logits of a "
             f"document differ by {difference:.2g} of the largest one from its logits alone "

@@ -1,7 +1,7 @@
-"""What the stall callbacks of trainers share: a loop of another library, seen through its events.
+"""A stall meter for training loops of other libraries, driven by their callback events.
 
-Such a loop has no place for brackets, but its events come in order. The time between the end of a
-step and the beginning of the next is the wait for data, except what other events claim.
+The events of such a loop come in a known order. The time between the end of a step and the start of
+the next step counts as waiting for data, except the time of other events.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ class MeterOfEvents:
 
     def begin(self, device: Any) -> None:
         """Start measuring: training waits for its first batch."""
-        self._close()  # a training that an exception ended
+        self._close()  # after a training that an exception ended
         self._meter = StallMeter(**{"device": device} | self._settings)
         self.wait()
 

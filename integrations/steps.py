@@ -7,9 +7,9 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Micro-batches hold unequal numbers of targets, so a mean of their means is not the loss of the step.
-Here each loss is a sum over its targets, divided by the targets of the whole step. In a loop with a
-StallMeter, pass it on: `meter.watch(steps(loader, meter=meter))`.
+Micro-batches have different numbers of targets, so the mean of their mean losses is not the loss of
+the step. Here each loss is a sum over its targets, divided by the targets of the whole step. In a
+loop with a StallMeter, pass the meter: `meter.watch(steps(loader, meter=meter))`.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ Meter = StallMeter[Any] | MeterOfEvents
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one rank trains on before the optimizer's next step; iterating gives its batches."""
+    """The micro-batches of one rank in one optimizer step. Iterating yields the batches."""
 
     batches: tuple[Batch, ...]
-    """The micro-batches of this rank: as many as every other rank has."""
+    """The micro-batches of this rank. All ranks have equally many."""
     divisor: torch.Tensor
-    """Targets of the step over all ranks, at least 1, divided by the number of ranks, for DDP and
-    FSDP average the gradients of the ranks. Shape (), on the loader's device."""
+    """Targets of the step over all ranks, at least 1, divided by the number of ranks, because DDP
+    and FSDP average the gradients of the ranks. Shape (), float32, on the loader's device."""
     state: dict[str, Any]
-    """The loader's state behind this step: a checkpoint saved after the step belongs with it, even
-    where a framework has already fetched the next one."""
+    """The loader's state after this step. Save it with a checkpoint of the step, because a
+    framework may have fetched the next step already."""
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.batches)
@@ -51,7 +51,8 @@ class Step:
         return len(self.batches)
 
     def accumulate(self, model: torch.nn.Module) -> Iterator[Batch]:
-        """The batches; ranks exchange the gradients of `model` with the last of them only."""
+        """Yield the batches. Only the last one synchronizes the gradients of `model` between
+        ranks."""
         *first, last = self.batches
         with _unsynchronized(model):
             yield from first
@@ -66,15 +67,14 @@ def steps(
 ) -> Iterator[Step]:
     """Group the batches of `loader` into optimizer steps, until its pass ends.
 
-    With several ranks, torch.distributed adds up the targets over them, on the device. The host
-    does not wait for the sum.
+    With several ranks, an all-reduce sums the targets on the device. The host does not wait for it.
 
     Args:
-        loader: Where the batches come from.
-        group: The ranks that `loader` deals to, as its `rank` and `world_size` count them. Default:
-            all ranks. With tensor or pipeline parallelism, the data-parallel group.
-        meter: The StallMeter of the loop, which then charges the sum, and the wait for ranks that
-            are late, to `communication` instead of `data`.
+        loader: The source of the batches.
+        group: Process group of the ranks that share the loader's `world_size`. Default: all ranks.
+            With tensor or pipeline parallelism, the data-parallel group.
+        meter: The StallMeter of the loop. It then counts the all-reduce, and the wait for slower
+            ranks, as `communication` instead of `data`.
 
     Raises:
         ConfigError: The group does not have the loader's `world_size` ranks.
@@ -102,12 +102,12 @@ def _steps(
 def _check_group(ranks: int, group: "dist.ProcessGroup | None") -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise ConfigError(
-            f"`steps` adds up targets over the loader's `world_size`={ranks} ranks, and "
-            "torch.distributed is not running. Call `init_process_group` before."
+            f"`steps` sums targets over the loader's `world_size`={ranks} ranks, but "
+            "torch.distributed is not running. Call `init_process_group` first."
         )
     if (size := dist.get_world_size(group)) != ranks:
         raise ConfigError(
-            f"`group` of `steps` has {size} ranks, the loader deals to `world_size`={ranks}. Pass "
+            f"`group` of `steps` has {size} ranks, the loader has `world_size`={ranks}. Pass "
             "the process group of those ranks."
         )
 
@@ -124,7 +124,7 @@ def _divisor(
 
 @contextlib.contextmanager
 def _unsynchronized(model: torch.nn.Module) -> Iterator[None]:
-    """Gradients stay on the rank: DDP and FSDP have `no_sync`, FSDP2 a switch, others no ranks."""
+    """Disable gradient synchronization: `no_sync` of DDP and FSDP, or the switch of FSDP2."""
     switch: Any = getattr(model, "set_requires_gradient_sync", None)
     no_sync: Any = getattr(model, "no_sync", contextlib.nullcontext)
     if switch is None:

@@ -6,9 +6,8 @@
     ShardTrainer(model=model, args=settings, train_dataset=loader).train()
 
 Make the TrainingArguments first, because they start torch.distributed. Use `epochs=None`, because
-the Trainer takes a pass that begins without a batch for the end of the data. The Trainer must not
-prepare, move or skip batches: they come dealt to the ranks, on the device, and from the saved
-position.
+the Trainer treats an empty pass as the end of the data. The Trainer must not split, move or skip
+batches: the loader delivers this rank's batches, on the device, from the saved position.
 
     Trainer(..., callbacks=[StallCallback()])    # any Trainer, any data: where does its time go?
 """
@@ -34,8 +33,8 @@ _STATE_FILE = "loader.json"
 class ShardTrainerMixin:
     """A mixin for any `transformers.Trainer` that trains and evaluates on ShardLoaders.
 
-    Each checkpoint keeps the training loader's state, which is the same on all ranks. Every
-    evaluation begins anew.
+    Each checkpoint includes the state of the training loader, which is equal on all ranks. Every
+    evaluation starts from the beginning.
     """
 
     args: Any
@@ -53,7 +52,7 @@ class ShardTrainerMixin:
                     f"`{name}`: the loader delivers to {loader.device}, and the Trainer trains on "
                     f"{self.args.device}. Make the loader with `device=args.device`."
                 )
-        self.args.ignore_data_skip = True  # the loader begins where it stopped
+        self.args.ignore_data_skip = True  # the loader continues at its position
         if isinstance(self.train_dataset, ShardLoader):
             self.add_callback(_LoaderState(self.train_dataset))  # type: ignore[attr-defined]
 
@@ -61,8 +60,8 @@ class ShardTrainerMixin:
         """See `transformers.Trainer.train`.
 
         Raises:
-            ResumeError: There is no checkpoint, or it has no state of a loader, or one of another
-                data set.
+            ResumeError: There is no checkpoint, or it has no loader state, or the state belongs to
+                other data.
         """
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
@@ -76,7 +75,7 @@ class ShardTrainerMixin:
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
-        """The loader itself: `accelerator.prepare` would deal its batches a second time."""
+        """Return the loader itself: `accelerator.prepare` would split its batches again."""
         return self.train_dataset
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Whole numbers that every room counts with: offsets of runs, ranges, division. Pure numpy."""
+"""Integer arithmetic on numpy arrays: offsets, ranges, division. Used by all rooms."""
 
 from typing import TypeVar
 
@@ -10,9 +10,9 @@ Number = TypeVar("Number", int, np.ndarray)
 
 
 def offsets_of(sizes: np.ndarray) -> np.ndarray:
-    """Running total of sizes, with a leading 0, shape (len(sizes) + 1,), int64.
+    """Return the running total of sizes with a leading 0, shape (len(sizes) + 1,), int64.
 
-    Of runs that follow each other, run k is offsets[k] up to offsets[k + 1].
+    Item k of consecutive items is at offsets[k] to offsets[k + 1] - 1: sizes 3, 2 give 0, 3, 5.
     """
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -20,17 +20,18 @@ def offsets_of(sizes: np.ndarray) -> np.ndarray:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """All integers of several ranges, one range after the other."""
+    """Return all integers of several ranges, in order: starts 5, 9 and sizes 2, 3 give 5 6 9 10
+    11."""
     integers = np.arange(sizes.sum())
     integers += np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     return integers
 
 
 def ceil_div(value: Number, by: int) -> Number:
-    """The quotient rounded up, or each of them: how many parts of `by` hold `value`."""
+    """Return value / by, rounded up."""
     return -(-value // by)
 
 
 def round_up(value: Number, multiple_of: int) -> Number:
-    """The smallest multiple of `multiple_of` that is at least `value`, or each of them."""
+    """Return `value` rounded up to a multiple of `multiple_of`."""
     return ceil_div(value, multiple_of) * multiple_of

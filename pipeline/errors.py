@@ -1,18 +1,18 @@
-"""Every error a user can meet, in one tree.
+"""All errors that tokenfeed raises on purpose.
 
     TokenfeedError
     ├── ConfigError       a setting that cannot work             (also a ValueError)
     ├── CorpusError       input texts that cannot be read
     ├── TokenizerError    a tokenizer that cannot be loaded or does not fit
     ├── ManifestError     manifest.json missing, damaged or of another version (also a ValueError)
-    ├── ShardFormatError  a shard that is not what the manifest says           (also a ValueError)
+    ├── ShardFormatError  a shard that differs from the manifest               (also a ValueError)
     ├── RemoteError       a store that cannot be reached or refuses   (also an OSError with errno)
     │   └── RemoteMissingError    an object that is not there            (also a FileNotFoundError)
     ├── LoaderError       a loader worker that died
     └── ResumeError       a saved state that does not belong here
 
-A message says what and where, what was expected and what was found, and the remedy, in one line.
-Anything else that is raised is a bug of ours and keeps its traceback.
+A message is one line: what is wrong, where, the expected and the actual value, and the remedy. Any
+other exception is a bug in tokenfeed and keeps its traceback.
 """
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class TokenfeedError(Exception):
-    """Base of all errors raised on purpose: catch this one to catch them all."""
+    """Base class of all errors that tokenfeed raises on purpose."""
 
 
 class ConfigError(TokenfeedError, ValueError):
@@ -50,22 +50,22 @@ class ManifestError(TokenfeedError, ValueError):
 
 
 class ShardFormatError(TokenfeedError, ValueError):
-    """A shard that is missing, unreadable, cut short, altered, or not the one that is meant."""
+    """A shard that is missing, unreadable, truncated, damaged, or not the one of the manifest."""
 
 
 class RemoteError(TokenfeedError, OSError):
-    """A store that cannot be reached, or refuses: made of errno, what happened, and where."""
+    """A store that cannot be reached or refuses a request. Arguments: errno, message, URL."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}."
 
 
 class RemoteMissingError(RemoteError, FileNotFoundError):
-    """An object that is not there."""
+    """A missing object."""
 
 
 class LoaderError(TokenfeedError, RuntimeError):
-    """A loader worker that died or hangs."""
+    """A loader worker that died or hangs, or a loader used by two threads."""
 
 
 class ResumeError(TokenfeedError):

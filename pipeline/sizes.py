@@ -1,4 +1,4 @@
-"""Sizes as people write them: 256MB, 1GiB, 1000. Torch-free."""
+"""Parse sizes such as 256MB, 1GiB and 1000. Torch-free."""
 
 import re
 
@@ -18,21 +18,21 @@ _UNITS = {
 
 
 def bytes_meant(size: str) -> int | None:
-    """The bytes that a whole number means, with or without a unit; None where it is no size."""
+    """Return the bytes of a whole number with or without a unit; None if it is not a size."""
     match = re.fullmatch(r"(\d{1,18}) ?([KMG]i?B)?", size, re.IGNORECASE)
     return int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else None
 
 
 def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
-    """The bytes that a size means, at least 1.
+    """Return the bytes of a size, at least 1.
 
     Args:
         size: A whole number, with or without a unit.
-        flag: The option that it was given for.
-        otherwise: What else may be given there.
+        flag: Name of the option, for the message.
+        otherwise: Other allowed values, for the message.
 
     Raises:
-        ConfigError: It is no size, or 0.
+        ConfigError: `size` is not a size, or is 0.
     """
     num_bytes = bytes_meant(size)
     if not num_bytes:

@@ -1,8 +1,8 @@
-"""num_workers="auto": as many readers as keep up with the loop, found by measuring.
+"""num_workers="auto": measure how many workers keep up with the loop.
 
-A worker makes a window in d seconds, the loop uses one in c seconds of its own (waiting not
-counted), so d / c workers keep up. Waiting for a core is not part of d: more workers would make
-that longer. Order does not depend on their number, so it may change at any time. Pure: measurements
+A worker makes a window in d seconds, and the loop uses one in c seconds (without waiting), so d / c
+workers keep up. Time waiting for a core is not part of d, because more workers would increase it.
+The order does not depend on the number of workers, so it can change at any time. Pure: measurements
 in, a number out.
 """
 

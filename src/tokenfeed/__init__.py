@@ -2,10 +2,10 @@
 
     from tokenfeed import Padded, ShardLoader, StallMeter
 
-`tokenfeed.pipeline` holds the shard format and the loader, `tokenfeed.integrations` adapters for
-other frameworks, `tokenfeed.trainer` the training loop and its stall meter, `tokenfeed.tools` the
-commands. The names below are imported when they are first used, so that `pretokenize`, which needs
-only the shard format, does not import torch.
+`tokenfeed.pipeline` is the shard format and the loader, `tokenfeed.integrations` has adapters for
+other frameworks, `tokenfeed.trainer` is the training loop and its stall meter, and
+`tokenfeed.tools` has the commands. The public names below are imported on first use, so that
+`pretokenize`, which needs only the shard format, does not import torch.
 """
 
 from importlib import import_module
@@ -48,7 +48,9 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of these
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
-            from importlib.metadata import version  # 0.04 s that no command should start with
+            from importlib.metadata import (
+                version,  # takes 0.04 s, too long for the start of a command
+            )
 
             return version("tokenfeed")
         if name not in _HOME:

@@ -12,10 +12,16 @@ PAGES = ("docs", "examples", "CONTRIBUTING.md")
 """Markdown to check: files and folders. Not yet: README.md, CHANGELOG.md, and `NOT_CHECKED`."""
 NOT_CHECKED = ("docs/decisions", "docs/benchmarks.md", "docs/mixing.md")
 CODE: tuple[str, ...] = (
+    "integrations",
+    "pipeline/arithmetic.py",
     "pipeline/caching",
+    "pipeline/errors.py",
     "pipeline/feeding",
+    "pipeline/format",
     "pipeline/planning",
+    "pipeline/sizes.py",
     "pipeline/windows",
+    "src/tokenfeed/__init__.py",
 )
 """Folders whose docstrings, comments and messages are checked, such as "pipeline"."""
 FORBIDDEN = {

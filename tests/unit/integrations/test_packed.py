@@ -173,7 +173,7 @@ def test_packed_batch_in_linear_attention_without_kernels_raises(shards: Path) -
 def test_check_of_rows_with_one_document_raises(shards: Path) -> None:
     with ShardLoader(shards, batching=Packed(8, 1, split=True), num_workers=0) as loader:
         alone = next(b for b in islice(loader, 50) if len(b.rows) == 1)
-    with pytest.raises(ConfigError, match="every row holds a single document"):
+    with pytest.raises(ConfigError, match="every row has a single document"):
         check_documents_apart(model_of("Llama"), alone)
 
 
