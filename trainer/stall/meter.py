@@ -98,7 +98,7 @@ class StallMeter(Generic[Mark]):
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._ranks, self._remedies = Ranks(), remedies or {}
+        self._ranks, self._remedies = Ranks(), told.remedies(remedies)
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
         self._waits = WaitFinder()
@@ -173,11 +173,13 @@ class StallMeter(Generic[Mark]):
             slots: Token slots, padding included; None where there is none.
 
         Raises:
-            ConfigError: They are no whole numbers.
+            ConfigError: They are not whole numbers, or there are fewer slots than tokens.
         """
         slots = tokens if slots is None else slots
-        if type(tokens) is not int or type(slots) is not int:  # a call would cost more
-            tokens, slots = told.whole("tokens", tokens), told.whole("slots", slots)
+        # A call costs more than these comparisons.
+        if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
+            tokens = told.whole("tokens", tokens)
+            slots = told.whole("slots", slots, least=tokens)
         self._queued_steps += 1
         if self._is_beside_host:
             self._step_of_device(tokens, slots)

@@ -1,6 +1,7 @@
 """What a loop says to a meter, refused in one line where it is something else."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from os import PathLike
 from typing import Any
@@ -15,8 +16,12 @@ __all__ = [
     "check_exchange",
     "check_folder",
     "operations",
+    "remedies",
     "whole",
 ]
+
+_NOT_CAUSES = ("work", "exchange", "padding")
+"""What reports advise on besides causes."""
 
 
 def whole(name: str, value: object, *, least: int = 0) -> int:
@@ -30,9 +35,20 @@ def whole(name: str, value: object, *, least: int = 0) -> int:
 
 def operations(value: object) -> float | None:
     """Operations of a token, where they are known."""
-    if value is not None and (not isinstance(value, Real) or not float(value) > 0):
-        raise refusal("operations_per_token", value, "a number above 0, or None")
+    if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
+        raise refusal("operations_per_token", value, "a finite number above 0, or None")
     return None if value is None else float(value)
+
+
+def remedies(value: Any) -> Mapping[str, str]:
+    """Validate the advice by cause. A name that no report reads would be advice never shown."""
+    value = {} if value is None else value
+    if not isinstance(value, Mapping):
+        raise refusal("remedies", value, "a dict of advice by cause, or None")
+    if unknown := value.keys() - {*CAUSES, *_NOT_CAUSES}:
+        known = ", ".join((*CAUSES, *_NOT_CAUSES))
+        raise ConfigError(f"`remedies` has {min(map(str, unknown))!r}: expected names of {known}.")
+    return value
 
 
 def check_cause(call: str, name: object) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import json
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -435,6 +436,8 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
         (lambda m: m.step(torch.tensor(5)), "`tokens`=tensor(5): expected a whole number"),
         (lambda m: m.step(5, slots="8"), "`slots`='8': expected a whole number"),
         (lambda m: m.step(None), "`tokens`=None: expected a whole number"),
+        (lambda m: m.step(-1), "`tokens`=-1: expected at least 0"),
+        (lambda m: m.step(5, slots=3), "`slots`=3: expected at least 5"),
         (lambda m: m.watch(5), "`batches`=5: expected a loader"),
         (lambda m: m.charge("x"), "`charge('x')`: expected one of data"),
         (lambda m: m.enter(["x"]), "`enter(['x'])`: expected one of data"),
@@ -447,8 +450,14 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
         (lambda m: StallMeter("cpu", devices=1.5), "`devices`=1.5: expected a whole number"),
         (
             lambda m: StallMeter("cpu", operations_per_token="6N"),
-            "`operations_per_token`='6N': expected a number above 0",
+            "`operations_per_token`='6N': expected a finite number above 0",
         ),
+        (
+            lambda m: StallMeter("cpu", operations_per_token=math.inf),
+            "`operations_per_token`=inf: expected a finite number above 0",
+        ),
+        (lambda m: StallMeter("cpu", remedies=3), "`remedies`=3: expected a dict of advice"),
+        (lambda m: StallMeter("cpu", remedies={"dta": "x"}), "`remedies` has 'dta': expected"),
     ],
 )
 def test_what_a_meter_cannot_take_is_refused_in_one_line_and_changes_nothing(
