@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step-(\d{8})")
 _DAMAGED_SUFFIX = ".damaged"
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading a damaged checkpoint may raise."""
 
 

@@ -204,7 +204,11 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-@pytest.mark.parametrize("damage", [cut, Path.unlink])
+def nest(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, nest])
 @pytest.mark.parametrize("name", ["state.safetensors", "checkpoint.json"])
 def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
     folder: Path, name: str, damage: Callable[[Path], None]
