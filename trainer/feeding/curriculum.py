@@ -42,6 +42,10 @@ class Course:
             self._feed = step_feed(self._loader, self.phase.config.accumulation)
         return self._feed
 
+    def config_at(self, step: int) -> TrainConfig:
+        """The settings of the phase of a step."""
+        return phase_at(self._phases, step).config
+
     def ends_before(self, step: int) -> bool:
         """Whether a step is behind the phase."""
         return step > self.phase.last

@@ -50,12 +50,14 @@ def warn_of_skip(step: int, config: TrainConfig, rows: np.ndarray) -> None:
     _log.warning("step %d was skipped: its loss or gradients are not finite%s", step, named)
 
 
-def diverged(finding: str, config: TrainConfig, rows: np.ndarray, way_on: str) -> ConfigError:
-    """The error that ends a run. A file names where the rows of the first bad step came from."""
+def diverged(
+    finding: str, step: int, config: TrainConfig, rows: np.ndarray, way_on: str
+) -> ConfigError:
+    """The error that ends a run. A file names where the rows of a step came from."""
     path = config.run_dir / BAD_STEP_FILE
     first = write_origins(path, config.shards, rows)
     return ConfigError(
         f"{finding}. Lower --learning-rate or raise --warmup-steps, and {way_on}. If a checkpoint "
-        "leads here again, delete it to go on from the one before. The records of that step, "
+        f"leads here again, delete it to go on from the one before. The records of step {step}, "
         f"{first} and others, are named in {path}."
     )

@@ -391,17 +391,19 @@ class Trainer:
         self.has_named_records = True
         rows = self._rows_of(step)
         if self.world.is_main:
-            warn_of_skip(step, self.course.phase.config, rows)
+            warn_of_skip(step, self.course.config_at(step), rows)
 
     def _diverged(self, finding: str, step: int) -> ConfigError:
-        """The error that ends the run at a step, with the rows of that step."""
+        """The error that ends the run, with the rows of a step: of the first bad one, or of the
+        first one since the run was resumed."""
         if self.saver:
             self.saver.settle()
+        step = max(step, self.rows_of_steps[0][0])
         rows = self._rows_of(step)
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(finding, self.course.phase.config, rows, way_on)
+        return diverged(finding, step, self.course.config_at(step), rows, way_on)
 
     def _rows_of(self, step: int) -> np.ndarray:
         """The rows of a late step, on all ranks."""

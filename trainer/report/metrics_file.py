@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ class MetricsFile:
     def evaluation(self, step: int, split: str) -> dict[str, float]:
         """Return the metrics of a split at a step by name; empty if there are none."""
         return {
-            key.removeprefix(f"{split}_"): value
+            key.removeprefix(f"{split}_"): math.nan if value is None else value
             for line in self.read()
             if line["step"] == step
             for key, value in line.items()

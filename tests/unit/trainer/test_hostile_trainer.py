@@ -1,5 +1,6 @@
 """What may go wrong inside a training: overflows, compilation, figures of short runs."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.phases import phases_of
+from tokenfeed.trainer.config.run_config import PhaseSettings
 from tokenfeed.trainer.feeding.loaders import Feeds
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
@@ -93,6 +95,40 @@ def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_pat
         error.value
     )
     assert "\n" not in str(error.value)
+
+
+def test_diverged_run_that_resumes_ends_in_one_line_again(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
+    with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, "):
+        run(config)
+    (latest,) = (int(p.name[5:]) for p in [max(tmp_path.glob("checkpoints/step-*"))])
+    message = rf"20 steps in a row, from step 2 on\..* records of step {latest + 1}, "
+    assert read_metrics(tmp_path, "validation_loss")[latest] is None  # not finite, and read again
+    with pytest.raises(ConfigError, match=message):
+        run(dataclasses.replace(config, resume=True))
+
+
+def test_skipped_step_names_records_of_its_own_phase(
+    shards: Path,
+    tmp_path: Path,
+    write_dataset: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = write_counting(write_dataset, tmp_path / "other", rows=300)
+    plain, calls = Precision.step, itertools.count(1)
+
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            spoil(optimizer, torch.nan)
+        return plain(precision, optimizer, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    phases = (PhaseSettings(steps=2), PhaseSettings(steps=2, shards=str(other)))
+    run(make_config(shards, tmp_path / "run", steps=4, phases=phases, log_every=4))
+    assert "step 2 was skipped" in caplog.text
+    bad = (tmp_path / "run/bad-step.jsonl").read_text()
+    assert max(json.loads(line)["record"] for line in bad.splitlines()) > 300
 
 
 def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
