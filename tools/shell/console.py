@@ -115,7 +115,11 @@ def _one_line(box: str) -> str:
         for part in re.split("(?m)^[─-]+$", "\n".join(lines))
     ][0 if has_sides else 1 :]
     missing = re.match(r"Missing value for argument '(.*?)'", found[0].strip())
-    said = f"`{missing[1]}`: expected a value." if missing else f"{found[0].strip().rstrip('.:')}."
+    said = f"{found[0].strip().rstrip('.:')}."
+    if missing and missing[1].startswith("--"):
+        said = f"`{missing[1]}`: expected a value."
+    elif missing:  # so tyro calls the word behind an unknown option
+        said = f"`{missing[1]}` is missing, or the option before it is unknown."
     for part in map(str.strip, found[1:]):
         if part.startswith("Perhaps you meant:"):
             said += f" Did you mean {part.removeprefix('Perhaps you meant:').strip()}?"

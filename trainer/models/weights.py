@@ -202,7 +202,7 @@ def _files_in(folder: Path) -> list[Path]:
 def _load(file: Path) -> State:
     try:
         return load_file(file)
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:  # for a folder, OSError names no file
         raise ConfigError(
             f"`--init-from`: {file} is damaged ({error}). Export again, or copy it once more."
         ) from error

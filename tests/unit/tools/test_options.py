@@ -72,6 +72,7 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (shards.main, "inspct o", "Unrecognized options: inspct, o. Available subcommands:"),
         (shards.main, "verify", "Missing from shards verify: OUT. See shards verify --help."),
         (report.main, "", "Missing from report: RUN. See report --help."),
+        (report.main, "--jsn run", "`run-dir` is missing, or the option before it is unknown. See"),
         (report.main, "run --jsn", "Unrecognized options: --jsn. Did you mean --json"),
     ],
 )

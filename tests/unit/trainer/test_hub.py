@@ -282,6 +282,10 @@ def test_damaged_weights_are_refused_in_one_line(tmp_path: Path, make_hub: MakeM
         make_model(train_config(folder), head)
     with refused("--init-from", "model.safetensors", "damaged"):
         make_model(train_config(whole, init_from=str(folder)), head)
+    weights.unlink()
+    weights.mkdir()
+    with refused("--init-from", "model.safetensors", "damaged"):
+        make_model(train_config(whole, init_from=str(folder)), head)
     with refused("--init-from"):
         make_model(train_config(whole, init_from=""), head)
 
