@@ -72,7 +72,7 @@ class Compare:
         if self.json:
             print_json(dataclasses.asdict(found))
             return 0
-        console = Console()
+        console = Console(markup=False, emoji=False)  # names of folders may have brackets
         console.print(self._table("", found.figures))
         console.print(self._table("share of the time", found.causes))
         if found.settings:

@@ -237,7 +237,7 @@ def _explain_memory(config: TrainConfig) -> str:
         f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
     )
     if Checkpoints.of_run(config.run_dir).latest() is None:
-        return f"{too_large}. Halve it: with --step-tokens unchanged, training is the same."
+        return f"{too_large}. Halve it: training on packed rows, or with --step-rows, is the same."
     return (
         f"{too_large}, and a run that has saved cannot change it. Go on with --resume where more "
         "memory is free, or start a new run with half of it in another --run-dir."

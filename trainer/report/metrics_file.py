@@ -92,7 +92,7 @@ class MetricsFile:
         try:
             values: dict[str, Any] = json.loads(line)
             msgspec.convert(values, _Line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # such as 10,000 brackets
             raise ResumeError(
                 f"{self._path}: line {number} is not a metrics record ({error}). Delete that line."
             ) from error

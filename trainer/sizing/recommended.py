@@ -315,6 +315,8 @@ def sized(config: TrainConfig, machine: Machine, said: Container[str]) -> list[C
     if gpu is None:
         return []
     several = config.micro_batch_tokens != "auto" and config.accumulation > 1
+    if config.batching == "padded" and config.step_rows is None:
+        several = False  # smaller micro-batches would put other rows into a step
     if several and "micro_batch_tokens" not in said:
         reason = f"what fits {gpu.name}, {gpu.gib:.1f} GiB, in {gpu.precision}"
         choices.append(Choice({"micro_batch_tokens": "auto"}, reason))

@@ -317,7 +317,9 @@ def test_a_checkpoint_json_that_a_hand_has_changed_is_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("line", ["3", "{}", "[]", '{"step": "8"}', '{"step": 8, "loss": "x"}'])
+@pytest.mark.parametrize(
+    "line", ["3", "{}", "[]", '{"step": "8"}', "[" * 100_000, '{"step": 8, "loss": "x"}']
+)
 def test_a_strange_line_of_metrics_is_named(line: str, shards: Path, finished: Path) -> None:
     path = finished / "metrics.jsonl"
     path.write_text(line + "\n" + path.read_text())

@@ -64,6 +64,16 @@ def test_a_step_of_one_micro_batch_is_left_as_it_is() -> None:
     assert sized(small, machine, ()) == []
 
 
+def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
+    padded = dataclasses.replace(MANY, batching="padded")
+    machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
+    assert sized(padded, machine, ()) == []
+    rows = dataclasses.replace(padded, step_rows=64)
+    assert [choice.settings for choice in sized(rows, machine, ())] == [
+        {"micro_batch_tokens": "auto"}
+    ]
+
+
 def test_a_line_says_what_was_decided_and_why() -> None:
     machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False)
     config = dataclasses.replace(laid(MANY, machine))

@@ -461,6 +461,15 @@ def test_report_command_needs_no_store_and_no_writable_folder(tmp_path: Path) ->
     assert ended.stderr == f"warning: {folder}/report.html: not written: Is a directory\n"
 
 
+def test_compare_prints_names_with_brackets_as_they_are(tmp_path: Path) -> None:
+    for name in ("[red]a", "]:eyes:"):
+        StallReport(**stall_of(causes={})).write(tmp_path / name)
+    found = call(report_command.main, "compare", tmp_path / "[red]a", tmp_path / "]:eyes:")
+    shown = "".join(found.stdout.split())
+    assert "[red]a" in shown
+    assert "]:eyes:" in shown
+
+
 def test_report_of_a_meter_has_a_page_and_is_read_again(tmp_path: Path) -> None:
     report = StallReport(**stall_of(causes={}))
     page = report.write(tmp_path / "loop")
