@@ -25,12 +25,20 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.phases import phase_at, phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import first_of, read_manifest, read_tokenizer
+from tokenfeed.trainer.data.datasets import (
+    first_of,
+    read_manifest,
+    read_tokenizer,
+    shown,
+    weights_of,
+)
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
@@ -112,6 +120,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     task = make_task(config, manifest, _CPU)
     checkpoints = Checkpoints.of_run(config.run_dir)
     best, progress, state = checkpoints.load_best(_CPU)
+    _check_data(config, progress)
     about = Exported(
         model=_HUB if config.model.startswith(_HUB) else config.model,
         size=SIZES.get(config.model),
@@ -132,6 +141,17 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     load_weights(model, state["model"], given)
     with _made(folder) as temporary:
         _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
+
+
+def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
+    """Reject data sets other than the trained ones: the tokenizer and labels come from there."""
+    shards = phase_at(phases_of(config), progress.step).config.shards
+    found = {read_manifest(address).fingerprint for address in weights_of(shards)}
+    if found != set(progress.loader["plan"]["data"]):
+        raise ResumeError(
+            f"`--export`: {shown(shards)} is not the data that step {progress.step} was trained "
+            "on, by its fingerprint. Restore the data, whose tokenizer and labels are exported."
+        )
 
 
 def load_exported(folder: Path | str) -> nn.Module:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hub_models import LABELS, VOCABULARY, write_shards
 from torch import nn
 from training import load_weights, make_config, run
 
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
@@ -97,6 +98,19 @@ def test_a_finished_run_is_exported_without_training(documents: Path, tmp_path: 
     made = (tmp_path / "exported" / "model.safetensors").stat().st_ino
     assert run(later) == report  # started twice
     assert (tmp_path / "exported" / "model.safetensors").stat().st_ino == made
+
+
+def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: Path) -> None:
+    shards = shutil.copytree(documents, tmp_path / "shards")
+    config = make_config(shards, tmp_path / "run")
+    run(config)
+    shutil.rmtree(shards)
+    write_shards(shards, "lm", rows=61)
+    later = dataclasses.replace(config, resume=True, export=tmp_path / "exported")
+    with pytest.raises(ResumeError, match="is not the data that step 8 was trained on") as error:
+        run(later)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "exported").exists()
 
 
 def test_a_folder_that_is_there_is_refused_before_training(documents: Path, tmp_path: Path) -> None:
