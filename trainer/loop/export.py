@@ -27,7 +27,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE, Manifest
-from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.phases import phase_at, phases_of
@@ -42,13 +42,19 @@ from tokenfeed.trainer.data.datasets import (
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.build import make_model
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
-from tokenfeed.trainer.models.weights import base_of, given_weights, load_weights
+from tokenfeed.trainer.models.weights import (
+    EXPORT_FILE,
+    base_of,
+    check_exported,
+    given_weights,
+    load_weights,
+)
 from tokenfeed.trainer.tasks.language_modeling import SpecialIds
 from tokenfeed.trainer.tasks.registry import make_task
 
 __all__ = ["Exported", "check_export", "export_run", "load_exported"]
 
-_ABOUT, _WEIGHTS = "tokenfeed.json", "model.safetensors"
+_WEIGHTS = "model.safetensors"
 _HUB = "hf:"
 _CPU = torch.device("cpu")
 
@@ -69,6 +75,8 @@ class Exported:
     """Of the validation split, at that step."""
     shards: str
     """Fingerprint of the data set."""
+    weights: dict[str, str]
+    """The xxh3-64 of each file of weights."""
 
     @classmethod
     def read(cls, folder: Path) -> "Exported":
@@ -79,7 +87,7 @@ class Exported:
         """
         try:
             # msgspec alone reads no infinite loss
-            return msgspec.convert(json.loads((folder / _ABOUT).read_bytes()), cls)
+            return msgspec.convert(json.loads((folder / EXPORT_FILE).read_bytes()), cls)
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{folder}: is no folder that `train --export` made ({error})."
@@ -129,8 +137,10 @@ def export_run(config: TrainConfig, folder: Path) -> None:
         step=progress.step,
         metrics=best.metrics if best else {},
         shards=manifest.fingerprint,
+        weights={},
     )
-    if (folder / _ABOUT).is_file() and Exported.read(folder) == about:
+    found = Exported.read(folder) if (folder / EXPORT_FILE).is_file() else None
+    if found and dataclasses.replace(found, weights={}) == about:
         return  # schedulers start commands twice
     check_export(config)
     torch.manual_seed(config.seed)
@@ -163,6 +173,7 @@ def load_exported(folder: Path | str) -> nn.Module:
     """
     folder = Path(folder)
     about = Exported.read(folder)
+    check_exported(folder)
     if about.is_hub:
         settings = TrainConfig(shards="", model=f"{_HUB}{folder}", sequence_length=2)
         return make_model(settings, about.head).eval()
@@ -179,7 +190,9 @@ def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, byt
         model.save(folder)  # type: ignore[operator]
     else:
         safetensors.torch.save_model(model, str(folder / _WEIGHTS))
-    texts = texts | {_ABOUT: _json(dataclasses.asdict(about))}
+    weights = {path.name: file_xxh3(path) for path in folder.glob("*.safetensors")}
+    about = dataclasses.replace(about, weights=weights)
+    texts = texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}
     for name, content in texts.items():
         (folder / name).write_bytes(content)
     _sync(folder)

@@ -8,11 +8,13 @@ Which weights are trained: those whose names match a pattern. The others stay as
 """
 
 import difflib
+import json
 import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+import msgspec
 import torch
 import xxhash
 from safetensors import SafetensorError
@@ -20,14 +22,17 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.fsdp import laid_like
 
 __all__ = [
+    "EXPORT_FILE",
     "State",
     "base_of",
+    "check_exported",
     "count_parameters",
     "given_weights",
     "kept_state",
@@ -37,7 +42,15 @@ __all__ = [
     "trainable_names",
 ]
 
+EXPORT_FILE = "tokenfeed.json"
+"""What an exported folder holds; see `loop.export`."""
 _NEAREST = 3
+
+
+class _Checksums(msgspec.Struct):
+    """The part of an export file that is read here."""
+
+    weights: dict[str, str]
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
@@ -188,10 +201,29 @@ def _read(folder: Path) -> State:
             "found neither checkpoints nor *.safetensors."
         )
     if files:
+        check_exported(folder)
         return {name: value for file in files for name, value in _load(file).items()}
     *_, state = checkpoints.load_best(torch.device("cpu"))
     weights: State = state["model"]
     return weights
+
+
+def check_exported(folder: Path) -> None:
+    """Reject exported weights that fail their checksums. Folders of others have none.
+
+    Raises:
+        ConfigError: The weights or the file of checksums are damaged.
+    """
+    path = folder / EXPORT_FILE
+    if not path.exists():
+        return
+    try:
+        checksums = msgspec.convert(json.loads(path.read_bytes()), _Checksums).weights
+        damaged = [name for name, xxh3 in checksums.items() if file_xxh3(folder / name) != xxh3]
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
+    if damaged:
+        raise ConfigError(f"{folder / damaged[0]} is damaged: it fails its checksum. Export again.")
 
 
 def _files_in(folder: Path) -> list[Path]:

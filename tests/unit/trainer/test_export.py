@@ -113,6 +113,22 @@ def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: 
     assert not (tmp_path / "exported").exists()
 
 
+def test_exported_weights_with_a_flipped_bit_are_rejected(documents: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    run(make_config(documents, tmp_path / "run", export=folder))
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 64
+    weights.write_bytes(content)
+    begun = make_config(documents, tmp_path / "other", init_from=str(folder))
+    for read in (lambda: load_exported(folder), lambda: run(begun)):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: .* checksum"):
+            read()
+    (folder / "tokenfeed.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenfeed\.json: is damaged"):
+        run(begun)
+
+
 def test_a_folder_that_is_there_is_refused_before_training(documents: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     config = make_config(documents, tmp_path / "run", export=tmp_path / "mine")
