@@ -10,16 +10,12 @@ import os
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from tokenfeed.pipeline.remote.process import own_process
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.shell.signals import signals_held
 
-if TYPE_CHECKING:
-    from tokenfeed.tools.jobs.crew import Server
-
-__all__ = ["main"]
+__all__ = ["main", "needs_workers"]
 
 
 def main() -> None:
@@ -30,15 +26,19 @@ def main() -> None:
 def _command() -> None:
     own_process()
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of no use here, and 0.1 s to start and end
-    server = _early_server(sys.argv[1:])
+    if not needs_workers(sys.argv[1:]):
+        _make()
+        return
+    from tokenfeed.tools.jobs.executors import end_early, start_early
+
+    start_early()  # the imports of the workers run beside ours
     try:
-        _make(server)
+        _make()
     finally:
-        if server:
-            server.close()
+        end_early()
 
 
-def _make(server: "Server | None") -> None:
+def _make() -> None:
     with signals_held():  # extension modules turn an interruption into an ImportError
         from tokenfeed.pipeline.format.manifest import Manifest
         from tokenfeed.pipeline.format.store import open_store
@@ -49,10 +49,10 @@ def _make(server: "Server | None") -> None:
     gc.freeze()  # what was imported stays: no collection need look through it, at the end neither
     options = parse_options()
     if options.part:
-        part = make_part(options, server)
+        part = make_part(options)
         print_json(part.as_json()) if options.json else print(part)
         return
-    summary = make_dataset(options, server)
+    summary = make_dataset(options)
     if options.json:
         print_json(summary.as_json())
     else:
@@ -60,15 +60,14 @@ def _make(server: "Server | None") -> None:
         print(describe(store, Manifest.read(store), summary.facts()))
 
 
-def _early_server(arguments: list[str]) -> "Server | None":
-    """Let the workers' imports run beside our own where the arguments name much input.
+def needs_workers(arguments: list[str]) -> bool:
+    """Return whether a command line names so much input that workers will be needed.
 
-    A guess, for they are not parsed yet: a wrong one costs time and nothing else.
+    A guess, for the arguments are not parsed yet. A wrong one costs time and nothing else.
     """
     if {"--runner", "--finish"} & set(arguments):
-        return None  # others do the work, or have done it
-    from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
-    from tokenfeed.tools.jobs.crew import SMALL_BYTES, Server
+        return False  # others do the work, or have done it
+    from tokenfeed.tools.jobs.executors import SMALL_BYTES
 
     num_bytes = 0
     for before, argument in pairwise(["", *arguments]):
@@ -76,8 +75,8 @@ def _early_server(arguments: list[str]) -> "Server | None":
             for size in _sizes(argument):
                 num_bytes += size
                 if num_bytes > SMALL_BYTES:
-                    return Server(MODULES, ENVIRONMENT)
-    return None
+                    return True
+    return False
 
 
 def _sizes(path: str) -> Iterator[int]:

@@ -1,14 +1,18 @@
 """Signals, killed processes, limits and odd environments: one line at most, and no traceback."""
 
+import contextlib
 import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import psutil
 import pytest
 from command import COMMAND, files_of, write_ballast, write_long_corpus
 
@@ -19,9 +23,11 @@ from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tasks import Lm
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
-from tokenfeed.tools.jobs.crew import Crew, Progress, Server, WorkerDied
+from tokenfeed.tools.jobs import executors
+from tokenfeed.tools.jobs.crew import Crew, Progress, WorkerDied, local_crew
+from tokenfeed.tools.jobs.executors import ForkExecutor
 from tokenfeed.tools.jobs.records import Records
-from tokenfeed.tools.pretokenize import _early_server
+from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.make import make_dataset
@@ -52,8 +58,11 @@ def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
     return line
 
 
-def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
-    """A crew of two at work on every unit of a corpus."""
+@contextlib.contextmanager
+def crew_of_two(
+    corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor
+) -> Iterator[Crew[Any, Any]]:
+    """Have two workers of `executor` encode every unit of a corpus."""
     plan = Inputs.from_options(Options(paths=(str(corpus), str(out)), shard_size="30KB"))
     out.mkdir()
     (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
@@ -69,7 +78,11 @@ def begin(corpus: Path, out: Path, tokenizer: Path, server: Server) -> Crew:
         splits_special=False,
         max_rejects=None,
     )
-    return Crew(server, job, plan.units, 2, on_progress=_ignore)
+    with (
+        patch.object(executors, "local_executor", lambda: executor),
+        local_crew(job, plan.units, 2, on_progress=_ignore) as crew,
+    ):
+        yield crew
 
 
 def _ignore(progress: Progress) -> None: ...
@@ -78,11 +91,11 @@ def _ignore(progress: Progress) -> None: ...
 def test_workers_outlive_the_program_they_were_forked_from(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
-    server = Server()
-    with begin(corpus, tmp_path / "out", tokenizer, server) as crew:
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
         results = iter(crew)
         units = [next(results).result.unit]
-        server._process.kill()
+        os.kill(executor.program_id, signal.SIGKILL)
         units += [done.result.unit for done in results]
     assert sorted(units) == list(range(len(units)))
     assert len(units) > 3
@@ -90,11 +103,11 @@ def test_workers_outlive_the_program_they_were_forked_from(
 
 def test_a_killed_worker_is_said(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
     write_long_corpus(corpus, num_lines=300)
-    server = Server()
-    with begin(corpus, tmp_path / "out", tokenizer, server) as crew:
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
         results = iter(crew)
         next(results)
-        children = Path(f"/proc/{server._process.pid}/task/{server._process.pid}/children")
+        children = Path(f"/proc/{executor.program_id}/task/{executor.program_id}/children")
         os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
         with pytest.raises(WorkerDied):
             list(results)
@@ -104,20 +117,22 @@ def test_a_program_killed_before_it_forked_is_an_error_in_one_line(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     write_ballast(corpus)
-    server = Server()
-    server._process.kill()
+    executors.start_early()
+    (program,) = (
+        child.pid for child in psutil.Process().children() if "serve(" in " ".join(child.cmdline())
+    )
+    os.kill(program, signal.SIGKILL)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
     with pytest.raises(TokenfeedError, match="a worker process was killed"):
-        make_dataset(options, server)
+        make_dataset(options)
 
 
 def test_an_engine_that_cannot_be_loaded_when_nobody_waits_any_more_says_nothing(
     corpus: Path, tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = Server()
-    with begin(corpus, tmp_path / "out", tokenizer, server):
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor):
         (tmp_path / "out/tokenizer.json").write_text("{}")
-    assert server._process.returncode == 0
     assert capfd.readouterr().err == ""
 
 
@@ -229,9 +244,7 @@ def test_what_is_short_is_named_in_one_line(
 
 def test_only_much_input_starts_the_workers_program_early(corpus: Path, tokenizer: Path) -> None:
     large = corpus / "zz-ballast.jsonl"
-    assert _early_server([str(corpus), "out"]) is None
+    assert not needs_workers([str(corpus), "out"])
     write_ballast(corpus)
-    assert _early_server(["--tokenizer", str(large), str(corpus / "00.txt"), "out"]) is None
-    server = _early_server(["--tokenizer", str(tokenizer), str(corpus), "out"])
-    assert server is not None
-    server.close()
+    assert not needs_workers(["--tokenizer", str(large), str(corpus / "00.txt"), "out"])
+    assert needs_workers(["--tokenizer", str(tokenizer), str(corpus), "out"])

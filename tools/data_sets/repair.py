@@ -190,7 +190,7 @@ def remake(
         scratch = Path(name)  # beside the shards, so that they can be renamed
         (scratch / TOKENIZER_FILE).write_bytes(json_bytes)
         options = _options(folder, recipe, manifest, corpus, scratch)
-        listed = Listed.from_options(options, options.output, "new", None)
+        listed = Listed.from_options(options, options.output, "new")
         run = Prepared.from_listed(listed).run
         _check_same(run.inputs, manifest, recipe)
         settings = replace(run.settings, audits=False)

@@ -26,7 +26,12 @@ from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.engine_support import Shape, Unproved, check_vocabulary
 from tokenfeed.tools.encoding.routes import Routes, sort_tokens
-from tokenfeed.tools.encoding.tokenizer import NOT_FAILURES, TextTokenizer, panics_unprinted
+from tokenfeed.tools.encoding.tokenizer import (
+    NOT_FAILURES,
+    TextTokenizer,
+    fetch_tokenizer_json,
+    panics_unprinted,
+)
 from tokenfeed.tools.shell.signals import signals_held
 
 __all__ = [
@@ -40,8 +45,10 @@ __all__ = [
     "Unencodable",
     "check_tokenizer",
     "engine_version",
+    "fast_engine",
     "fast_json",
     "installed_engines",
+    "preload",
     "proved_shape",
 ]
 
@@ -366,3 +373,30 @@ def installed_engines() -> list[str]:
 def engine_version(name: EngineName) -> str:
     """The version of an engine's package."""
     return tokenizers.__version__ if name == "tokenizers" else importlib.metadata.version(name)
+
+
+_loaded: list[FastEngine] = []
+
+
+def preload(name: str, vocabulary_size: int, *, splits_special: bool) -> None:
+    """Load an engine for `fast_engine` to find; if that fails, `fast_engine` raises the error.
+
+    Args:
+        name: The tokenizer, as `--tokenizer` has it.
+        vocabulary_size: As for `FastEngine`.
+        splits_special: As for `FastEngine`.
+    """
+    if "://" in name:
+        return  # what is forked from a process that has talked to a store could not talk to one
+    with contextlib.suppress(Exception):
+        json_bytes = fetch_tokenizer_json(name)
+        _loaded.append(FastEngine(json_bytes, vocabulary_size, splits_special=splits_special))
+
+
+def fast_engine(json_bytes: bytes, vocabulary_size: int, *, splits_special: bool) -> FastEngine:
+    """The engine that was loaded for this tokenizer, or a new one; see `FastEngine`."""
+    wanted = json_bytes, vocabulary_size, splits_special
+    for engine in _loaded:
+        if engine.made_of == wanted:
+            return engine
+    return FastEngine(json_bytes, vocabulary_size, splits_special=splits_special)

@@ -32,8 +32,8 @@ from tokenfeed.tools.encoding.engines import (
     FastEngine,
     ReferenceEngine,
     Unencodable,
+    fast_engine,
 )
-from tokenfeed.tools.encoding.preloading import fast_engine
 from tokenfeed.tools.encoding.record_blocks import (
     RecordBlock,
     RejectFile,

@@ -1,38 +1,406 @@
-"""Clusters that a run can have its units done by: each one a `concurrent.futures.Executor`.
+"""Executors that do the units of a run: processes of this machine, Dask, or Ray.
 
-Which one, and where it is, is said the way its users say it: `DASK_SCHEDULER_ADDRESS` or the
-configuration of Dask, `RAY_ADDRESS` or the Ray that runs on this machine. Where nothing is said,
-each starts its own on this machine.
+Each is a `concurrent.futures.Executor`. Where a cluster is, users say as they do elsewhere:
+`DASK_SCHEDULER_ADDRESS` or the configuration of Dask, `RAY_ADDRESS` or the Ray that runs on this
+machine. Without these, Dask and Ray start a cluster on this machine.
 """
 
 import contextlib
+import gc
+import importlib
 import logging
+import os
+import pickle
 import signal
-from collections.abc import Callable, Iterator
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypeVar
+from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle, send_handle
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools.shell.console import log_to_stderr
+from tokenfeed.tools.shell.signals import signals_held
 
-__all__ = ["CLUSTERS", "Cluster", "Runner", "check_installed"]
+__all__ = [
+    "CLUSTERS",
+    "ENVIRONMENT",
+    "SMALL_BYTES",
+    "Cluster",
+    "ForkExecutor",
+    "Runner",
+    "WorkerLost",
+    "check_installed",
+    "end_early",
+    "local_executor",
+    "prepare_early",
+    "report",
+    "sendable",
+    "serve",
+    "start_early",
+]
 
 Runner = Literal["local", "ray", "dask"]
 
 _RETRIES = 3
-"""How often a unit is done again elsewhere that an engine's failure, or a disk's, has ended."""
+"""Times that a cluster repeats a unit after the failure of an engine or a disk."""
 _OWN_DASK = {"threads_per_worker": 1, "dashboard_address": None, "silence_logs": logging.ERROR}
-"""Of a cluster that is started here."""
-ResultT = TypeVar("ResultT")
+"""Options of a Dask cluster that is started on this machine."""
 
 
 class Cluster(NamedTuple):
-    """Who does units, on any machines."""
+    """An executor, and how many workers it has."""
 
     executor: Executor
     num_workers: Callable[[], int]
-    """Units that it can do at once, at this moment."""
+    """Returns the number of units that can run at once, at this moment."""
+    is_local: bool = False
+    """Whether its workers are forks of this machine: they see the same files and packages, and
+    report progress within units."""
+
+
+ResultT = TypeVar("ResultT")
+SMALL_BYTES = 2_000_000
+"""This process alone finishes an input up to this size before workers would have started."""
+
+MODULES = ("tokenfeed.tools.encoding.unit", "awkward", "gigatoken")
+"""What workers of `pretokenize` import."""
+
+ENVIRONMENT = {
+    "TOKENIZERS_PARALLELISM": "false",
+    "RAYON_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "RUST_BACKTRACE": "0",  # a library in Rust that runs out of memory prints one line
+    "ARROW_DEFAULT_MEMORY_POOL": "system",
+    "MALLOC_MMAP_THRESHOLD_": "1073741824",  # a worker reuses the memory of its last batch:
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",  # to get it zeroed again took a tenth of the time
+}
+"""Variables of worker processes. Each worker is one of many, so libraries start no threads."""
+
+
+class WorkerLost(Exception):
+    """A worker process ended before it finished its task."""
+
+    def __init__(self, progress: Any = None) -> None:
+        super().__init__("a worker process ended")
+        self.progress = progress
+        """What the task reported last; None if it reported nothing."""
+
+
+class ForkExecutor(Executor):
+    """Processes of this machine, forked from one program that has loaded what tasks need.
+
+    The program starts at once, so its imports run beside the imports of this process. It loads the
+    data that all tasks need and forks then: the workers share that memory. Each worker has a socket
+    for tasks, results and progress, and ends when the socket closes, so a killed run leaves no
+    process behind. This process handles Ctrl-C and SIGTERM; its workers start with both blocked.
+    """
+
+    def __init__(self, modules: Sequence[str] = MODULES) -> None:
+        """Start the program. It imports `modules`, as far as they exist, and waits."""
+        ours, theirs = socket.socketpair()
+        with theirs, signals_held(), _signals_blocked():
+            self._program = subprocess.Popen(
+                _command(theirs.fileno(), modules),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=os.environ | ENVIRONMENT,
+            )
+        self._control = Connection(ours.detach())
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []
+        self._running: dict[Connection, Future[Any]] = {}
+        self._queue: deque[tuple[Future[Any], bytes]] = deque()
+        self._reader: threading.Thread | None = None
+        self._error: BaseException | None = None
+        """Why the workers could not start."""
+        self.on_progress: Callable[[Any], None] = lambda progress: None
+        """Called on another thread with what tasks pass to `report`."""
+
+    @property
+    def program_id(self) -> int:
+        """The process id of the program, the parent of the workers."""
+        return self._program.pid
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the workers were forked already. An executor forks once."""
+        return self._reader is not None
+
+    def prepare(self, load: Callable[[], None]) -> None:
+        """Call a function in the program before the workers are forked, without waiting."""
+        with contextlib.suppress(ConnectionError):  # it is gone: forking raises
+            self._control.send(load)
+
+    def fork(self, initializer: Callable[[], None], num_workers: int) -> None:
+        """Call `initializer` in the program, then fork the workers.
+
+        If the initializer raises, each task ends with its exception.
+
+        Raises:
+            WorkerLost: The program is gone.
+        """
+        connections: list[Connection] = []
+        self._reader = threading.Thread(target=self._read, args=(connections,), daemon=True)
+        try:
+            self._control.send((initializer, num_workers))
+            for _ in range(num_workers):
+                ours, theirs = Pipe()
+                connections.append(ours)
+                with theirs:
+                    send_handle(self._control, theirs.fileno(), None)
+        except ConnectionError:
+            for connection in connections:
+                connection.close()
+            raise WorkerLost from None
+        self._idle = connections[::-1]
+        self._reader.start()
+
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **named: Any) -> "Future[ResultT]":
+        """See `Executor`. The workers take tasks in the order of their submission."""
+        future: Future[ResultT] = Future()
+        task = pickle.dumps(partial(fn, *args, **named))
+        with self._lock:
+            self._queue.append((future, task))
+            self._assign()
+        self._give_up_without_workers()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End the program and all workers, whatever they do; when this returns they are gone."""
+        if self._reader is None or not self._reader.ident:
+            self._program.kill()
+        else:
+            with self._lock:
+                connections = [*self._idle, *self._running]
+            for connection in connections:
+                _disconnect(connection)
+            self._reader.join()
+        self._control.close()
+        self._program.wait()
+
+    def _assign(self) -> None:
+        """Send queued tasks to idle workers. The caller holds the lock."""
+        while self._queue and self._idle:
+            connection = self._idle.pop()
+            self._running[connection], task = self._queue.popleft()
+            with contextlib.suppress(ConnectionError):  # it is gone: reading finds out
+                connection.send_bytes(task)
+
+    def _read(self, connections: list[Connection]) -> None:
+        """Take messages of the workers until each worker has ended."""
+        last: dict[Connection, Any] = {}
+        left = {*connections}
+        while left:
+            for connection in wait(left):
+                assert isinstance(connection, Connection)
+                try:
+                    kind, value = connection.recv()
+                except (EOFError, OSError):
+                    left.remove(connection)
+                    self._lose(connection, last.get(connection))
+                    continue
+                if kind == "progress":
+                    last[connection] = value
+                    self.on_progress(value)
+                    continue
+                if kind == "start":  # the worker could not start, and ends
+                    self._error = value
+                    continue
+                with self._lock:
+                    future = self._running.pop(connection)
+                    self._idle.append(connection)
+                    self._assign()
+                future.set_exception(value) if kind == "error" else future.set_result(value)
+
+    def _lose(self, connection: Connection, progress: Any) -> None:
+        """Forget a worker that has ended, and end its task."""
+        with self._lock:
+            future = self._running.pop(connection, None)
+            if connection in self._idle:
+                self._idle.remove(connection)
+            connection.close()
+        if future is not None:
+            future.set_exception(WorkerLost(progress) if self._error is None else self._error)
+        self._give_up_without_workers()
+
+    def _give_up_without_workers(self) -> None:
+        with self._lock:
+            if self._idle or self._running:
+                return
+            queued = [future for future, _ in self._queue]
+            self._queue.clear()
+        for future in queued:
+            future.set_exception(self._error or WorkerLost())
+
+
+_early: list[ForkExecutor] = []
+"""The executor that was started before the command line was parsed, until somebody takes it."""
+
+
+def start_early() -> None:
+    """Start a `ForkExecutor` for the first call of `local_executor`."""
+    _early.append(ForkExecutor())
+
+
+def prepare_early(load: Callable[[], None]) -> None:
+    """Have the executor that was started early load something; see `ForkExecutor.prepare`."""
+    for executor in _early:
+        executor.prepare(load)
+
+
+def local_executor() -> ForkExecutor:
+    """Return the executor that was started early, once; later a new one."""
+    return _early.pop() if _early else ForkExecutor()
+
+
+def end_early() -> None:
+    """End the executor that was started early if nobody took it."""
+    while _early:
+        _early.pop().shutdown()
+
+
+report: Callable[[Any], None] = lambda progress: None  # noqa: E731
+"""In a worker of a `ForkExecutor`: pass progress of the task to the executor's `on_progress`."""
+
+
+def _disconnect(connection: Connection) -> None:
+    """Have both sides read the end of a connection, also a thread that waits for it."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _command(socket_fd: int, modules: Sequence[str]) -> list[str]:
+    """The command line of a program that finds the same modules as this process."""
+    path = [entry for entry in sys.path if isinstance(entry, str)]
+    code = f"""
+import sys
+sys.path[:] = {path!r}
+try:
+    from tokenfeed.tools.jobs.executors import serve
+except (ImportError, MemoryError):  # not enough memory: the parent reports that
+    sys.exit(1)
+serve({socket_fd}, {list(modules)!r})
+"""
+    return [sys.executable, "-c", code]
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Have a program start with the signals blocked that must not end it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def serve(socket_fd: int, modules: list[str]) -> None:
+    """Run the program: import, load, fork the workers, and wait until all have ended.
+
+    It forks after loading and before the first task: threads, such as a tokenizer's, do not survive
+    a fork.
+    """
+    log_to_stderr()
+    for name in modules:
+        with contextlib.suppress(Exception):  # the initializer meets it again
+            importlib.import_module(name)
+    control = Connection(socket_fd)
+    try:
+        while callable(message := control.recv()):
+            message()
+        initializer, num_workers = message
+        connections = [Connection(recv_handle(control)) for _ in range(num_workers)]
+    except (EOFError, ConnectionError):
+        return  # the command has ended
+    except (ImportError, MemoryError):  # not enough memory: the parent reports that
+        sys.exit(1)
+    control.close()
+    try:
+        initializer()
+    except BaseException as error:
+        _fail(connections, error)
+    else:
+        _fork(connections)
+    os._exit(os.EX_OK)  # the parent waits, and to take the interpreter down takes 30 ms
+
+
+def _fork(connections: list[Connection]) -> None:
+    """Fork a process for each connection; return when all have ended."""
+    gc.freeze()  # a collection would copy the memory that they share
+    while connections:
+        connection = connections.pop()
+        try:
+            is_worker = os.fork() == 0
+        except OSError as error:
+            _fail([connection], error)
+            continue
+        if is_worker:
+            for others in connections:
+                others.close()
+            _work(connection)
+        connection.close()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _work(connection: Connection) -> NoReturn:
+    global report
+    tasks: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
+    report = lambda progress: connection.send(("progress", progress))  # noqa: E731
+    try:
+        while True:
+            connection.send(_answer(tasks.get()))
+    except ConnectionError:
+        os._exit(os.EX_OK)
+
+
+def _receive(connection: Connection, tasks: "SimpleQueue[bytes]") -> None:
+    """Take tasks, and end the process when the socket closes: nobody wants its task any more."""
+    try:
+        while True:
+            tasks.put(connection.recv_bytes())
+    except (EOFError, OSError):
+        os._exit(os.EX_OK)
+
+
+def _answer(task: bytes) -> tuple[str, Any]:
+    try:
+        return "result", pickle.loads(task)()
+    except ConnectionError:  # from reporting progress
+        raise
+    except BaseException as error:  # a panic of a library in Rust is not an Exception
+        return "error", sendable(error)
+
+
+def _fail(connections: list[Connection], error: BaseException) -> None:
+    """Send the reason why workers could not start."""
+    for connection in connections:
+        with contextlib.suppress(ConnectionError):
+            connection.send(("start", sendable(error)))
+
+
+def sendable(error: BaseException) -> BaseException:
+    """Return an error with its traceback as a note, as itself if it can be pickled."""
+    trace = traceback.format_exc()
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(trace)
+    return error
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import TRAIN, EncodeSettings
 from tokenfeed.tools.jobs.claim import changed_file
-from tokenfeed.tools.jobs.hired import PROBES
+from tokenfeed.tools.jobs.crew import PROBES
 
 __all__ = ["REJECTS_FILE", "SOURCES_FILE", "commit"]
 

@@ -23,7 +23,7 @@ from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
-from tokenfeed.tools.jobs.crew import Crew, Server
+from tokenfeed.tools.jobs.crew import local_crew
 from tokenfeed.tools.jobs.progress import Bar
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -235,7 +235,7 @@ def _counted(work: CountLabels, units: tuple[Unit, ...], num_workers: int) -> It
     if num_workers < 2 or sum(unit.weight_bytes for unit in units) <= _COUNTED_ALONE_BYTES:
         yield from map(work.of_unit, units)
         return
-    with Bar(units) as bar, Crew(Server(), work, units, num_workers, bar.advance) as crew:
+    with Bar(units) as bar, local_crew(work, units, num_workers, bar.advance) as crew:
         for counts in crew:
             bar.count_unit()
             yield counts

@@ -15,7 +15,6 @@ from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.jobs.crew import Server
 from tokenfeed.tools.jobs.records import Records, is_begun, parts_in, remove_records
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
 from tokenfeed.tools.pretokenizing.options import Options
@@ -29,12 +28,11 @@ __all__ = ["make_dataset"]
 logger = logging.getLogger(__name__)
 
 
-def make_dataset(options: Options, server: Server | None = None) -> Summary:
+def make_dataset(options: Options) -> Summary:
     """Make the data set that `options` describe, or finish it.
 
     Args:
         options: What is wanted.
-        server: A program to fork workers from, if one was started already.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. Files under final names are whole, and the
@@ -48,7 +46,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, output, state, server)
+    listed = Listed.from_options(options, output, state)
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)
@@ -56,7 +54,7 @@ def make_dataset(options: Options, server: Server | None = None) -> Summary:
         tokenizer, tokenizer_seconds = listed.finished_tokenizer(), 0.0
         resumed_units, new_bytes = num_units, 0
     else:
-        prepared = Prepared.from_listed(listed, server)
+        prepared = Prepared.from_listed(listed)
         tokenizer, tokenizer_seconds = prepared.run.tokenizer, prepared.tokenizer_seconds
         with Records.begin(output, listed.recipe, UnitResult) as records:
             resumed_units, resumed_bytes = len(records.results), _text_bytes(records)

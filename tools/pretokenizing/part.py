@@ -9,7 +9,6 @@ from typing import Any
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, state_of
-from tokenfeed.tools.jobs.crew import Server
 from tokenfeed.tools.jobs.records import Part, Records, planning_alone
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
@@ -47,12 +46,11 @@ class PartSummary:
         )
 
 
-def make_part(options: Options, server: Server | None = None) -> PartSummary:
+def make_part(options: Options) -> PartSummary:
     """Make one part of the data set that `options` describe, or finish it.
 
     Args:
         options: What is wanted; all parts have the same, but for `part`.
-        server: A program to fork workers from, if one was started already.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. The same part continues.
@@ -61,13 +59,13 @@ def make_part(options: Options, server: Server | None = None) -> PartSummary:
     options.check()
     output, part = options.output, Part.from_text(str(options.part))
     state = state_of(output)
-    listed = Listed.from_options(options, output, state, server)
+    listed = Listed.from_options(options, output, state)
     if state == "finished":
         _, num_units = recognise(output, listed.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))
     else:
         with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
-            prepared = Prepared.from_listed(listed, server)
+            prepared = Prepared.from_listed(listed)
             records = Records.begin(output, listed.recipe, UnitResult, part)
             begin_writing(prepared, records)
         num_units, resumed_units = len(prepared.run.units), len(records.results)

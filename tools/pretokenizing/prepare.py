@@ -15,13 +15,12 @@ from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.address import public
 from tokenfeed.tools.encoding.audit import Audit
-from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines
-from tokenfeed.tools.encoding.preloading import preload
+from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
-from tokenfeed.tools.jobs.crew import Server
+from tokenfeed.tools.jobs.executors import prepare_early
 from tokenfeed.tools.jobs.records import Part, check_recipe, is_begun, kept_plan
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
@@ -48,23 +47,19 @@ class Listed:
     """The plan of the unfinished run in the output, made by this or by another command."""
 
     @classmethod
-    def from_options(
-        cls, options: Options, output: Place, state: State, server: Server | None
-    ) -> Self:
+    def from_options(cls, options: Options, output: Place, state: State) -> Self:
         """List the input files and load the tokenizer that is given.
 
         Args:
             options: What is wanted.
             output: Where the data set is made.
             state: What is there.
-            server: A program to fork workers from, if one was started already.
         """
         tokenizer = None
         if options.tokenizer:
             json_bytes = fetch_tokenizer_json(options.tokenizer)
             tokenizer = _load(options, json_bytes, public(options.tokenizer))
-            if server:
-                server.prepare(_preloading(options.tokenizer, tokenizer))
+            prepare_early(_preloading(options.tokenizer, tokenizer))
         plan = kept_plan(output) if state == "unfinished" else None
         inputs = Inputs.listed(options, plan)
         return cls(
@@ -97,7 +92,7 @@ class Prepared:
     """Seconds spent on training a tokenizer."""
 
     @classmethod
-    def from_listed(cls, listed: Listed, server: Server | None = None) -> Self:
+    def from_listed(cls, listed: Listed) -> Self:
         """Plan the run and train a tokenizer, or read the plan of the unfinished run there.
 
         Raises:
@@ -114,7 +109,7 @@ class Prepared:
         tokenizer_seconds = time.perf_counter() - started
         _advise(options, tokenizer)
         return cls(
-            run=_plan_run(options, inputs, tokenizer, output, server),
+            run=_plan_run(options, inputs, tokenizer, output),
             plan=kept or inputs.plan | {"tokenizer": tokenizer.xxh3},
             is_kept=kept is not None,
             tokenizer_seconds=tokenizer_seconds,
@@ -126,7 +121,6 @@ def _plan_run(
     inputs: Inputs,
     tokenizer: TextTokenizer,
     output: Place,
-    server: Server | None,
 ) -> Run:
     """Who encodes: the reference where it was asked for, and where the input is small.
 
@@ -156,7 +150,6 @@ def _plan_run(
         workers=options.num_workers,
         audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
         falls_back=falls_back,
-        server=server,
         runner=options.runner,
         part=Part.from_text(options.part) if options.part else None,
         finishes=options.finish,

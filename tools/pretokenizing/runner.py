@@ -26,13 +26,17 @@ from tokenfeed.tools.encoding.engines import (
     FastEngine,
     ReferenceEngine,
 )
-from tokenfeed.tools.encoding.preloaded import ENVIRONMENT, MODULES
 from tokenfeed.tools.encoding.record_blocks import UnitResult, too_many_rejects
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import Encoded, EncodeSettings
-from tokenfeed.tools.jobs.crew import SMALL_BYTES, Crew, Server, Worker, WorkerDied
-from tokenfeed.tools.jobs.executors import CLUSTERS, Runner
-from tokenfeed.tools.jobs.hired import Hired
+from tokenfeed.tools.jobs.crew import (
+    Crew,
+    Worker,
+    WorkerDied,
+    cluster_crew,
+    local_crew,
+)
+from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner
 from tokenfeed.tools.jobs.progress import Bar
 from tokenfeed.tools.jobs.records import Part, Records
 from tokenfeed.tools.pretokenizing.inputs import Inputs
@@ -58,8 +62,6 @@ class Run:
     """Compares the engines, where the settings say so."""
     falls_back: bool
     """Whether the reference takes over from an engine that is rejected."""
-    server: Server | None = None
-    """What the crew is forked from, if that was begun already."""
     runner: Runner = "local"
     """Whose workers encode: those of this machine, or of a cluster."""
     part: Part | None = None
@@ -179,7 +181,7 @@ def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]
             FastEngine.check(run.tokenizer)
         if settings.audits:
             questions = run.audit.questions()
-            crew.hurry(questions)
+            crew.start(questions)
             run.audit.expect(questions)
         for message in crew:
             if isinstance(message, Answers):
@@ -200,9 +202,9 @@ class _Alone:
     def __init__(self, worker: Worker[_Work, _Result], units: list[_Work]) -> None:
         self._worker, self._units = worker, deque(units)
 
-    def hurry(self, unit: _Work) -> None:
-        """See `Crew.hurry`."""
-        self._units.appendleft(unit)
+    def start(self, first: _Work) -> None:
+        """See `Crew.start`."""
+        self._units.appendleft(first)
 
     def __iter__(self) -> Iterator[_Result]:
         yield from map(self._worker.do, self._units)
@@ -211,8 +213,8 @@ class _Alone:
 @contextlib.contextmanager
 def _crew(
     run: Run, settings: EncodeSettings, units: list[_Work], bar: Bar
-) -> Iterator[Crew[_Work, _Result] | Hired[_Work, _Result] | _Alone]:
-    """Whoever encodes `units`; of processes none is left when the block ends."""
+) -> Iterator[Crew[_Work, _Result] | _Alone]:
+    """Start the workers that encode `units`; when the block ends, no process is left."""
     if is_small(run.inputs.units) or not units:
         is_reference = settings.engine == ReferenceEngine.name
         engine = (ReferenceEngine if is_reference else FastEngine.from_tokenizer)(run.tokenizer)
@@ -222,14 +224,12 @@ def _crew(
         return
     if run.runner != "local":
         work = replace(settings, output=settings.output.absolute())
-        with (
-            CLUSTERS[run.runner]() as cluster,
-            Hired(cluster, work, work.output, (TOKENIZER_FILE,), units, bar.advance) as hired,
-        ):
-            yield hired
+        with cluster_crew(
+            run.runner, work, work.output, (TOKENIZER_FILE,), units, bar.advance
+        ) as crew:
+            yield crew
         return
-    server = run.server if run.server and not run.server.is_used else Server(MODULES, ENVIRONMENT)
-    with Crew(server, settings, units, min(run.workers, len(units)), bar.advance) as crew:
+    with local_crew(settings, units, min(run.workers, len(units)), bar.advance) as crew:
         yield crew
 
 

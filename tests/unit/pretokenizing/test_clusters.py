@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.jobs import hired
+from tokenfeed.tools.jobs import crew
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_an_engine_found_wrong_in_the_middle_makes_no_byte_of_what_is_late(
     units = make(corpus, tmp_path / "plain", fast_tokenizer).units
     with_fast_engine(monkeypatch, crew=True)
     on_cluster(monkeypatch, Belated(units))
-    monkeypatch.setattr(hired.Job, "check", lambda job: None)  # it was checked before
+    monkeypatch.setattr(crew.Job, "check", lambda job: None)  # it was checked before
     make(corpus, tmp_path / "out", fast_tokenizer, runner="dask")
     assert Manifest.read(tmp_path / "out").tokenizer.engine == "tokenizers"
     assert files_of(tmp_path / "out") == files_of(tmp_path / "plain")
@@ -163,8 +163,8 @@ def test_workers_that_do_not_share_the_folder_or_the_packages_are_refused(
     on_cluster(monkeypatch, CarelessExecutor(0))
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        seen = iter([hired.versions()])  # of this command; the worker has others
-        patch.setattr(hired, "versions", lambda: next(seen, ["pyarrow 1.0"]))
+        seen = iter([crew.versions()])  # of this command; the worker has others
+        patch.setattr(crew, "versions", lambda: next(seen, ["pyarrow 1.0"]))
         with pytest.raises(ConfigError, match=r"has pyarrow 1\.0, where this command has"):
             make(documents, out, fast_tokenizer, runner="dask")
     with monkeypatch.context() as patch:
