@@ -227,13 +227,15 @@ class Crew(Generic[UnitT, ResultT]):
         self.reports: SimpleQueue[Progress] = SimpleQueue()
         """Progress within units, from other threads."""
 
-    def start(self, first: UnitT) -> None:
-        """Have one more unit done before all others.
+    def start(self, first: UnitT | None = None) -> None:
+        """Start the workers of this machine, before the results are asked for.
 
-        Workers of this machine go on with the others at once. Those of a cluster wait for the
-        result: what they have begun cannot be called back.
+        Args:
+            first: One more unit, which is done before all others. The workers of a cluster begin
+                the others only after its result: what they have begun cannot be called back.
         """
-        self._give(first)
+        if first is not None:
+            self._give(first)
         if self._cluster.is_local:
             self._give_all()
 
@@ -251,7 +253,8 @@ class Crew(Generic[UnitT, ResultT]):
             done, _ = wait(self._given, timeout, FIRST_COMPLETED)
             while not self.reports.empty():
                 self._on_progress(self.reports.get())
-            for future in sorted(done, key=lambda future: future.exception() is not None):
+            in_order = [future for future in self._given if future in done]
+            for future in sorted(in_order, key=lambda future: future.exception() is not None):
                 unit = self._given.pop(future)
                 self._give_all()  # workers are to be busy while the caller looks at the result
                 yield self._result(future, unit)

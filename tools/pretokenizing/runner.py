@@ -177,11 +177,11 @@ def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]
         return settings
     missing.sort(key=lambda unit: (-unit.weight_bytes, unit.number))
     with Bar(missing) as bar, _crew(run, settings, [*missing], bar) as crew:
+        questions = run.audit.questions() if settings.audits else None
+        crew.start(questions)
         if is_fast:
             FastEngine.check(run.tokenizer)
-        if settings.audits:
-            questions = run.audit.questions()
-            crew.start(questions)
+        if questions:
             run.audit.expect(questions)
         for message in crew:
             if isinstance(message, Answers):
@@ -202,9 +202,10 @@ class _Alone:
     def __init__(self, worker: Worker[_Work, _Result], units: list[_Work]) -> None:
         self._worker, self._units = worker, deque(units)
 
-    def start(self, first: _Work) -> None:
+    def start(self, first: _Work | None = None) -> None:
         """See `Crew.start`."""
-        self._units.appendleft(first)
+        if first is not None:
+            self._units.appendleft(first)
 
     def __iter__(self) -> Iterator[_Result]:
         yield from map(self._worker.do, self._units)
