@@ -13,7 +13,7 @@ from hub_models import save_model
 from places import SUPPORT
 from training import RUNS, make_config, write_every_task
 
-from tokenfeed.trainer.sensors.gpu import GPUS
+from tokenfeed.trainer.sensors.gpu_models import GPUS
 from tokenfeed.trainer.sizing.dry_run import Planned
 
 LACKING = named_cuda.why_not()

@@ -35,6 +35,7 @@ __all__ = [
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
     "METRICS_FILE",
+    "MOST_SHAPES",
     "OF_ONE_COMMAND",
     "PAGE_FILE",
     "REPORT_FILE",
@@ -51,6 +52,10 @@ __all__ = [
     "TrackerName",
     "TrainConfig",
 ]
+
+
+MOST_SHAPES = 8
+"""Shapes of batches that a compiled model is compiled for."""
 
 
 TRACE_FILE = "trace.json"

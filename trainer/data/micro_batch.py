@@ -18,10 +18,7 @@ from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS,
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
 from tokenfeed.trainer.data.attention import Scope
 
-__all__ = ["MOST_SHAPES", "MicroBatch", "Shaper"]
-
-
-MOST_SHAPES = 8
+__all__ = ["MicroBatch", "Shaper"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import ByLength, LongRows
-from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.micro_batch import MOST_SHAPES
+from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.tasks.task import Task  # with torch, which the defaults do without

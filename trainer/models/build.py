@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import ALL_LINEAR, TrainConfig
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.head import Head
-from tokenfeed.trainer.data.micro_batch import MOST_SHAPES
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
 

@@ -1,33 +1,19 @@
-"""One GPU by NVML: memory, utilization, power, energy, clock and what limits the clock.
+"""One GPU by NVML: memory, utilization, power, energy, clock and what limits the clock."""
 
-GPUs that a run can be planned for on any machine: their memory and their fastest arithmetic.
-
-Memory is what `nvidia-smi` shows, in GiB, less what the driver keeps. TFLOP/s are those of the
-vendors' data sheets for dense matrix products in half precision, as torchtitan, nanochat and llm.c
-use them for their MFU; a GPU in a small case or with a lower power limit does less.
-"""
-
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 
 __all__ = [
-    "GIB",
-    "GPUS",
-    "Gpu",
     "GpuReading",
     "GpuSensor",
     "device_name",
     "device_uuid",
-    "gpu_of",
     "gpus_here",
-    "recognized",
     "sensor_of",
 ]
 
@@ -44,79 +30,6 @@ def device_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """What a plan needs to know of a GPU."""
-
-    name: str
-    gib: float
-    tflops: float | None
-    """Dense, in `precision`; None: not known."""
-    precision: Literal["bf16", "fp16"] = "bf16"
-    """What it is fast in."""
-
-    @property
-    def bytes(self) -> int:
-        """Its memory."""
-        return int(self.gib * GIB)
-
-
-GPUS: dict[str, Gpu] = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("B200", 178, 2250),
-        Gpu("H200", 139, 989),
-        Gpu("H100", 79, 989),
-        Gpu("H100-NVL", 93, 835),
-        Gpu("H100-PCIe", 79, 756),
-        Gpu("A100", 79, 312),
-        Gpu("A100-40", 39, 312),
-        Gpu("L40S", 44, 362),
-        Gpu("A40", 44, 149.7),
-        Gpu("A6000", 47, 154.8),
-        Gpu("L4", 22, 121),
-        Gpu("RTX-5090", 31, 209.5),
-        Gpu("RTX-4090", 23.5, 165.2),
-        Gpu("RTX-3090", 23.5, 71),
-        Gpu("V100", 15.7, 125, "fp16"),
-        Gpu("V100-32", 31.7, 125, "fp16"),
-        Gpu("T4", 14.5, 65, "fp16"),
-    )
-}
-
-
-def gpu_of(text: str) -> Gpu:
-    """The GPU that --gpu names, or one of so many GiB.
-
-    Raises:
-        ConfigError: It is neither.
-    """
-    known = {name.lower(): gpu for name, gpu in GPUS.items()}
-    found = known.get(text.lower().replace(" ", "-"))
-    if found is not None:
-        return found
-    try:
-        gib = float(text)
-    except ValueError:
-        gib = 0.0
-    if not 0 < gib < float("inf"):
-        raise ConfigError(
-            f"`--gpu`={text}: expected one of {', '.join(GPUS)}, or its memory in GiB, like 24."
-        )
-    return Gpu(f"a GPU of {gib:g} GiB", gib, None)
-
-
-def recognized(device_name: str, num_bytes: int, precision: Literal["bf16", "fp16"]) -> Gpu:
-    """A GPU that is there, by what its driver calls it; its speed where that names one of ours."""
-    words = set(re.split(r"[^A-Za-z0-9]+", device_name))
-    same = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
-    closest = max(same, key=lambda gpu: gpu.name.count("-"), default=None)
-    return Gpu(device_name, num_bytes / GIB, closest.tflops if closest else None, precision)
 
 
 T = TypeVar("T")

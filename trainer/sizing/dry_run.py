@@ -30,7 +30,7 @@ from tokenfeed.trainer.feeding.batching import (
 )
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeding.loaders import check_rows, is_apart
-from tokenfeed.trainer.sensors.gpu import GIB, Gpu, gpu_of, recognized
+from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, gpu_of, recognized
 from tokenfeed.trainer.sizing.batch_probe import size_of_cpu
 from tokenfeed.trainer.sizing.batch_search import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.sizing.memory_model import Weightless

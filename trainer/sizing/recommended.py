@@ -25,7 +25,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.feeding.batching import long_rows_of, make_policy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
-from tokenfeed.trainer.sensors.gpu import Gpu
+from tokenfeed.trainer.sensors.gpu_models import Gpu
 
 __all__ = [
     "Asked",

@@ -60,7 +60,7 @@ class Machine:
     @property
     def peak_tflops(self) -> float | None:
         """Of its dense arithmetic in half precision; None where that is not known."""
-        from tokenfeed.trainer.sensors.gpu import recognized
+        from tokenfeed.trainer.sensors.gpu_models import recognized
 
         return recognized(self.name, 0, "bf16").tflops if self.on_gpu else None
 

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.tools import shards
 from tokenfeed.tools.corpus.records import Fields, Kind
-from tokenfeed.tools.data_sets.repair import _fields
+from tokenfeed.tools.data_sets.remake import _fields
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Complete
 from tokenfeed.tools.pretokenizing.options import Options
 

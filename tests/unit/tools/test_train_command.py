@@ -20,7 +20,7 @@ from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered,
 from tokenfeed.trainer.config.presets import PRESETS
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import expected, read_settings, setting_of
-from tokenfeed.trainer.sensors.gpu import GPUS
+from tokenfeed.trainer.sensors.gpu_models import GPUS
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batching import make_policy, micro_batch_sizes, shapes
-from tokenfeed.trainer.sensors.gpu import GPUS, gpu_of, recognized
+from tokenfeed.trainer.sensors.gpu_models import GPUS, gpu_of, recognized
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, largest_fitting
 
 Sizes = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=40, unique=True).map(sorted)

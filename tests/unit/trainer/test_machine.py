@@ -11,7 +11,7 @@ from training import write_labelled
 
 from tokenfeed.tools import train_settings as train_command
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.sensors.gpu import GIB, GPUS, recognized
+from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, recognized
 from tokenfeed.trainer.sizing.recommended import Machine, able, machine_of, sized
 
 MANY = TrainConfig(shards="out", run_dir=Path("run"), step_tokens=1 << 16)

@@ -16,7 +16,7 @@ from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.sensors.gpu import GPUS
+from tokenfeed.trainer.sensors.gpu_models import GPUS
 from tokenfeed.trainer.sizing.dry_run import Planned
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
