@@ -49,6 +49,7 @@ class SimulatedDevice:
         depth: Kernels that a stream holds.
         noise: Of kernels and launches, as a share.
         drift: Of the device's clock.
+        meter_seconds: Host seconds of the meter's Python around each mark.
         on: The host; None for one of its own.
     """
 
@@ -64,11 +65,12 @@ class SimulatedDevice:
         depth: int = 1024,
         noise: float = 0.2,
         drift: float = 2e-5,
+        meter_seconds: float = 0.0,
         on: Host | None = None,
     ) -> None:
         self.random = random.Random(seed)
         self.launch_seconds, self.latency, self.depth = launch, latency, depth
-        self.noise, self.drift = noise, drift
+        self.noise, self.drift, self.meter_seconds = noise, drift, meter_seconds
         self.clock = on or Host()
         self.idle = 0.0
         self._compute = Stream(deque(maxlen=depth), free=self.host)
@@ -111,11 +113,13 @@ class SimulatedDevice:
         return self.host
 
     def mark(self) -> tuple[float, float, float]:
+        self.host += self.meter_seconds / 2
         before = self.host
         self.host += 1e-6
         moment = self._queue(self._compute, 0.0)
-        self.host += 1e-6
-        return moment, before, self.host
+        self.host = after = self.host + 1e-6
+        self.host += self.meter_seconds / 2
+        return moment, before, after
 
     def passed(self, mark: float) -> bool:
         return mark <= self.host

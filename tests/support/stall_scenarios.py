@@ -35,6 +35,8 @@ __all__ = [
 
 WARMUP = 5
 TOKENS = 1000
+METER_SECONDS = 11.4e-6
+"""The meter's Python around a mark: 57 µs for the five marks of a step (`benchmarks/stall.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Loop:
     """Of a micro-batch, on a second device that the same host keeps busy."""
     exchange_seconds: float = 0.0
     """What several ranks take to add up their gradients in each step."""
+    meter_seconds: float = 0.0
+    """Host seconds of the meter's Python around each mark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,12 @@ class Run:
     def __init__(self, loop: Loop, fault: Fault | None, seed: int, *, metered: bool) -> None:
         self.loop, self.fault, self.seed = loop, fault or Fault("other"), seed
         drift = random.Random(seed).gauss(0, 2e-5) if loop.drift is None else loop.drift
-        self.device = SimulatedDevice(launch=loop.launch_seconds, depth=loop.depth, drift=drift)
+        self.device = SimulatedDevice(
+            launch=loop.launch_seconds,
+            depth=loop.depth,
+            drift=drift,
+            meter_seconds=loop.meter_seconds,
+        )
         self.other = SimulatedDevice(launch=loop.launch_seconds, on=self.device.clock)
         self.allocations = 0
         self.meter: StallMeter[float] | None = None
@@ -305,36 +314,23 @@ class Case:
     ranks: int
 
 
-def draw_case(seed: int) -> Case:
-    """Draw a case."""
-    draw = random.Random(seed)
-    regime = ("gpu-bound", "data-bound", "launch-bound", "balanced", "mixed")[seed % 5]
-    kernels, parts = draw.randrange(40, 80, 2), draw.choice([1, 2, 3])
-    launch = draw.uniform(20e-6, 80e-6)
-    kernel = (
-        launch
-        * {
-            "gpu-bound": draw.uniform(10, 30),
-            "data-bound": draw.uniform(10, 30),
-            "launch-bound": draw.uniform(0.2, 0.7),
-            "balanced": draw.uniform(0.9, 1.1),
-            "mixed": draw.uniform(0.7, 4),
-        }[regime]
-    )
-    batch = kernels * kernel
-    data = {
-        "gpu-bound": draw.uniform(0.1, 0.5) * batch,
-        "data-bound": draw.uniform(1.2, 3) * batch,
-        "launch-bound": draw.uniform(0.05, 0.2) * batch,
-        "balanced": draw.uniform(0, 0.1) * batch,
-        "mixed": draw.uniform(0.1, 0.6) * batch,
-    }[regime]
+def draw_case(seed: int, step_seconds: tuple[float, float]) -> Case:
+    """Draw a case of 150 to 600 kernels a micro-batch and launches of 4 to 15 µs, as measured on
+    real hosts. Without noise and a loader, its steps take between two numbers of seconds."""
+    draw, regime = random.Random(seed), ("gpu", "data", "launch", "balanced", "mixed")[seed % 5]
+    while True:
+        kernels, parts = draw.randrange(150, 602, 2), draw.choice([1, 2, 3])
+        launch = draw.uniform(4e-6, 15e-6)
+        kernel = launch * draw.uniform(*_KERNEL_BY_LAUNCH[regime])
+        batch = kernels * max(kernel, launch)
+        if step_seconds[0] <= parts * batch <= step_seconds[1]:
+            break
     loop = Loop(
         kernels=kernels,
         kernel_seconds=kernel,
         launch_seconds=launch,
         accumulation=parts,
-        data_seconds=data,
+        data_seconds=draw.uniform(*_DATA_BY_BATCH[regime]) * kernels * kernel,
         data_noise=draw.uniform(0, 0.5),
         data_spikes=draw.choice([0.0, 0.05, 0.1]) if regime == "mixed" else 0.0,
         log_every=draw.choice([5, 10, 25, 10**6]),
@@ -344,8 +340,27 @@ def draw_case(seed: int) -> Case:
         drift=draw.uniform(-1e-4, 1e-4),
         other_kernels=draw.choice([0, 0, kernels // 2]),
         exchange_seconds=draw.uniform(20e-6, 100e-6),
+        meter_seconds=METER_SECONDS,
     )
     return Case(regime, loop, seed, draw.choice([1, 1, 2, 4]))
+
+
+_KERNEL_BY_LAUNCH = {
+    "gpu": (1.5, 10),
+    "data": (1.5, 10),
+    "launch": (0.2, 0.7),
+    "balanced": (0.9, 1.1),
+    "mixed": (0.7, 4),
+}
+"""Seconds of a kernel, as a multiple of those of its launch."""
+_DATA_BY_BATCH = {
+    "gpu": (0.1, 0.3),
+    "data": (1.2, 3),
+    "launch": (0.05, 0.2),
+    "balanced": (0, 0.1),
+    "mixed": (0.1, 0.6),
+}
+"""Seconds of a batch in the loader, as a multiple of those of its kernels."""
 
 
 def without(loop: Loop, cause: Cause) -> Loop:
