@@ -48,7 +48,8 @@ def resolve_ranks(
     """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
 
     Raises:
-        ConfigError: The rank is out of range, or torch.distributed is not initialized yet.
+        ConfigError: The rank is out of range, only one of the two was passed, or torch.distributed
+            is not initialized yet.
     """
     running = torch.distributed.is_available() and torch.distributed.is_initialized()
     name, launched = first_number(*_PROCESSES)
@@ -58,6 +59,9 @@ def resolve_ranks(
             "initialized, so every process would get all rows. Make the loader after "
             "`init_process_group`, or pass `rank` and `world_size` (0 and 1 for separate runs)."
         )
+    if (rank is None) != (world_size is None):
+        given = f"`rank`={rank}" if world_size is None else f"`world_size`={world_size}"
+        raise ConfigError(f"{given}: pass both `rank` and `world_size`, or neither.")
     if rank is None:
         rank = torch.distributed.get_rank() if running else 0
     if world_size is None:

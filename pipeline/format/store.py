@@ -6,6 +6,7 @@ The stores in `remote` are imported when the first such path is opened. This fil
 """
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -34,6 +35,8 @@ __all__ = [
     "open_place",
     "open_store",
 ]
+
+logger = logging.getLogger(__name__)
 
 _SMALL_BYTES = 1 << 16
 """A file of at most this size is read at once. A loader keeps many of them open."""
@@ -301,9 +304,15 @@ class LocalStore:
         return is_created
 
     def delete(self, *names: str) -> None:
-        """See `Place`."""
+        """See `Place`. A folder with such a name is left there, with a warning."""
         for name in names:
-            (self.folder / name).unlink(missing_ok=True)
+            path = self.folder / name
+            try:
+                path.unlink(missing_ok=True)
+            except OSError:
+                if not path.is_dir():
+                    raise
+                logger.warning("%s: left there, it is a folder", path)
 
     def prune(self, *folders: str) -> None:
         """See `Place`."""

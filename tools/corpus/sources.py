@@ -65,7 +65,7 @@ _NO_SPLITS = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
 
 def is_split_name(name: str) -> bool:
     """Whether a split may have this name: it becomes a folder of the output."""
-    is_ours = name.startswith(_NO_SPLITS) or name.endswith(TEMPORARY_SUFFIX)
+    is_ours = name in _NO_SPLITS or name.endswith(TEMPORARY_SUFFIX)
     return bool(_SPLIT.fullmatch(name)) and not is_ours
 
 
@@ -168,7 +168,7 @@ def find_corpus(
             "files of text."
         )
     sources = (replace(source, max_record_bytes=max_record_bytes) for source in search.sources)
-    return Corpus(sources=tuple(sources), binary=tuple(search.binary))
+    return Corpus(sources=tuple(sources), binary=search.binary)
 
 
 class _Entry(NamedTuple):
@@ -194,7 +194,8 @@ class _Search:
         known: Iterable[Known],
     ) -> None:
         self.sources: list[InputFile] = []
-        self.binary: list[Known] = []
+        self._binary: dict[str, Known] = {}
+        """Binary files in folders, by their path without symbolic links, or by their URL."""
         self._known = {file.name: file for file in known}
         self._out = out
         self._field = field
@@ -207,6 +208,11 @@ class _Search:
         """Which patterns of splits have matched."""
         self._unused = set(exclude)
         """Patterns of `exclude` that have not matched."""
+
+    @property
+    def binary(self) -> tuple[Known, ...]:
+        """Binary files that were found in folders, and were not given by name."""
+        return tuple(self._binary.values())
 
     def add(self, path: str) -> None:
         if path == STANDARD_INPUT:
@@ -238,7 +244,9 @@ class _Search:
             for entry in self._files_below(path, real):
                 if self._is_new(entry.real):
                     found = self._format_of_found(entry.path, entry.path)
-                    self._append_readable(entry.path, entry.path, found, path, entry.split)
+                    self._append_readable(
+                        entry.path, entry.path, entry.real, found, path, entry.split
+                    )
         elif stat.S_ISREG(mode):
             self._add_given(path, path, real)
         else:
@@ -328,7 +336,7 @@ class _Search:
     def _add_objects(self, files: list[RemoteFile], root: str) -> None:
         for file, format_ in results_of(self._looked_at, files, _AT_ONCE):
             if self._is_new(str(file)):
-                self._append_readable(str(file), self._kept(file), format_, root, None)
+                self._append_readable(str(file), self._kept(file), str(file), format_, root, None)
 
     def _looked_at(self, file: RemoteFile) -> tuple[RemoteFile, Format | None]:
         """The file, with its content if that is small and has to be looked at, and its format."""
@@ -345,7 +353,8 @@ class _Search:
         """A file that was given by name."""
         if is_archive(name, path):
             raise CorpusError(f"{name}: is an archive of files. Unpack it and give the folder.")
-        if self._is_new(real):
+        is_skipped = self._binary.pop(real, None) is not None
+        if self._is_new(real) or is_skipped:
             known = self._unchanged(name, path)
             given = known.format if known else None
             format_ = FORMATS[given] if given else format_of_given(name, path, self._field)
@@ -373,10 +382,16 @@ class _Search:
         return format_
 
     def _append_readable(
-        self, name: str, path: Location, format_: Format | None, root: str, split: str | None
+        self,
+        name: str,
+        path: Location,
+        real: str,
+        format_: Format | None,
+        root: str,
+        split: str | None,
     ) -> None:
         if format_ is None:
-            self.binary.append(Known(name, *_size_and_state(path), None))
+            self._binary[real] = Known(name, *_size_and_state(path), None)
         else:
             self._append(self._source(name, path, format_), root, split)
 

@@ -399,3 +399,15 @@ def test_auto_shard_size_is_a_64th_within_8_to_256_mb(tmp_path: Path) -> None:
             file.truncate(num_bytes)
     sizes = [auto_shard_bytes(find(tmp_path / n).sources) for n in ("small", "middle", "large")]
     assert sizes == [8_000_000, 10**9 // 64, 256_000_000]
+
+
+def test_binary_file_found_in_a_folder_is_read_if_given_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    (folder / "b.txt").write_bytes(b"a\0b")
+    given = str(folder / "b.txt")
+    for paths in ((folder, Path(given)), (Path(given), folder)):
+        corpus = find(*paths, out=tmp_path / "out")
+        assert sorted(source.name for source in corpus.sources) == [str(folder / "a.txt"), given]
+        assert corpus.binary == ()

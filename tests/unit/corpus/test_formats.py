@@ -379,6 +379,30 @@ def test_a_json_list_does_not_depend_on_how_blocks_fall(
     }
 
 
+def test_damaged_json_list_keeps_verified_elements_before_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_UNPACKED_BYTES", 100)  # each frame is a block: the long one waits
+    long = json.dumps({"text": "x" * 5000})
+    frames = [
+        f'[{{"text": "a"}}, {long[:4000]}',
+        f'{long[4000:]}, {{"text": "b"}}, ',
+        '{"text": "c"}]',
+    ]
+    packer = zstandard.ZstdCompressor(write_checksum=True)
+    packed = [bytearray(packer.compress(frame.encode())) for frame in frames]
+    packed[-1][-1] ^= 1  # its checksum
+    good, bad = read_bytes(tmp_path / "a.json.zst", b"".join(packed))
+    assert good == {0: b"a", 1: b"x" * 5000, 2: b"b"}
+    assert "cannot be read from here on" in bad[3]
+
+
+def test_json_list_with_control_character_is_not_read_as_text(tmp_path: Path) -> None:
+    good, bad = read_bytes(tmp_path / "a.json", b'[{"text": "a\x01b"}, {"text": "c"}]')
+    assert good == {}
+    assert "Invalid control character" in bad[0]
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz", "a.json.zst", "a.json.bz2", "-"])
 @pytest.mark.parametrize("is_given", [True, False])
 def test_json_records_without_the_field_are_rejected(

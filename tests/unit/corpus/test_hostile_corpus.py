@@ -211,8 +211,9 @@ def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
     found = find(tmp_path / "saved", out=tmp_path / "out")
     assert [source.split for source in found.sources] == ["train.clean", "dev.v1.0"]
     paths = ("in", "out")
-    Options(paths=paths, split=("train.clean=*.txt",)).check()
-    for name in ("", ".", "..", ".hidden", "-x", "a/b", "manifest.json", "x.tmp"):
+    for name in ("train.clean", "rejects.jsonlx", "manifest.json5"):
+        Options(paths=paths, split=(f"{name}=*.txt",)).check()
+    for name in ("", ".", "..", ".hidden", "-x", "a/b", "manifest.json", "rejects.jsonl", "x.tmp"):
         assert not is_split_name(name)
         with pytest.raises(ConfigError, match="expected a name and a pattern"):
             Options(paths=paths, split=(f"{name}=*.txt",)).check()

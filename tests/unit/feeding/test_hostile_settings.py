@@ -261,3 +261,10 @@ def test_rank_and_world_size_are_those_that_were_passed(folder: Path) -> None:
         assert (loader.rank, loader.world_size) == (rank, 4)
         assert loader.state_dict()["plan"]["micro_batches_per_step"] == 2
         assert loader.state_dict()["plan"]["stream"] == rank // 2
+
+
+@pytest.mark.parametrize("given", [{"rank": 0}, {"rank": 1}, {"world_size": 1}, {"world_size": 2}])
+def test_rank_without_world_size_is_rejected(folder: Path, given: dict[str, int]) -> None:
+    ((name, value),) = given.items()
+    with pytest.raises(ConfigError, match=f"`{name}`={value}: pass both `rank` and `world_size`"):
+        ShardLoader(folder, batching=Padded(700), **given)

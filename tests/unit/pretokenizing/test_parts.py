@@ -249,3 +249,13 @@ def test_a_job_that_is_damaged_is_told(
         part("0/2", lines, out, tokenizer)
     with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
         make(lines, out, tokenizer, finish=True)
+
+
+@pytest.mark.parametrize("folder", ["x.tmp", ".parts/sub", "train/x.arrow", "train/x.tmp"])
+def test_finish_leaves_folders_that_are_not_its_own(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], folder: str
+) -> None:
+    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
+    (tmp_path / "out" / folder).mkdir(parents=True)
+    make(lines, tmp_path / "out", tokenizer, validation=0.1, finish=True)
+    assert files_of(tmp_path / "out") == undisturbed

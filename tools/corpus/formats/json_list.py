@@ -16,6 +16,8 @@ __all__ = ["JSON_LIST", "is_json_list"]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+_LENIENT_DECODER = json.JSONDecoder(strict=False)
+"""Accepts raw control characters, so a list with them is recognized and its reason is given."""
 _AFTER = {"[": ("]", True), ",": ("", True), "]": ("", False)}
 """What may follow a mark: other marks, and an element."""
 
@@ -24,7 +26,7 @@ def is_json_list(start: bytes, field: str) -> bool:
     """Whether a list begins whose first element is an object, with `field` or without."""
     text = start.removeprefix(codecs.BOM_UTF8).decode(errors="replace").lstrip()
     try:
-        value, _ = _DECODER.raw_decode(text.removeprefix("[").lstrip())
+        value, _ = _LENIENT_DECODER.raw_decode(text.removeprefix("[").lstrip())
     except (ValueError, RecursionError):
         return False
     return text.startswith("[") and isinstance(value, dict)
@@ -44,14 +46,23 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
     """The elements of a list, as they come. Bytes that are not UTF-8 become lone surrogates.
 
     Raises:
-        ValueError: The file is not a JSON list, or an element is too long. Raised when the elements
-            before it have been given.
+        ValueError: The file is not a JSON list, or an element is too long.
+        Exception: What `blocks` raises. Each error is raised after the elements before it.
     """
+    damage: list[Exception] = []
+
+    def up_to_damage() -> Iterator[bytes]:
+        try:
+            yield from blocks
+        except Exception as error:
+            damage.append(error)
+
     utf8 = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     text, enough = "", 0
     marks, wants_element = "[", False  # what may come next
-    for block in chain(blocks, (b"",)):
-        text += utf8.decode(block, final=not block)
+    for block in chain(up_to_damage(), (b"",)):
+        is_end = not block and not damage
+        text += utf8.decode(block, final=is_end)
         if block and len(text) < enough:
             continue
         at, problem = 0, ""
@@ -65,7 +76,7 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
                 element, end = _decoded(text, at, wants_element)
             except (ValueError, RecursionError) as error:
                 problem, end = str(error), len(text)
-            if block and end == len(text) and end - at <= most_bytes:
+            if not is_end and end == len(text) and end - at <= most_bytes:
                 problem = ""  # its end may be still to come
                 break
             if end - at > most_bytes:
@@ -78,6 +89,8 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
             yield elements
         if problem:
             raise ValueError(problem)
+        if damage:
+            raise damage[0]
         text = text[at:]
         enough = 2 * len(text)
     if marks or wants_element:
