@@ -11,8 +11,7 @@ from typing import Any
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.stall.report import StallReport
-from tokenfeed.trainer.stall.table import shown_causes
+from tokenfeed.trainer.stall.report import StallReport, shown_causes
 
 __all__ = ["Comparison", "Row", "compare"]
 

@@ -20,8 +20,8 @@ from tokenfeed.trainer.sensors.gpu import GpuReading, device_uuid
 from tokenfeed.trainer.sensors.host import HostReading
 from tokenfeed.trainer.sensors.sampler import sample_machine
 from tokenfeed.trainer.stall import StallMeter
-from tokenfeed.trainer.stall.step_times import StepSeconds
-from tokenfeed.trainer.stall.table import main_cause
+from tokenfeed.trainer.stall.report import main_cause
+from tokenfeed.trainer.stall.statistics import StepSeconds
 
 __all__ = ["MOST_SKIPPED", "ProgressLog", "Skips", "StepLog"]
 

@@ -1,26 +1,26 @@
 """Stall: time in which the device has nothing of the training to run, by cause, with an error bar.
 
-    causes        what a device may wait for                 meter       StallMeter: marks of a loop
-    clock         the protocol; the host's clock             events      the clock of a GPU
-    ledger        segments to idle time by cause: pure       work        stretches and references
-    clock_map     host time of device time                   debts       who lost the host's lead
-    calibration   when to let the host get ahead             waits       lines that wait
-    watchers      collector, compiler, memory                machine     the device
-    batches       error bars; histogram: percentiles         reading     sums, and their differences
-    reporting, report, table, advice                         ranks       the slowest of several
-    chain         marks, one after the other                 told        what a loop may say
-    watched       a loader whose batches are waited for      step_times  how long steps take
-    timeline      the latest segments, for Perfetto          exchange     from rank to rank
-    warmup        steps that are left out
+    meter        StallMeter: the marks of a loop
+    causes       what a device may wait for, with thresholds and advice
+    clocks       the protocol of a clock; host time of device time
+    device       the device, and the clock of a GPU
+    marks        the chain of marks; the latest segments, for Perfetto
+    accounts     segments to idle seconds by cause: pure
+    work         stretches of work and their references
+    calibration  when to hold the device up, so that the host gets ahead
+    watchers     loader, collector, compiler, memory, lines that wait
+    statistics   percentiles, step times, error bars
+    reading      sums, and their differences
+    ranks        the exchange between ranks, and the slowest rank
+    report, make_report, page
 
 Nothing here imports torch before a meter is made.
 """
 
 from tokenfeed.trainer.stall.causes import CAUSES, Cause
-from tokenfeed.trainer.stall.meter import StallMeter
+from tokenfeed.trainer.stall.meter import StallMeter, warmup_steps
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import CauseReport, StallReport
-from tokenfeed.trainer.stall.warmup import warmup_steps
 
 __all__ = [
     "CAUSES",

@@ -11,39 +11,51 @@ wall time. Nothing here waits for the device.
 """
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from tokenfeed.trainer.stall import told
+from tokenfeed.pipeline import checks
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall.accounts import Ledger, StepEnd
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
-from tokenfeed.trainer.stall.chain import Chain
-from tokenfeed.trainer.stall.clock import Clock
-from tokenfeed.trainer.stall.exchange import Exchange, Ranks, is_distributed
-from tokenfeed.trainer.stall.ledger import Ledger, StepEnd
-from tokenfeed.trainer.stall.machine import Machine, clock_of
+from tokenfeed.trainer.stall.clocks import Clock
+from tokenfeed.trainer.stall.device import Machine, clock_of
+from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
+from tokenfeed.trainer.stall.marks import Chain, Timeline
+from tokenfeed.trainer.stall.ranks import Exchange, Ranks, is_distributed
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import StallReport
-from tokenfeed.trainer.stall.reporting import make_report
-from tokenfeed.trainer.stall.step_times import StepSeconds
-from tokenfeed.trainer.stall.timeline import Timeline
-from tokenfeed.trainer.stall.waits import WaitFinder
-from tokenfeed.trainer.stall.warmup import WARMUP_STEPS
-from tokenfeed.trainer.stall.watched import LoaderUse, Watched
+from tokenfeed.trainer.stall.statistics import StepSeconds
 from tokenfeed.trainer.stall.watchers import (
     AllocatorWatch,
     CollectorWatch,
     CompilerWatch,
     CoreWait,
+    LoaderUse,
+    WaitFinder,
+    Watched,
 )
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["StallMeter"]
+__all__ = ["WARMUP_STEPS", "StallMeter", "warmup_steps"]
+
+WARMUP_STEPS = 5
+
+
+def warmup_steps(steps: int) -> int:
+    """How many of a session's steps to leave out: workers start, memory is allocated, kernels are
+    compiled. Of a short one half, and always the first, which follows the first evaluation."""
+    return max(1, min(WARMUP_STEPS, steps // 2))
+
 
 Mark = TypeVar("Mark")
 Batch = TypeVar("Batch")
@@ -85,9 +97,9 @@ class StallMeter(Generic[Mark]):
         clock: Clock[Mark] | None = None,
         remedies: Mapping[str, str] | None = None,
     ) -> None:
-        devices = told.whole("devices", devices, least=1)
-        skipped_steps = told.whole("skipped_steps", skipped_steps)
-        operations_per_token = told.operations(operations_per_token)
+        devices = _whole("devices", devices, least=1)
+        skipped_steps = _whole("skipped_steps", skipped_steps)
+        operations_per_token = _operations(operations_per_token)
         self._machine = Machine(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         self._is_beside_host = beside = self._clock.is_beside_host
@@ -101,7 +113,7 @@ class StallMeter(Generic[Mark]):
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._ranks, self._remedies = Ranks(), told.remedies(remedies)
+        self._ranks, self._remedies = Ranks(), _remedies(remedies)
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
         self._waits = WaitFinder()
@@ -117,7 +129,8 @@ class StallMeter(Generic[Mark]):
 
     def watch(self, batches: Iterable[Batch]) -> "Watched[Batch]":
         """The same batches; to wait for one is charged to `data`."""
-        told.check_batches(batches)
+        if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
+            raise checks.refusal("batches", batches, "a loader, or any other iterable")
         watched = Watched(self, batches)
         self._loader = watched.use
         return watched
@@ -125,7 +138,7 @@ class StallMeter(Generic[Mark]):
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
         """Bracket code that queues nothing of the training; of nested brackets the inner counts."""
-        told.check_cause("cause", name)
+        _check_cause("cause", name)
         outer = self.enter(name)
         try:
             yield
@@ -135,7 +148,7 @@ class StallMeter(Generic[Mark]):
     def enter(self, name: Cause) -> Phase:
         """Open a bracket; what it returns is for `leave`."""
         if name not in CAUSES:
-            told.check_cause("enter", name)
+            _check_cause("enter", name)
         if self._calibration is not None:
             self._close_work(self._calibration)
         outer: Phase = self._phase
@@ -156,7 +169,7 @@ class StallMeter(Generic[Mark]):
 
     def charge(self, name: Cause) -> None:
         """Charge the time since the mark before to a cause, where no bracket can stand."""
-        told.check_cause("charge", name)
+        _check_cause("charge", name)
         self._cut(name)
 
     def mark(self) -> None:
@@ -181,8 +194,8 @@ class StallMeter(Generic[Mark]):
         slots = tokens if slots is None else slots
         # A call costs more than these comparisons.
         if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
-            tokens = told.whole("tokens", tokens)
-            slots = told.whole("slots", slots, least=tokens)
+            tokens = _whole("tokens", tokens)
+            slots = _whole("slots", slots, least=tokens)
         self._queued_steps += 1
         if self._is_beside_host:
             self._step_of_device(tokens, slots)
@@ -195,7 +208,7 @@ class StallMeter(Generic[Mark]):
     def find_waits(self, steps: int = 1) -> None:
         """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
         shows that there are any, the meter does so by itself, once."""
-        steps = told.whole("steps", steps, least=1)
+        steps = _whole("steps", steps, least=1)
         if self._clock.is_beside_host:
             self._waits.begin(steps)
 
@@ -237,19 +250,20 @@ class StallMeter(Generic[Mark]):
         Args:
             exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
         """
-        told.check_exchange(exchange)
+        if exchange is not None and not callable(exchange):
+            raise checks.refusal("exchange", exchange, "a function of a list of numbers, or None")
         is_alone = exchange is None and not is_distributed()
         with contextlib.nullcontext() if is_alone else self.cause("communication"):
             self._ranks.tell(self.read(), exchange)
 
     def write(self, folder: Path | str) -> Path:
         """Write the report so far and return its page; see `StallReport.write`."""
-        told.check_folder(folder)
+        _check_folder(folder)
         return self.report().write(folder)
 
     def write_trace(self, folder: Path | str) -> Path:
         """Write the latest segments of device time as trace.json, for perfetto.dev."""
-        told.check_folder(folder)
+        _check_folder(folder)
         self._resolve()
         return self._timeline.write(Path(folder))
 
@@ -324,3 +338,38 @@ class StallMeter(Generic[Mark]):
         self._is_busy = True
         self._chain.add_up()
         self._is_busy = False
+
+
+def _whole(name: str, value: object, *, least: int = 0) -> int:
+    """Return a whole number. Reject tensors: reading one would wait for its device."""
+    if not isinstance(value, Integral):
+        raise checks.refusal(name, value, "a whole number; of a tensor `int(...)`, which waits")
+    return checks.whole(name, value, least=least)
+
+
+def _operations(value: object) -> float | None:
+    """Operations of a token, where they are known."""
+    if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
+        raise checks.refusal("operations_per_token", value, "a finite number above 0, or None")
+    return None if value is None else float(value)
+
+
+def _remedies(value: object) -> Mapping[str, str]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise checks.refusal("remedies", value, "a dict of advice by cause, or None")
+    if unknown := value.keys() - REMEDIES.keys():
+        known = ", ".join(REMEDIES)
+        raise ConfigError(f"`remedies` has {min(map(str, unknown))!r}: expected names of {known}.")
+    return value
+
+
+def _check_cause(call: str, name: object) -> None:
+    if name not in CAUSES:
+        raise ConfigError(f"`{call}({name!r})`: expected one of {', '.join(CAUSES)}.")
+
+
+def _check_folder(folder: object) -> None:
+    if not isinstance(folder, str | PathLike):
+        raise checks.refusal("folder", folder, "a path")

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import PAGE_FILE
-from tokenfeed.trainer.stall import table
+from tokenfeed.trainer.stall import report as table
 
 __all__ = ["render_page", "save_page", "share_of", "stall_cards"]
 

@@ -1,17 +1,228 @@
-"""The report of a meter: report.json for programs, a table and a page for people."""
+"""The report of a meter: report.json for programs, lines of text and a page for people."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
-from tokenfeed.trainer.stall.table import advice, speed_parts, stall_facts
 
-__all__ = ["Advice", "CauseReport", "Interval", "StallReport"]
+__all__ = [
+    "TAILS",
+    "Advice",
+    "CauseReport",
+    "CauseRow",
+    "Interval",
+    "StallReport",
+    "advice",
+    "cause_rows",
+    "cause_table",
+    "gain_words",
+    "headline",
+    "late_rank",
+    "main_cause",
+    "main_of",
+    "not_measured",
+    "rank_table",
+    "shown_causes",
+    "slowest_line",
+    "speed_parts",
+    "stall_facts",
+]
+
+TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
+"""Seconds of a cause in a step: field of `CauseReport` and heading."""
+_NAME, _COLUMN = 18, 10
+_SHOWN_FROM = 5e-5
+"""A smaller share would show as 0.00 %, so it gets no line."""
+_MOST_RANKS = 8
+_LEAST_COST = 0.005
+"""Ranks that differ by less count as equal."""
+
+
+class CauseRow(NamedTuple):
+    """A cause, or the work, as the text of a table row."""
+
+    name: str
+    fraction: float
+    share: str
+    seconds: str
+    tails: tuple[str, ...] = ("",) * len(TAILS)
+    """Seconds in a step, as `TAILS`."""
+    likely: str = ""
+    """Likely range of the share."""
+    gain: str = ""
+    meaning: str = ""
+
+
+def stall_facts(report: "StallReport") -> dict[str, str]:
+    """The stall with a table of its causes, and the slowest rank with a table of the ranks."""
+    stall = [headline(report), *cause_table(report)]
+    return {"stall": "\n".join(stall), "ranks": "\n".join(rank_table(report))}
+
+
+def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
+    """Tokens per second, padding, MFU and energy, as far as they are known."""
+    parts = []
+    if report.real_tokens_per_s is not None:
+        parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s")
+    if padding is not None:
+        parts.append(f"padding {padding:.2%}")
+    if report.mfu is not None:
+        parts.append(f"MFU {report.mfu:.1%} ({report.mfu_formula})")
+    if report.joules_per_token is not None:
+        parts.append(f"{report.joules_per_token * 1e3:.3g} mJ/tok")
+    return parts
+
+
+def advice(report: "StallReport") -> str:
+    """One line for each piece of advice."""
+    return "\n".join(f"{piece.text} ({gain_words(piece.gain)})" for piece in report.advice)
+
+
+def gain_words(gain: float | None) -> str:
+    """A gain in tokens per second: 0.07 is 7 % faster, 9.8 is 10.8 times as fast."""
+    if gain is None:
+        return "gain not known"
+    if gain >= 1:
+        return f"at least {1 + gain:.1f} times as fast"
+    return f"at least {gain:.1%} faster"
+
+
+def not_measured(report: "StallReport") -> str:
+    """Why there is no stall."""
+    if not report.queued_steps:
+        return "not measured: `meter.step()` was never called. Call it after each optimizer step"
+    return f"not measured: {report.queued_steps:,} steps so far, all of them warm-up"
+
+
+def shown_causes(report: "StallReport") -> "dict[Cause, CauseReport]":
+    """Causes large enough to show in a table, the largest first."""
+    shown: list[Any] = [
+        (name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM
+    ]
+    return dict(sorted(shown, key=lambda item: -item[1].fraction))
+
+
+def slowest_line(report: "StallReport") -> str:
+    """The rank that the others wait for, and why."""
+    if report.slowest_rank is None:
+        return "the slowest rank is not known: some rank has not measured a step yet"
+    slowest = late_rank(report)
+    if slowest is None:
+        return "no rank keeps the others waiting"
+    return (
+        f"rank {slowest.rank} keeps the others waiting: {slowest.cause}, "
+        f"{_short(slowest.step_seconds)} a step more than the quickest ({slowest.cost:.2%})"
+    )
+
+
+def late_rank(report: "StallReport") -> SlowestRank | None:
+    """The slowest rank, if the others lose time to it."""
+    slowest = report.slowest_rank
+    return None if slowest is None or slowest.cost < _LEAST_COST else slowest
+
+
+def main_of(rank: RankStall) -> str:
+    """The largest cause of a rank's own stall, with its seconds per step."""
+    own = {cause: idle for cause, idle in rank.causes.items() if cause != "communication"}
+    if not own:
+        return ""
+    name = max(own, key=own.__getitem__)
+    return f"{name} {_short(own[name] / rank.steps)} a step"
+
+
+def main_cause(fractions: Mapping[str, float]) -> str:
+    """The largest cause in a few words; empty if it is negligible."""
+    name = max(fractions, key=fractions.__getitem__, default="")
+    if not name or fractions[name] < 10 * _SHOWN_FROM:
+        return ""
+    return f" ({name} {fractions[name] * 100:.2f})"
+
+
+def headline(report: "StallReport") -> str:
+    """The stall in a line."""
+    if report.stall is None:
+        return not_measured(report)
+    bar = ""
+    if report.interval is not None:
+        bar = f" [{report.interval[0]:.2%}, {report.interval[1]:.2%}]"
+    line = f"{report.stall:.2%}{bar} of {report.seconds:,.1f} s"
+    line += f" {'of GPU time' if report.on_gpu else 'on the CPU'}, {report.steps:,} steps"
+    if report.at_most is not None and report.at_most > report.stall + 0.001:
+        line += f"; at most {report.at_most:.2%} with idle time that cannot be seen"
+    return line
+
+
+def cause_rows(report: "StallReport") -> list[CauseRow]:
+    """One row for each cause that shows, the largest first, and one for the work.
+
+    Empty without a measured step.
+    """
+    if report.stall is None:
+        return []
+    work = 1 - report.stall
+    return [
+        *(_cause_row(name, part) for name, part in shown_causes(report).items()),
+        CauseRow("work", work, f"{work:.2%}", f"{work * report.seconds:,.2f}"),
+    ]
+
+
+def _cause_row(name: Cause, part: "CauseReport") -> CauseRow:
+    return CauseRow(
+        name,
+        part.fraction,
+        f"{part.fraction:.2%}",
+        f"{part.seconds:,.2f}",
+        tuple(_short(getattr(part, key)) for key in TAILS),
+        "" if part.interval is None else f"{part.interval[0]:.2%} to {part.interval[1]:.2%}",
+        gain_words(part.speed_up - 1),
+        ABOUT[name].meaning,
+    )
+
+
+def cause_table(report: "StallReport") -> list[str]:
+    """The rows of the causes as lines of text. Empty if no cause shows."""
+    rows = cause_rows(report)
+    if len(rows) < 2:
+        return []
+    names = "".join(f"{name:>{_COLUMN}}" for name in ("share", "seconds", *TAILS.values()))
+    lines = []
+    for row in rows:
+        cells = (f"{cell:>{_COLUMN}}" for cell in (row.share, row.seconds, *row.tails))
+        lines.append(f"{row.name:<{_NAME}}{''.join(cells)}".rstrip())
+    return [f"{'':<{_NAME}}{names}  a step", *lines]
+
+
+def rank_table(report: "StallReport") -> list[str]:
+    """The slowest rank and why, then a line for each rank, the slowest first."""
+    ranks = [each for each in report.ranks if each.steps]
+    if not ranks:
+        return []
+    shown = sorted(ranks, key=lambda each: each.waited_seconds)[:_MOST_RANKS]
+    left = len(ranks) - len(shown)
+    return [
+        slowest_line(report),
+        f"{'':<{_NAME}}{'stall':>{_COLUMN}}{'waited':>{_COLUMN}}  most of its own",
+        *map(_rank, shown),
+        *([f"and {left} more, which waited longer"] if left else []),
+    ]
+
+
+def _rank(rank: RankStall) -> str:
+    name, waited = f"rank {rank.rank}", _short(rank.waited_seconds)
+    return f"{name:<{_NAME}}{rank.fraction:>{_COLUMN}.2%}{waited:>{_COLUMN}}  {main_of(rank)}"
+
+
+def _short(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 5e-5 else "0"
+
 
 REPORT_FILE = "report.json"
 

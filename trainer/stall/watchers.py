@@ -1,19 +1,33 @@
-"""What happens to a step unasked: Python's collector, torch's compiler, the memory of a GPU.
+"""Watch what a step does not report: loader, collector, compiler, memory, and waits for the GPU.
 
-All are asked through what Python and torch offer for it; what one of them lacks is not watched.
-They know their meter weakly, and take themselves off when it is gone.
+All watchers use public functions of Python and torch where these exist. What is missing is not
+watched. Watchers of callbacks keep a weak reference to their meter, and close when it is deleted.
 """
 
 import gc
 import sys
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
-__all__ = ["AllocatorWatch", "CollectorWatch", "CompilerWatch", "CoreWait", "Interrupted"]
+from tokenfeed.trainer.stall.causes import Cause, Phase
+
+__all__ = [
+    "AllocatorWatch",
+    "CollectorWatch",
+    "CompilerWatch",
+    "CoreWait",
+    "Interrupted",
+    "LoaderUse",
+    "WaitFinder",
+    "Watched",
+]
 
 _OLDEST_GENERATION = 2
 """Others take microseconds, and come often."""
@@ -159,3 +173,165 @@ class CoreWait:
             return int(self._path.read_text().split()[1]) * 1e-9
         except (OSError, ValueError, IndexError):  # another system, or a thread that has ended
             return None
+
+
+_MESSAGE = "called a synchronizing CUDA operation"
+
+
+class WaitFinder:
+    """Counts waits by their lines."""
+
+    def __init__(self) -> None:
+        self._lines: Counter[str] = Counter()
+        self._left = self._steps = 0
+        self._caught: Any = None
+        self._mode_before: Any = None
+
+    @property
+    def is_looking(self) -> bool:
+        """Whether this step is looked at."""
+        return self._left > 0
+
+    @property
+    def has_looked(self) -> bool:
+        """Whether any step was looked at."""
+        return self._steps + self._left > 0
+
+    def begin(self, steps: int) -> None:
+        """Look at so many steps from here on."""
+        self._left = steps
+        if self._caught is not None:
+            return
+        self._set_mode("warn")
+        self._caught = warnings.catch_warnings()
+        self._caught.__enter__()
+        warnings.filterwarnings("always", message=_MESSAGE)  # also where warnings are errors
+        self._show = warnings.showwarning
+        warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
+
+    def end_step(self) -> None:
+        """A step is over."""
+        if not self._left:
+            return
+        self._left -= 1
+        self._steps += 1
+        if not self._left:
+            self.close()
+
+    def found(self) -> dict[str, float]:
+        """Waits a step by `file:line`, the most frequent first."""
+        return {line: count / self._steps for line, count in self._lines.most_common()}
+
+    def close(self) -> None:
+        """Leave torch and its warnings as they were."""
+        if self._caught is None:
+            return
+        self._caught.__exit__(None, None, None)
+        self._caught, self._left = None, 0
+        self._set_mode(self._mode_before)
+
+    def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
+        if _MESSAGE in str(message):
+            self._lines[f"{filename}:{lineno}"] += 1
+        else:
+            self._show(message, category, filename, lineno, *rest)
+
+    def _set_mode(self, mode: Any) -> None:
+        cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
+        if cuda is None or not cuda.is_initialized():
+            return
+        try:
+            self._mode_before = cuda.get_sync_debug_mode()
+            cuda.set_sync_debug_mode(mode)
+        except (AttributeError, RuntimeError):  # a build of torch without it
+            self._mode_before = None
+
+
+Batch = TypeVar("Batch")
+
+_END: Any = object()
+
+
+@dataclass(slots=True)
+class LoaderUse:
+    """What a loader takes of the time of a loop."""
+
+    name: str
+    """Its class."""
+    num_workers: int | None
+    """None if the loader does not say."""
+    batch_size: int | None
+    """Items in a batch; None if the loader does not say."""
+    _count: int = 0
+    _seconds: float = 0.0
+    _began_s: float = 0.0
+    _ended_s: float = 0.0
+
+    @classmethod
+    def of_loader(cls, loader: object) -> "LoaderUse":
+        """The use of a loader that has given no batch yet."""
+        workers, rows = getattr(loader, "num_workers", None), getattr(loader, "batch_size", None)
+        return cls(
+            type(loader).__name__,
+            workers if isinstance(workers, int) else None,
+            rows if isinstance(rows, int) and rows > 0 else None,
+        )
+
+    @property
+    def batch_seconds(self) -> float:
+        """Seconds in `next` per batch, without the first, for which workers start."""
+        return self._seconds / max(1, self._count - 1)
+
+    @property
+    def share(self) -> float:
+        """Share of the time from the first to the latest batch that was spent in `next`."""
+        return self._seconds / max(1e-9, self._ended_s - self._began_s)
+
+    def add(self, began_s: float, ended_s: float) -> None:
+        """Add a batch."""
+        if self._count:
+            self._seconds += ended_s - began_s
+        else:
+            self._began_s = ended_s
+        self._count, self._ended_s = self._count + 1, ended_s
+
+
+class _Meter(Protocol):
+    """The meter's brackets."""
+
+    def enter(self, name: Cause) -> Phase: ...
+    def leave(self, outer: Phase) -> None: ...
+
+
+class Watched(Generic[Batch]):
+    """A loader whose batches are timed. Every other attribute is the loader's own."""
+
+    def __init__(self, meter: _Meter, batches: Iterable[Batch]) -> None:
+        self._meter, self._batches = meter, batches
+        self.use = LoaderUse.of_loader(batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        meter = self._meter
+        outer = meter.enter("data")
+        try:
+            iterator = iter(self._batches)  # workers start here
+        finally:
+            meter.leave(outer)
+        while True:
+            outer, began_s = meter.enter("data"), time.perf_counter()
+            try:
+                batch = next(iterator, _END)
+            finally:
+                meter.leave(outer)
+            if batch is _END:
+                return
+            self.use.add(began_s, time.perf_counter())
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # as far as the loader knows
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy that is being made has no batches yet
+            raise AttributeError(name)
+        return getattr(self.__dict__["_batches"], name)

@@ -11,9 +11,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tokenfeed.trainer.stall.batches import student
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.clock import Moment
+from tokenfeed.trainer.stall.clocks import Moment
+from tokenfeed.trainer.stall.statistics import student
 
 __all__ = ["Kind", "Line", "OpenStep", "Payment", "Stretch", "WorkSums", "idle_seconds"]
 

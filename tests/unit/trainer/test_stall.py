@@ -22,9 +22,8 @@ from torch.utils.data import DataLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
 from tokenfeed.trainer.stall.causes import Cause
-from tokenfeed.trainer.stall.step_times import StepSeconds, StepTimes
-from tokenfeed.trainer.stall.waits import _MESSAGE, WaitFinder
-from tokenfeed.trainer.stall.watchers import AllocatorWatch
+from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
+from tokenfeed.trainer.stall.watchers import _MESSAGE, AllocatorWatch, WaitFinder
 
 
 def exact(**changes: Any) -> SimulatedDevice:
@@ -423,7 +422,7 @@ def test_steps_are_timed_since_somebody_asked() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("devices", 0), ("skipped_steps", -1)])
 def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"`{name}`={value}: expected at least"):
+    with pytest.raises(ConfigError, match=f"`{name}`={value}: expected a whole number, at least"):
         StallMeter("cpu", **{name: value})
 
 
@@ -436,12 +435,12 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
         (lambda m: m.step(torch.tensor(5)), "`tokens`=tensor(5): expected a whole number"),
         (lambda m: m.step(5, slots="8"), "`slots`='8': expected a whole number"),
         (lambda m: m.step(None), "`tokens`=None: expected a whole number"),
-        (lambda m: m.step(-1), "`tokens`=-1: expected at least 0"),
-        (lambda m: m.step(5, slots=3), "`slots`=3: expected at least 5"),
+        (lambda m: m.step(-1), "`tokens`=-1: expected a whole number, at least 0"),
+        (lambda m: m.step(5, slots=3), "`slots`=3: expected a whole number, at least 5"),
         (lambda m: m.watch(5), "`batches`=5: expected a loader"),
         (lambda m: m.charge("x"), "`charge('x')`: expected one of data"),
         (lambda m: m.enter(["x"]), "`enter(['x'])`: expected one of data"),
-        (lambda m: m.find_waits(0), "`steps`=0: expected at least 1"),
+        (lambda m: m.find_waits(0), "`steps`=0: expected a whole number, at least 1"),
         (lambda m: m.find_waits("x"), "`steps`='x': expected a whole number"),
         (lambda m: m.gather("gloo"), "`exchange`='gloo': expected a function"),
         (lambda m: m.write(5), "`folder`=5: expected a path"),

@@ -18,16 +18,14 @@ from simulated_device import SimulatedDevice
 from stall_scenarios import CLEAN, FAULTS, Run, measure
 
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
-from tokenfeed.trainer.stall.advice import advise
-from tokenfeed.trainer.stall.batches import Batches
+from tokenfeed.trainer.stall.accounts import LostLead
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
-from tokenfeed.trainer.stall.clock_map import ClockMap
-from tokenfeed.trainer.stall.debts import Debt
-from tokenfeed.trainer.stall.histogram import Histogram
-from tokenfeed.trainer.stall.table import cause_table, headline
-from tokenfeed.trainer.stall.watched import LoaderUse
-from tokenfeed.trainer.stall.watchers import CoreWait
+from tokenfeed.trainer.stall.clocks import ClockMap
+from tokenfeed.trainer.stall.make_report import advise
+from tokenfeed.trainer.stall.report import cause_table, headline
+from tokenfeed.trainer.stall.statistics import Batches, Histogram
+from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
 from tokenfeed.trainer.stall.work import Line
 
 seconds = st.floats(0.0, 100.0)
@@ -60,7 +58,7 @@ def test_clock_map_never_overstates_a_lead_whatever_the_drift(drift: float) -> N
 
 
 def test_a_debt_is_paid_once_and_forgotten_when_the_lead_is_back() -> None:
-    debt = Debt()
+    debt = LostLead()
     debt.lose("log", 5.0, 0.0)
     assert debt.pay(2.0) == 2.0
     assert debt.pay(9.0) == 3.0
@@ -165,14 +163,14 @@ def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
 def test_advice_counts_the_workers_that_would_hide_loading(
     num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.trainer.stall.advice.usable_cores", lambda: 64)
+    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 64)
     loader = LoaderUse("Loader", num_workers, batch_size)
     for batch in range(101):
         loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
     report = report_with(stall=0.9, causes={"data": 0.9})
     (piece,) = advise(report, loader=loader)
     assert piece.text.startswith(f"data 90.0%: {remedy}")
-    monkeypatch.setattr("tokenfeed.trainer.stall.advice.usable_cores", lambda: 2)
+    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 2)
     (piece,) = advise(report, loader=loader)
     assert ("but this process has 2 cores" in piece.text) == (num_workers is not None)
 

@@ -1,20 +1,25 @@
-"""The accounts of the stall: from segments of device time to idle time by cause. Pure.
+"""The accounts of the stall: from segments of device time to idle seconds by cause. Pure.
 
-Segments come in order and tile the time. In a gap nothing of the training was queued: all of it is
-idle, by a cause, as far as no one else owes it. Work is taken as whole stretches, up to the next
-gap or mark; what of them was idle is known from references, in sum.
+Segments come in order and tile the time. In a gap, no work of the training was queued, so all of
+the gap is idle. Work counts in whole stretches, up to the next gap or mark. References show in sum
+how long the stretches were idle.
+
+The cause of idle time is not always the one during which the device idles. A host that is ahead
+hides the time of its loader. A host that waits for a value, or stops to log, loses its lead, and
+the next batch is late, although the loader is fast. So the cause that lost the lead pays for idle
+time until the lead is as long again.
+
+Example: the host is 5 ms ahead, and `.item()` takes all of the 5 ms. The next batch takes 2 ms, in
+which the device idles. `wait` pays these 2 ms, and has 3 ms left to pay. Once the host is 4 ms
+ahead again, 1 ms is left.
 """
 
 from typing import NamedTuple, cast
 
-from tokenfeed.trainer.stall.batches import Batches
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
-from tokenfeed.trainer.stall.clock import Moment
-from tokenfeed.trainer.stall.clock_map import ClockMap
-from tokenfeed.trainer.stall.debts import Debt
-from tokenfeed.trainer.stall.histogram import Histogram
+from tokenfeed.trainer.stall.clocks import ClockMap, Moment
 from tokenfeed.trainer.stall.reading import StallReading, Sums
-from tokenfeed.trainer.stall.step_times import StepTimes
+from tokenfeed.trainer.stall.statistics import Batches, Histogram, StepTimes
 from tokenfeed.trainer.stall.work import (
     Kind,
     Line,
@@ -25,7 +30,34 @@ from tokenfeed.trainer.stall.work import (
     idle_seconds,
 )
 
-__all__ = ["Ledger", "StepEnd"]
+__all__ = ["Ledger", "LostLead", "StepEnd"]
+
+
+class LostLead:
+    """The lead that a cause has lost, and not yet won back."""
+
+    def __init__(self) -> None:
+        self.owner: Cause = "wait"
+        self.seconds = 0.0
+        self._lead_before = 0.0
+
+    def lose(self, owner: Cause, before: float, after: float) -> None:
+        """The host's lead shrank during `owner`; the larger debt stays."""
+        lost = before - max(0.0, after)
+        if lost > self.seconds:
+            self.owner, self.seconds, self._lead_before = owner, lost, before
+
+    def see(self, lead: float) -> None:
+        """The host's lead is this now."""
+        if self.seconds:
+            self.seconds = min(self.seconds, max(0.0, self._lead_before - lead))
+
+    def pay(self, idle: float) -> float:
+        """Seconds of `idle` that the owner pays."""
+        paid = min(idle, self.seconds)
+        self.seconds -= paid
+        return paid
+
 
 _SLACK_SECONDS = 50e-6
 """Two launches differ by less: what a batch is late beyond it, it was copied."""
@@ -59,7 +91,7 @@ class Ledger:
     def __init__(self, *, is_beside_host: bool, skipped_steps: int) -> None:
         self._is_beside_host = is_beside_host
         self._skipped_steps = skipped_steps
-        self._map, self._debt = ClockMap(), Debt()
+        self._map, self._debt = ClockMap(), LostLead()
         self._passed = float("-inf")
         """The earliest host time at which the device passed the latest mark."""
         self._lead = float("-inf")

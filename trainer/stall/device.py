@@ -1,19 +1,21 @@
-"""The machine under a meter: its clock, what it is called, how fast it is, what it has consumed.
+"""The device under a meter: its name, peak rate, energy and memory, and the clock of a GPU.
 
-All of it is best effort. What a driver or a build of torch does not tell is left out of the report,
-and ends no training. Torch is imported when a meter is made, not before.
+All of it is best effort. If a driver or a build of torch does not return a figure, the report
+leaves the figure out, and the training continues. Torch is imported when a meter is made.
 """
 
 import platform
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tokenfeed.trainer.stall.clock import Clock, HostClock
+from tokenfeed.trainer.stall.clocks import Clock, HostClock
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Machine", "clock_of"]
+__all__ = ["EventClock", "Machine", "clock_of"]
 
 
 class Machine:
@@ -94,7 +96,6 @@ def clock_of(machine: Machine) -> Clock[Any]:
     """The clock of a machine."""
     if not machine.on_gpu or machine.device is None:
         return HostClock()
-    from tokenfeed.trainer.stall.events import EventClock
 
     return EventClock(machine.device)
 
@@ -121,3 +122,73 @@ def _energy_of(device: "torch.device") -> Callable[[], float | None]:
 
 def _nothing() -> None:
     return None
+
+
+_CYCLES_PER_S = 1.5e9
+"""About; a spin is measured like everything else, and asked for with a margin."""
+
+
+class EventClock:
+    """Events are kept in a pool and asked with `query`, never waited for.
+
+    An elapsed time is a 32-bit float of milliseconds, exact to microseconds only when short: hence
+    neighbours only.
+    """
+
+    method = (
+        "GPU events, not yet compared with a trace of a GPU: between events around all that queues "
+        "no work of the training, all time is idle; inside the work, idle time is what steps take "
+        "longer than steps that the host had queued before they began"
+    )
+    is_beside_host = True
+
+    def __init__(self, device: "torch.device") -> None:
+        from tokenfeed.pipeline.feeding.devices import accelerator
+
+        self._device = device
+        """Not always the current device of the thread: loops may use several."""
+        self._accelerator = accelerator(device)
+        self._module: Any = self._accelerator.module
+        self._new_event = partial(self._module.Event, enable_timing=True)
+        self._pool: list[torch.Event] = []
+
+    def now(self) -> float:
+        """Host time."""
+        return time.perf_counter()
+
+    def mark(self) -> "tuple[torch.Event, float, float]":
+        """Record an event on the device's current stream."""
+        event = self._pool.pop() if self._pool else self._new_event()
+        stream = self._accelerator.current_stream()
+        before = time.perf_counter()
+        event.record(stream)
+        return event, before, time.perf_counter()
+
+    def passed(self, mark: "torch.Event") -> bool:
+        """Whether the event has happened."""
+        return bool(mark.query())
+
+    def seconds(self, earlier: "torch.Event", later: "torch.Event") -> float:
+        """GPU time between two events."""
+        return float(earlier.elapsed_time(later)) / 1e3
+
+    def recycle(self, mark: "torch.Event") -> None:
+        """Keep the event for a later mark."""
+        self._pool.append(mark)
+
+    def spin(self, seconds: float) -> bool:
+        """A kernel that counts cycles; a private function of torch, which may lack it."""
+        try:
+            with self._module.device(self._device):
+                self._module._sleep(int(seconds * _CYCLES_PER_S))
+        except (AttributeError, RuntimeError):  # a build of torch without it
+            return False
+        return True
+
+    def takes_marks(self) -> bool:
+        """Not while a CUDA graph is captured: an event would become a part of it."""
+        try:
+            with self._module.device(self._device):
+                return not self._module.is_current_stream_capturing()
+        except (AttributeError, RuntimeError):  # see above: none is captured
+            return True

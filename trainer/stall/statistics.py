@@ -1,0 +1,139 @@
+"""Percentiles of seconds, seconds per step, and error bars of shares of time, in bounded memory.
+
+Error bars come from batch means. Steps that follow each other are alike, so single steps would
+promise too narrow a bar. Batches of many steps are nearly independent. When there are too many
+batches, neighbours are merged. Causes of which every occurrence is seen are left out, with their
+time: the steps between them are the sample.
+"""
+
+import math
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from tokenfeed.trainer.stall.causes import COUNTED, Cause
+
+__all__ = ["Batches", "Histogram", "StepSeconds", "StepTimes", "student"]
+
+_LEAST_SECONDS = 1e-7
+_WIDTH = math.log(1.04)
+
+
+class Histogram:
+    """Values of at least 0, kept to within 2 %; the largest is kept as it is."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+        self._zeros = 0
+        self.largest = 0.0
+
+    def add(self, value: float) -> None:
+        """Count a value."""
+        if value <= _LEAST_SECONDS:
+            self._zeros += 1
+            return
+        self._counts[int(math.log(value / _LEAST_SECONDS) / _WIDTH)] += 1
+        self.largest = max(self.largest, value)
+
+    def quantile(self, share: float, total: int) -> float:
+        """The value that `share` of `total` values do not exceed; those never added are 0."""
+        left = share * total - (total - self._counts.total())
+        if left <= 0:
+            return 0.0
+        for bin_number in sorted(self._counts):
+            left -= self._counts[bin_number]
+            if left <= 0:
+                return min(self.largest, _LEAST_SECONDS * math.exp((bin_number + 0.5) * _WIDTH))
+        return self.largest
+
+
+_MOST_BATCHES = 64
+_LEAST_BATCHES = 8
+
+
+@dataclass(slots=True)
+class _Batch:
+    steps: int = 0
+    seconds: float = 0.0
+    idle: dict[Cause, float] = field(default_factory=dict)
+
+    def add(self, steps: int, seconds: float, idle: dict[Cause, float]) -> None:
+        self.steps += steps
+        self.seconds += seconds
+        for cause, part in idle.items():
+            self.idle[cause] = self.idle.get(cause, 0.0) + part
+
+    def of(self, cause: Cause | None) -> float:
+        return sum(self.idle.values()) if cause is None else self.idle.get(cause, 0.0)
+
+
+class Batches:
+    """Sums of seconds and idle seconds over batches of steps."""
+
+    def __init__(self) -> None:
+        self._size = 1
+        self._batches: list[_Batch] = []
+
+    def add(self, seconds: float, idle: dict[Cause, float]) -> None:
+        """Add a step."""
+        seconds -= sum(part for cause, part in idle.items() if cause in COUNTED)
+        idle = {cause: part for cause, part in idle.items() if cause not in COUNTED}
+        if not self._batches or self._batches[-1].steps >= self._size:
+            self._batches.append(_Batch())
+        self._batches[-1].add(1, seconds, idle)
+        if len(self._batches) > _MOST_BATCHES:
+            self._merge()
+
+    def half_width(self, cause: Cause | None) -> float | None:
+        """Return half of the interval that holds the share of a cause, or of all of them, in 95 of
+        100 runs, as a share of the time less that of counted causes. None for few steps."""
+        count = len(self._batches)
+        if count < _LEAST_BATCHES:
+            return None
+        total = sum(batch.seconds for batch in self._batches) or 1.0
+        share = sum(batch.of(cause) for batch in self._batches) / total
+        squares = sum((batch.of(cause) - share * batch.seconds) ** 2 for batch in self._batches)
+        return student(count - 1) * math.sqrt(count / (count - 1) * squares) / total
+
+    def _merge(self) -> None:
+        self._size *= 2
+        pairs = zip(self._batches[::2], [*self._batches[1::2], None], strict=False)
+        merged = []
+        for first, second in pairs:
+            if second is not None:
+                first.add(second.steps, second.seconds, second.idle)
+            merged.append(first)
+        self._batches = merged
+
+
+def student(freedom: float) -> float:
+    """Student's 97.5 % quantile, by the expansion of Cornish and Fisher."""
+    return 1.96 + 2.372 / freedom + 2.823 / freedom**2
+
+
+_LATEST = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Of some steps."""
+
+    p50: float
+    max: float
+
+
+class StepTimes:
+    """Takes the seconds of one step after the other."""
+
+    def __init__(self) -> None:
+        self.all = Histogram()
+        self._latest: deque[float] = deque(maxlen=_LATEST)
+
+    def add(self, seconds: float) -> None:
+        """One step more."""
+        self.all.add(seconds)
+        self._latest.append(seconds)
+
+    def take(self) -> StepSeconds | None:
+        """Of the steps since this was asked before, the latest thousands at most; None of none."""
+        seconds, self._latest = sorted(self._latest), deque(maxlen=_LATEST)
+        return StepSeconds(seconds[len(seconds) // 2], seconds[-1]) if seconds else None
