@@ -120,6 +120,10 @@ def _one_line(box: str) -> str:
         said = f"`{missing[1]}`: expected a value."
     elif missing:  # so tyro calls the word behind an unknown option
         said = f"`{missing[1]}` is missing, or the option before it is unknown."
+    if wrong := re.match(
+        r"Error parsing (--[\w-]+):.* for int\(\) with base 10: ['\"](.*)['\"]", said
+    ):
+        said = f"`{wrong[1]}`: expected a whole number, like 3, got {wrong[2]}."
     for part in map(str.strip, found[1:]):
         if part.startswith("Perhaps you meant:"):
             said += f" Did you mean {part.removeprefix('Perhaps you meant:').strip()}?"

@@ -397,6 +397,14 @@ def test_damaged_json_list_keeps_verified_elements_before_damage(
     assert "cannot be read from here on" in bad[3]
 
 
+def test_damaged_json_list_keeps_element_that_ends_at_damage(tmp_path: Path) -> None:
+    sound, rest = b'[{"text": "a"}, {"text": "b"}', b', {"text": "c"}]'
+    packed = gzip.compress(sound) + gzip.compress(rest)[:-1]
+    good, bad = read_bytes(tmp_path / "a.json.gz", packed)
+    assert good == {0: b"a", 1: b"b"}
+    assert "where a checksum was last right" in bad[2]
+
+
 def test_json_list_with_control_character_is_not_read_as_text(tmp_path: Path) -> None:
     good, bad = read_bytes(tmp_path / "a.json", b'[{"text": "a\x01b"}, {"text": "c"}]')
     assert good == {}

@@ -73,6 +73,16 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         (shards.main, "verify", "Missing from shards verify: OUT. See shards verify --help."),
         (report.main, "", "Missing from report: RUN. See report --help."),
         (report.main, "--jsn run", "`run-dir` is missing, or the option before it is unknown. See"),
+        (
+            shards.main,
+            "cat o --rows abc",
+            "`--rows`: expected a whole number, like 3, got abc. See",
+        ),
+        (
+            shards.main,
+            "explain o --state s --step 1.5",
+            "`--step`: expected a whole number, like 3, got 1.5.",
+        ),
         (report.main, "run --jsn", "Unrecognized options: --jsn. Did you mean --json"),
     ],
 )

@@ -61,8 +61,7 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
     text, enough = "", 0
     marks, wants_element = "[", False  # what may come next
     for block in chain(up_to_damage(), (b"",)):
-        is_end = not block and not damage
-        text += utf8.decode(block, final=is_end)
+        text += utf8.decode(block, final=not block)
         if block and len(text) < enough:
             continue
         at, problem = 0, ""
@@ -76,7 +75,7 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
                 element, end = _decoded(text, at, wants_element)
             except (ValueError, RecursionError) as error:
                 problem, end = str(error), len(text)
-            if not is_end and end == len(text) and end - at <= most_bytes:
+            if block and end == len(text) and end - at <= most_bytes:
                 problem = ""  # its end may be still to come
                 break
             if end - at > most_bytes:
@@ -87,10 +86,10 @@ def _elements(blocks: Iterable[bytes], most_bytes: int) -> Iterator[list[Any]]:
             at, marks, wants_element = end, ",]", False
         if elements:
             yield elements
+        if damage and not block:
+            raise damage[0]  # an element that was cut off is no problem of its own
         if problem:
             raise ValueError(problem)
-        if damage:
-            raise damage[0]
         text = text[at:]
         enough = 2 * len(text)
     if marks or wants_element:
