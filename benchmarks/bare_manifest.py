@@ -2,7 +2,13 @@
 
 from pathlib import Path
 
-from tokenfeed.pipeline.format.manifest import FileInfo, Ledger, Manifest, SplitInfo, TokenizerInfo
+from tokenfeed.pipeline.format.manifest import (
+    FileInfo,
+    Manifest,
+    RecordCounts,
+    SplitInfo,
+    TokenizerInfo,
+)
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Task, task_columns
 from tokenfeed.pipeline.format.storage import file_xxh3
 
@@ -34,7 +40,9 @@ def write_manifest(folder: Path, split: SplitInfo, *, vocabulary: int, task: Tas
             special_tokens_added=False,
         ),
         splits={"train": split},
-        ledger=Ledger(files=1, bytes=0, read=split.rows, written=split.rows, empty=0, rejected=0),
+        ledger=RecordCounts(
+            files=1, bytes=0, read=split.rows, written=split.rows, empty=0, rejected=0
+        ),
         sources=nothing,
         rejects=nothing,
     ).write(folder)

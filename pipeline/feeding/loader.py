@@ -41,7 +41,7 @@ from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
-from tokenfeed.pipeline.windows.compare import compare
+from tokenfeed.pipeline.windows.first_difference import compare
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.rank_slice import RankSlice

@@ -8,9 +8,9 @@ import torch.distributed
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import first_number, num_cores, ranks_on_node
-from tokenfeed.pipeline.feeding.process import check_workers_can_run
+from tokenfeed.pipeline.feeding.worker_process import check_workers_can_run
 
-__all__ = ["Ranks", "resolve_ranks", "resolve_workers"]
+__all__ = ["RankPlacement", "resolve_ranks", "resolve_workers"]
 
 _PROCESSES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Variables with the number of started processes: torchrun, srun, Open MPI, MPICH."""
@@ -19,7 +19,7 @@ _WORKERS_PER_CORE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankPlacement:
     """A rank, the world size, and the groups of ranks that share a stream of windows."""
 
     rank: int
@@ -44,7 +44,7 @@ class Ranks:
 
 def resolve_ranks(
     rank: int | None, world_size: int | None, num_streams: int | Literal["nodes"] = 1
-) -> Ranks:
+) -> RankPlacement:
     """Return the rank and the world size. The defaults come from torch.distributed, or are 0 of 1.
 
     Raises:
@@ -73,7 +73,7 @@ def resolve_ranks(
     if world_size % num_streams:
         raise ConfigError(f"`num_streams`={num_streams} does not divide `world_size`={world_size}.")
     rank = checks.whole("rank", rank, most=world_size - 1, other=", below `world_size`")
-    return Ranks(rank, world_size, num_streams)
+    return RankPlacement(rank, world_size, num_streams)
 
 
 def _nodes_of(world_size: int) -> int:

@@ -20,7 +20,8 @@ from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Protocol
 
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding.process import (
+from tokenfeed.pipeline.feeding.worker import Reply
+from tokenfeed.pipeline.feeding.worker_process import (
     BUFFERS,
     END_S,
     Pending,
@@ -28,7 +29,6 @@ from tokenfeed.pipeline.feeding.process import (
     WorkerProcess,
     start_undisturbed,
 )
-from tokenfeed.pipeline.feeding.worker import Reply
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice

@@ -33,8 +33,8 @@ __all__ = [
     "PARTS_FOLDER",
     "TOKENIZER_FILE",
     "FileInfo",
-    "Ledger",
     "Manifest",
+    "RecordCounts",
     "ShardInfo",
     "SplitInfo",
     "TokenizerInfo",
@@ -225,7 +225,7 @@ class TokenizerInfo(FileInfo):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ledger:
+class RecordCounts:
     """Counts of input records. read = written + empty + rejected, always."""
 
     files: Count
@@ -249,7 +249,7 @@ class Manifest:
     """Names of the classes or tags, by number; empty if the task has none."""
     tokenizer: TokenizerInfo
     splits: dict[str, SplitInfo]
-    ledger: Ledger
+    ledger: RecordCounts
     sources: FileInfo
     """sources.jsonl: one line per input file, with its counts. Rows refer to its line numbers."""
     rejects: FileInfo

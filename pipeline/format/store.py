@@ -22,7 +22,7 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file, atomic_write, file_xxh3
 from tokenfeed.pipeline.remote.address import SCHEMES, public
-from tokenfeed.pipeline.remote.ranged import FileFacts, Ranges, VersionedBytes
+from tokenfeed.pipeline.remote.object_file import FileFacts, Ranges, VersionedBytes
 
 __all__ = [
     "STORES",

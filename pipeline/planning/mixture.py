@@ -16,7 +16,7 @@ from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.store import Store, StorePath
-from tokenfeed.pipeline.planning.order import Phase
+from tokenfeed.pipeline.planning.order import MixturePhase
 
 __all__ = ["Exhausted", "Mixture", "mix", "paths_of", "proportions"]
 
@@ -80,7 +80,7 @@ def mix(
     weights: tuple[float, ...],
     exhausted: Exhausted,
     window_tokens: int,
-) -> tuple[Phase, ...]:
+) -> tuple[MixturePhase, ...]:
     """Plan an epoch: the record batches of each source, and the number of windows.
 
     Two sources of 60 and 40 record batches of equal tokens, weights 1 to 1:
@@ -118,7 +118,7 @@ def mix(
                 batches[n] * sources[n].tokens / sources[n].batches for n in range(len(sources))
             )
             windows = min(max(batches), max(1, round(phase_tokens / window_tokens)))
-            phases.append(Phase(tuple(given), batches, windows))
+            phases.append(MixturePhase(tuple(given), batches, windows))
         given, start = reached, end
     return tuple(phases)
 

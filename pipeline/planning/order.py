@@ -27,7 +27,7 @@ __all__ = [
     "CYCLE",
     "Draw",
     "EpochOrder",
-    "Phase",
+    "MixturePhase",
     "blocks",
     "derive_key",
     "derive_keys",
@@ -168,7 +168,7 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MixturePhase:
     """A part of an epoch in which the sources keep one proportion."""
 
     begins: tuple[int, ...]
@@ -185,7 +185,7 @@ class EpochOrder:
 
     sizes: tuple[int, ...]
     """Record batches of each source."""
-    phases: tuple[Phase, ...]
+    phases: tuple[MixturePhase, ...]
     """The phases of an epoch, in order; a single source has one phase."""
     seed: int
     shuffle: bool
@@ -194,7 +194,9 @@ class EpochOrder:
     @classmethod
     def of_one(cls, num_batches: int, num_windows: int, *, seed: int, shuffle: bool) -> Self:
         """Return the order of a single source."""
-        return cls((num_batches,), (Phase((0,), (num_batches,), num_windows),), seed, shuffle)
+        return cls(
+            (num_batches,), (MixturePhase((0,), (num_batches,), num_windows),), seed, shuffle
+        )
 
     @property
     def num_windows(self) -> int:

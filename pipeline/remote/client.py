@@ -16,7 +16,7 @@ from urllib.parse import quote
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.remote.address import Address
 from tokenfeed.pipeline.remote.failures import first_line
-from tokenfeed.pipeline.remote.process import check_process
+from tokenfeed.pipeline.remote.own_process import check_process
 from tokenfeed.pipeline.remote.retrying import Meter, Timing
 
 if TYPE_CHECKING:

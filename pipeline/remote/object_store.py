@@ -18,14 +18,14 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from tokenfeed.pipeline.remote.address import Address, require
 from tokenfeed.pipeline.remote.client import Connection, connection
 from tokenfeed.pipeline.remote.failures import cause_of_failure
-from tokenfeed.pipeline.remote.process import read_in_child, talks_here
-from tokenfeed.pipeline.remote.ranged import (
+from tokenfeed.pipeline.remote.object_file import (
     FileFacts,
     ObjectInfo,
     VersionedBytes,
     cut_short,
     version_of,
 )
+from tokenfeed.pipeline.remote.own_process import read_in_child, talks_here
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
 from tokenfeed.pipeline.remote.threads import results_of
 
@@ -200,7 +200,7 @@ class ObjectStore:
 
     def open(self, name: str, size: int) -> "pa.NativeFile":
         """An object of a known size, to read any part of it."""
-        from tokenfeed.pipeline.remote.ranged import open_ranged
+        from tokenfeed.pipeline.remote.object_file import open_ranged
 
         return open_ranged(self, name, size)
 

@@ -7,7 +7,7 @@ Requests grow, and none brings more than is left of its span: what lies between 
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from tokenfeed.pipeline.remote.ranged import LARGEST_BYTES, Ranges, SeekableFile
+from tokenfeed.pipeline.remote.object_file import LARGEST_BYTES, Ranges, SeekableFile
 
 __all__ = ["Span", "SpansFile", "joined_spans"]
 

@@ -25,7 +25,7 @@ from command import (
 )
 
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.tools.jobs.records import Records
+from tokenfeed.tools.jobs.run_records import RunRecords
 
 
 def test_a_killed_run_continues_to_the_same_bytes(
@@ -176,15 +176,15 @@ def test_a_file_that_vanishes_is_named_and_the_run_goes_on_when_it_is_back(
     (corpus / "z.txt").write_text("in the last and smallest unit, which comes last")
     out = tmp_path / "out"
     options = ("--tokenizer", tokenizer, "--shard-size", "50KB", "--workers", "1")
-    append = Records.append
+    append = RunRecords.append
 
-    def take_away(records: Records[Any], result: Any) -> None:
+    def take_away(records: RunRecords[Any], result: Any) -> None:
         append(records, result)
         if (corpus / "z.txt").exists():
             (corpus / "z.txt").rename(tmp_path / "away.txt")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "append", take_away)
+        patch.setattr(RunRecords, "append", take_away)
         message = error_of(corpus, out, *options)
     assert message.startswith(f"error: {corpus / 'z.txt'}: vanished while the corpus was read.")
     (tmp_path / "away.txt").rename(corpus / "z.txt")

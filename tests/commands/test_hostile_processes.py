@@ -20,13 +20,13 @@ from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.encoding.tasks import Lm
+from tokenfeed.tools.encoding.tasks import LmEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.jobs.crew import Crew, Progress, WorkerDied, local_crew
 from tokenfeed.tools.jobs.executors import ForkExecutor
-from tokenfeed.tools.jobs.records import Records
+from tokenfeed.tools.jobs.run_records import RunRecords
 from tokenfeed.tools.pretokenize import needs_workers
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
@@ -69,7 +69,7 @@ def crew_of_two(
     made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
     job = EncodeSettings(
         output=LocalStore(out),
-        task=Lm(text="text"),
+        task=LmEncoder(text="text"),
         engine="gigatoken",
         vocabulary_size=made.vocabulary_size,
         template=plan.task.template(made),
@@ -142,7 +142,7 @@ def test_an_error_in_a_worker_arrives_as_itself(
     write_ballast(corpus)
     options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
 
-    def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
+    def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
         (tmp_path / "out/train").write_text("no folder")
         return really(run, records)
 

@@ -9,7 +9,7 @@ from tables import random_texts, write_batches
 CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from tokenfeed.tools.corpus.reader import read_records
+from tokenfeed.tools.corpus.read_records import read_records
 from tokenfeed.tools.corpus.records import Kind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units

@@ -17,8 +17,8 @@ from remote_stores import FAST, Remote, remote_store
 from training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote import process
-from tokenfeed.pipeline.remote.process import read_in_child
+from tokenfeed.pipeline.remote import own_process as process
+from tokenfeed.pipeline.remote.own_process import read_in_child
 from tokenfeed.tools.data_sets.copy import copy_data_set
 
 pytest.importorskip("obstore")

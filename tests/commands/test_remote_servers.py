@@ -15,7 +15,7 @@ from machines import make
 from remote_stores import FAST, keeps_conditions, set_endpoint
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.data_sets.copy import copy_data_set
 

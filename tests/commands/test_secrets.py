@@ -8,7 +8,7 @@ import pytest
 from command import call, files_of, run
 from object_server import ObjectServer, StoredObject, object_server
 
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools import report, shards, train
 
 pytest.importorskip("obstore")

@@ -34,7 +34,7 @@ from delivery import (
 
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
-from tokenfeed.pipeline.feeding import process
+from tokenfeed.pipeline.feeding import worker_process as process
 
 
 @pytest.mark.parametrize("victim", [0, 2])

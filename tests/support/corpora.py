@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
@@ -16,7 +16,7 @@ Found = tuple[dict[int, Any], dict[int, str]]
 
 def read(
     path: Path,
-    kind: Kind = Kind.TEXT,
+    kind: FieldKind = FieldKind.TEXT,
     shard_bytes: int = 10**9,
     max_record_bytes: int = MAX_RECORD_BYTES,
 ) -> Found:

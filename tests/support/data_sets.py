@@ -10,8 +10,8 @@ import numpy as np
 
 from tokenfeed.pipeline.format.manifest import (
     FileInfo,
-    Ledger,
     Manifest,
+    RecordCounts,
     SplitInfo,
     TokenizerInfo,
     length_histogram,
@@ -159,7 +159,7 @@ def write_rows(
             special_tokens_added=False,
         ),
         splits=infos,
-        ledger=Ledger(files=1, bytes=0, **ledger),
+        ledger=RecordCounts(files=1, bytes=0, **ledger),
         sources=sources,
         rejects=empty,
     ).write(folder)

@@ -25,7 +25,7 @@ from ranked_training import free_port, in_a_fork, train
 from saves import names_in
 from training import assert_same_run, load_weights, read_metrics
 
-from tokenfeed.trainer.checkpoints import format as checkpoint_format
+from tokenfeed.trainer.checkpoints import checkpoint_format
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.report.run_report import Report
 

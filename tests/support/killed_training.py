@@ -27,7 +27,7 @@ from training import assert_same_run, load_state, make_config, run
 
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.trainer.checkpoints import format as checkpoint_format
+from tokenfeed.trainer.checkpoints import checkpoint_format
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize

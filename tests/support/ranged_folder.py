@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from tokenfeed.pipeline.errors import RemoteError
-from tokenfeed.pipeline.remote.ranged import VersionedBytes
+from tokenfeed.pipeline.remote.object_file import VersionedBytes
 from tokenfeed.pipeline.remote.retrying import Traffic
 
 __all__ = ["RangedFolder", "cached_files"]

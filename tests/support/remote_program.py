@@ -9,7 +9,7 @@ from remote_stores import FAST
 from tokenfeed.pipeline.errors import TokenfeedError
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.hub import HubStore
-from tokenfeed.pipeline.remote.process import own_process
+from tokenfeed.pipeline.remote.own_process import own_process
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ import os
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import READ_ERRORS, UTF16_MARKS, Blocks, Compression
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import STANDARD_INPUT
 from tokenfeed.tools.corpus.locations import Location

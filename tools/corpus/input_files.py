@@ -19,7 +19,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile
 
-__all__ = ["MAX_RECORD_BYTES", "STANDARD_INPUT", "InputFile", "Part", "spool_stdin", "whole"]
+__all__ = ["MAX_RECORD_BYTES", "STANDARD_INPUT", "FilePart", "InputFile", "spool_stdin", "whole"]
 
 STANDARD_INPUT = "-"
 _BLOCK_BYTES = 1 << 20
@@ -93,7 +93,7 @@ class InputFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class FilePart:
     """Consecutive records of one input file."""
 
     source: InputFile
@@ -118,6 +118,6 @@ class Part:
         return self.weight_bytes * consumed_bytes / max(part_bytes, 1)
 
 
-def whole(source: InputFile, shard_bytes: int) -> Iterator[Part]:
+def whole(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
     """The file as one part, however big: for what cannot be entered in the middle."""
-    yield Part(source=source, weight_bytes=source.text_bytes)
+    yield FilePart(source=source, weight_bytes=source.text_bytes)

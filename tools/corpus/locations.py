@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.ranged import ObjectInfo, VersionedBytes, open_ranged_bytes
+from tokenfeed.pipeline.remote.object_file import ObjectInfo, VersionedBytes, open_ranged_bytes
 from tokenfeed.pipeline.remote.spans import SpansFile
 
 if TYPE_CHECKING:

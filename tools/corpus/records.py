@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow as pa
 
 __all__ = [
+    "FieldKind",
     "Fields",
-    "Kind",
     "Records",
     "Reject",
     "Unusable",
@@ -39,7 +39,7 @@ __all__ = [
 _MOST = float(np.finfo(np.float32).max)
 
 
-class Kind(Enum):
+class FieldKind(Enum):
     """What a field must hold, and how it is given."""
 
     TEXT = "text"
@@ -54,12 +54,12 @@ class Kind(Enum):
     """Given as a float that a float32 can hold; a text may spell it."""
 
     @property
-    def item(self) -> "Kind | None":
+    def item(self) -> "FieldKind | None":
         """What each item must hold where the field is to hold a list; else None."""
         return _ITEMS.get(self)
 
 
-Fields = dict[str, Kind]
+Fields = dict[str, FieldKind]
 """The fields that a task needs, by name."""
 
 
@@ -67,12 +67,12 @@ class Unusable(Exception):
     """Why a value is not of its kind."""
 
 
-def json_type(kind: Kind) -> Any:
+def json_type(kind: FieldKind) -> Any:
     """What JSON must hold for a kind, as msgspec is told it; that does not spare the check."""
     return list[json_type(kind.item)] if kind.item else _SCALARS[kind].json  # type: ignore[misc]
 
 
-def fits(column: pa.DataType, kind: Kind) -> bool:
+def fits(column: pa.DataType, kind: FieldKind) -> bool:
     """Whether a column of this type can hold values of a kind."""
     if pa.types.is_dictionary(column):
         return fits(column.value_type, kind)
@@ -82,7 +82,7 @@ def fits(column: pa.DataType, kind: Kind) -> bool:
     return is_text(column) or any(is_type(column) for is_type in _SCALARS[kind].columns)
 
 
-def checker(kind: Kind) -> Callable[[Any], Any]:
+def checker(kind: FieldKind) -> Callable[[Any], Any]:
     """What takes any value and gives it as its kind is given, or raises `Unusable`; asked once for
     many values."""
     if kind.item:
@@ -103,7 +103,7 @@ def is_text(column: pa.DataType) -> bool:
     )
 
 
-def _list(kind: Kind, check: Callable[[Any], Any], value: Any) -> list[Any]:
+def _list(kind: FieldKind, check: Callable[[Any], Any], value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise _not(kind, value)
     return [check(one) for one in value]
@@ -117,7 +117,7 @@ def _text(value: Any) -> bytes:
             raise Unusable(f"has invalid UTF-8 at byte {error.start}") from None
         return value
     if not isinstance(value, str):
-        raise _not(Kind.TEXT, value)
+        raise _not(FieldKind.TEXT, value)
     try:
         return value.encode()
     except UnicodeEncodeError as error:
@@ -132,11 +132,11 @@ def _label(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str | bytes):
         if not value:
-            raise Unusable(f"is empty, expected {Kind.LABEL.value}")
+            raise Unusable(f"is empty, expected {FieldKind.LABEL.value}")
         return _text(value).decode()
     if isinstance(value, int) and value >= 0:
         return str(value)
-    raise _not(Kind.LABEL, value)
+    raise _not(FieldKind.LABEL, value)
 
 
 def _number(value: Any) -> float:
@@ -146,11 +146,11 @@ def _number(value: Any) -> float:
                 return number
     if isinstance(value, str | bytes):
         shown = _text(value)[:40].decode(errors="ignore")
-        raise Unusable(f"is {shown!r}, expected {Kind.NUMBER.value}")
-    raise _not(Kind.NUMBER, value)
+        raise Unusable(f"is {shown!r}, expected {FieldKind.NUMBER.value}")
+    raise _not(FieldKind.NUMBER, value)
 
 
-def _not(kind: Kind, value: Any) -> Unusable:
+def _not(kind: FieldKind, value: Any) -> Unusable:
     shown = "null" if value is None else repr(value) if isinstance(value, int | float) else ""
     return Unusable(f"is {shown or type(value).__name__}, expected {kind.value}")
 
@@ -165,12 +165,15 @@ class _Scalar(NamedTuple):
     check: Callable[[Any], Any]
 
 
-_SCALARS: dict[Kind, _Scalar] = {
-    Kind.TEXT: _Scalar(str, (), _text),
-    Kind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
-    Kind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
+_SCALARS: dict[FieldKind, _Scalar] = {
+    FieldKind.TEXT: _Scalar(str, (), _text),
+    FieldKind.LABEL: _Scalar(str | int | bool, (pa.types.is_integer, pa.types.is_boolean), _label),
+    FieldKind.NUMBER: _Scalar(float | str, (pa.types.is_integer, pa.types.is_floating), _number),
 }
-_ITEMS: dict[Kind, Kind] = {Kind.WORDS: Kind.TEXT, Kind.LABELS: Kind.LABEL}
+_ITEMS: dict[FieldKind, FieldKind] = {
+    FieldKind.WORDS: FieldKind.TEXT,
+    FieldKind.LABELS: FieldKind.LABEL,
+}
 """What lists hold."""
 
 

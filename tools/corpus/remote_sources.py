@@ -31,8 +31,8 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.pipeline.remote.address import object_address, public
 from tokenfeed.pipeline.remote.hub import HubStore
+from tokenfeed.pipeline.remote.object_file import ObjectInfo
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.ranged import ObjectInfo
 from tokenfeed.tools.corpus.locations import RemoteFile
 
 __all__ = [

@@ -34,7 +34,7 @@ from tokenfeed.tools.corpus.detect import (
     is_binary,
     needs_look,
 )
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
@@ -157,7 +157,9 @@ def find_corpus(
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
         ConfigError: A path lies in the output folder.
     """
-    search = _Search(None if out is None else os.path.realpath(out), field, exclude, splits, known)
+    search = _InputSearch(
+        None if out is None else os.path.realpath(out), field, exclude, splits, known
+    )
     for path in paths:
         search.add(path)
     search.check_patterns()
@@ -182,7 +184,7 @@ class _Entry(NamedTuple):
     """The split that a saved data set puts it into."""
 
 
-class _Search:
+class _InputSearch:
     """One walk over all given paths; remembers where it has been."""
 
     def __init__(

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import chain, groupby
 
 from tokenfeed.pipeline.remote.threads import results_of
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import InputFile, Part
+from tokenfeed.tools.corpus.input_files import FilePart, InputFile
 from tokenfeed.tools.corpus.locations import RemoteFile
 
 __all__ = ["Unit", "auto_shard_bytes", "cut_units"]
@@ -26,7 +26,7 @@ class Unit:
     """What one worker turns into one shard of each split."""
 
     number: int
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
 
     @property
     def weight_bytes(self) -> int:
@@ -56,7 +56,7 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
         units     0 |   1 |   2 |        3 |   4 |   5
     """
     units: list[Unit] = []
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     weight_bytes = 0
     for part in _parts(sorted(sources, key=lambda source: source.split or ""), shard_bytes):
         is_full = weight_bytes + part.weight_bytes > shard_bytes
@@ -70,7 +70,7 @@ def cut_units(sources: Iterable[InputFile], shard_bytes: int) -> tuple[Unit, ...
     return tuple(units)
 
 
-def _parts(sources: Iterable[InputFile], shard_bytes: int) -> Iterator[Part]:
+def _parts(sources: Iterable[InputFile], shard_bytes: int) -> Iterator[FilePart]:
     """The parts of each file; neighbours in a store are cut at the same time."""
     for (name, is_remote), alike in groupby(sources, key=_kind):
         format_ = FORMATS[name]
@@ -85,5 +85,5 @@ def _kind(source: InputFile) -> tuple[str, bool]:
     return source.format, isinstance(source.path, RemoteFile)
 
 
-def _cut_now(format_: Format, shard_bytes: int, source: InputFile) -> list[Part]:
+def _cut_now(format_: Format, shard_bytes: int, source: InputFile) -> list[FilePart]:
     return list(format_.cut(source, shard_bytes))

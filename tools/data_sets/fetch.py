@@ -13,7 +13,7 @@ from tokenfeed.pipeline.format.read_errors import damaged, refused
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.tools.jobs.crew import Progress
-from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.progress_bar import Bar
 
 __all__ = ["SCRATCH_PREFIX", "DataFile", "data_files", "fetch", "remove_leftovers"]
 

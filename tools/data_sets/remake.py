@@ -31,7 +31,7 @@ from tokenfeed.tools.encoding.tokenizer import fetch_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
 from tokenfeed.tools.jobs.claim import made_by
 from tokenfeed.tools.jobs.crew import Worker
-from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared

@@ -21,7 +21,7 @@ from tokenfeed.tools.data_sets.fetch import (
     fetch,
     remove_leftovers,
 )
-from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.console import print_json
 
 __all__ = [

@@ -16,8 +16,8 @@ from tokenfeed.pipeline.errors import ShardFormatError, TokenizerError
 from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileInfo,
-    Ledger,
     Manifest,
+    RecordCounts,
     ShardInfo,
     length_histogram,
 )
@@ -81,7 +81,9 @@ def _check_tokenizer(manifest: Manifest, path: str, content: bytes) -> list[str]
 def _check_sources(manifest: Manifest, path: str, content: bytes) -> list[str]:
     rows = [json.loads(line) for line in content.splitlines()]
     names = ("bytes", "read", "written", "empty", "rejected")
-    actual = Ledger(files=len(rows), **{name: sum(row[name] for row in rows) for name in names})
+    actual = RecordCounts(
+        files=len(rows), **{name: sum(row[name] for row in rows) for name in names}
+    )
     if actual != manifest.ledger:
         return [f"{path}: its lines sum up to {actual}, the manifest says {manifest.ledger}."]
     return []

@@ -18,7 +18,7 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.format.ragged import Ragged
-from tokenfeed.tools.corpus.reader import fetched_ahead, read_texts
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.engines import (

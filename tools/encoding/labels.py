@@ -22,8 +22,8 @@ import pyarrow as pa
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import InputFile
-from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
+from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.corpus.units import Unit
 
 __all__ = ["CountLabels", "LabelCounts", "Labels", "find_labels"]
@@ -104,7 +104,7 @@ class CountLabels:
         return found
 
     def _flat(self, labels: list[Any]) -> Iterable[str]:
-        is_list = self.fields[self.field] is Kind.LABELS
+        is_list = self.fields[self.field] is FieldKind.LABELS
         return chain.from_iterable(labels) if is_list else labels
 
 
@@ -141,8 +141,8 @@ def find_labels(
             raise _too_many(field, _MORE_LABELS)
     if not counts:
         raise CorpusError(
-            f"no record has a label in field `{field}`: a label is {Kind.LABEL.value}, so 1.0 is "
-            f"none. Change the values, or name another field with `--field {own}=NAME`."
+            f"no record has a label in field `{field}`: a label is {FieldKind.LABEL.value}, "
+            f"so 1.0 is none. Change the values, or name another field with `--field {own}=NAME`."
         )
     if usable:
         counts = Counter({label: counts[label] for label in counts.keys() & usable})

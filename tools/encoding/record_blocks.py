@@ -27,8 +27,8 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import atomic_file
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import Part
-from tokenfeed.tools.corpus.reader import fetched_ahead, read_records
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers
@@ -303,7 +303,7 @@ def read_record_blocks(
         yield _joined(pending)
 
 
-def _batch(part: Part, records: Records) -> RecordBlock:
+def _batch(part: FilePart, records: Records) -> RecordBlock:
     sources = np.full(len(records), part.source.index, np.uint32)
     return RecordBlock(
         records.fields, sources, records.numbers, part.source.split, records.weight_bytes

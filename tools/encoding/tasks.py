@@ -33,22 +33,22 @@ from tokenfeed.pipeline.format.schema import (
     Task,
     task_columns,
 )
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.encoding.labels import Labels
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 __all__ = [
     "TASK_CLASSES",
-    "Classify",
-    "Complete",
+    "ClassifyEncoder",
+    "CompleteEncoder",
     "Encode",
     "FieldValues",
     "Labelled",
-    "Lm",
+    "LmEncoder",
     "Samples",
-    "Score",
-    "Tag",
+    "ScoreEncoder",
+    "TagEncoder",
     "TaskEncoder",
 ]
 
@@ -147,7 +147,9 @@ class Labelled(TaskEncoder):
     @property
     def own_label_field(self) -> str:
         """Which of its own fields holds the label or labels."""
-        return next(own for own, kind in self.kinds.items() if kind in (Kind.LABEL, Kind.LABELS))
+        return next(
+            own for own, kind in self.kinds.items() if kind in (FieldKind.LABEL, FieldKind.LABELS)
+        )
 
     @property
     def label_field(self) -> str:
@@ -163,7 +165,9 @@ class Labelled(TaskEncoder):
         """Records that have a label without a number, once there are numbers: see `Labels`."""
         numbers, name = self.labels.numbers, self.label_field
         labels = values[name]
-        of_records = labels if self.fields[name] is Kind.LABELS else [*zip(labels, strict=True)]
+        of_records = (
+            labels if self.fields[name] is FieldKind.LABELS else [*zip(labels, strict=True)]
+        )
         if not numbers or numbers.keys() >= set(chain.from_iterable(of_records)):
             return {}
         unlike = "a whole number" if self.labels.are_numbers else "a label of the others"
@@ -179,12 +183,12 @@ _SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lm(TaskEncoder):
+class LmEncoder(TaskEncoder):
     """Language modelling: a document is a row."""
 
     name: ClassVar[Task] = "lm"
     record: ClassVar[str] = "a document"
-    kinds: ClassVar[Fields] = {"text": Kind.TEXT}
+    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT}
     text: str = "text"
 
     def texts(self, values: FieldValues) -> list[bytes]:
@@ -237,12 +241,16 @@ class _OfTexts(TaskEncoder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classify(_OfTexts, Labelled):
+class ClassifyEncoder(_OfTexts, Labelled):
     """Classification of texts or of pairs of texts."""
 
     name: ClassVar[Task] = "classify"
     record: ClassVar[str] = "a text, or two, and its class"
-    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "label": Kind.LABEL}
+    kinds: ClassVar[Fields] = {
+        "text": FieldKind.TEXT,
+        "pair": FieldKind.TEXT,
+        "label": FieldKind.LABEL,
+    }
     label: str = "label"
 
     def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
@@ -252,12 +260,16 @@ class Classify(_OfTexts, Labelled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score(_OfTexts):
+class ScoreEncoder(_OfTexts):
     """Regression of texts or of pairs of texts."""
 
     name: ClassVar[Task] = "score"
     record: ClassVar[str] = "a text, or two, and a number"
-    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "pair": Kind.TEXT, "score": Kind.NUMBER}
+    kinds: ClassVar[Fields] = {
+        "text": FieldKind.TEXT,
+        "pair": FieldKind.TEXT,
+        "score": FieldKind.NUMBER,
+    }
     score: str = "score"
 
     def per_row(self, values: FieldValues) -> dict[str, np.ndarray]:
@@ -266,12 +278,12 @@ class Score(_OfTexts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tag(Labelled):
+class TagEncoder(Labelled):
     """Classification of words: the first token of a word has its tag, the others have none."""
 
     name: ClassVar[Task] = "tag"
     record: ClassVar[str] = "words and their tags"
-    kinds: ClassVar[Fields] = {"tokens": Kind.WORDS, "tags": Kind.LABELS}
+    kinds: ClassVar[Fields] = {"tokens": FieldKind.WORDS, "tags": FieldKind.LABELS}
     tokens: str = "tokens"
     tags: str = "tags"
 
@@ -331,14 +343,14 @@ def _lost_tag(words: list[bytes], has_tokens: np.ndarray) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Complete(TaskEncoder):
+class CompleteEncoder(TaskEncoder):
     """Completion: the model is to learn what follows the prompt, and not the prompt."""
 
     name: ClassVar[Task] = "complete"
     record: ClassVar[str] = (
         "a prompt (its separator included) and its completion, each encoded on its own"
     )
-    kinds: ClassVar[Fields] = {"prompt": Kind.TEXT, "completion": Kind.TEXT}
+    kinds: ClassVar[Fields] = {"prompt": FieldKind.TEXT, "completion": FieldKind.TEXT}
     prompt: str = "prompt"
     completion: str = "completion"
 
@@ -360,6 +372,7 @@ class Complete(TaskEncoder):
 
 
 TASK_CLASSES: dict[Task, type[TaskEncoder]] = {
-    task.name: task for task in (Lm, Classify, Score, Tag, Complete)
+    task.name: task
+    for task in (LmEncoder, ClassifyEncoder, ScoreEncoder, TagEncoder, CompleteEncoder)
 }
 """Every task, by its name."""

@@ -33,7 +33,7 @@ class Piece:
     """0 for the first text, 1 for the second; None for special tokens."""
 
 
-class _File(msgspec.Struct):
+class _TemplateFile(msgspec.Struct):
     """What is decoded of a tokenizer.json: the vocabulary takes a hundred times as long."""
 
     post_processor: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ def read_template(json_bytes: bytes, num_texts: int) -> list[Piece]:
     Raises:
         TokenizerError: A text is missing, there twice, or not in its order.
     """
-    found = _adding(msgspec.json.decode(json_bytes, type=_File).post_processor)
+    found = _adding(msgspec.json.decode(json_bytes, type=_TemplateFile).post_processor)
     if len(found) > 1:
         raise TokenizerError(
             "the tokenizer's post_processor has more than one template. Leave one of them there."

@@ -17,8 +17,8 @@ from typing import Self
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.input_files import Part
-from tokenfeed.tools.corpus.reader import fetched_ahead, read_records, read_texts
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.read_records import fetched_ahead, read_records, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit
 
@@ -128,7 +128,7 @@ def _sample(units: tuple[Unit, ...], fields: Fields, seed: int) -> Iterator[str]
             return
 
 
-def _beginning(part: Part, fields: Fields, characters: int) -> Iterator[str]:
+def _beginning(part: FilePart, fields: Fields, characters: int) -> Iterator[str]:
     for utf8 in read_texts(part, fields):
         if text := utf8.decode()[:characters]:
             characters -= len(text)

@@ -21,7 +21,7 @@ from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.pipeline.format.store import Place
-from tokenfeed.tools.corpus.reader import UnverifiedError
+from tokenfeed.tools.corpus.read_records import UnverifiedError
 from tokenfeed.tools.corpus.records import Reject
 from tokenfeed.tools.corpus.units import Unit
 from tokenfeed.tools.encoding.audit import Answers, Questions, beginning

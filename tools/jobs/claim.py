@@ -24,7 +24,7 @@ from tokenfeed.pipeline.format.manifest import (
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.threads import results_of
-from tokenfeed.tools.jobs.records import Records, differences, is_begun, remove_records
+from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, remove_records
 
 __all__ = [
     "State",
@@ -160,7 +160,7 @@ def changed_file(output: Place, manifest: Manifest) -> str | None:
     return next((info.file for info, size in pairs if size != info.bytes), None)
 
 
-def withdraw(output: Place, records: Records[Any], splits: Iterable[str]) -> None:
+def withdraw(output: Place, records: RunRecords[Any], splits: Iterable[str]) -> None:
     """Delete all files of a run that failed, and the folders that are empty then."""
     for split in splits:
         output.delete(*(f"{split}/{name}" for name in output.names(split) if ".arrow" in name))

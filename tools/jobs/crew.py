@@ -32,7 +32,7 @@ from tokenfeed.tools.jobs.executors import (
     WorkerLost,
     sendable,
 )
-from tokenfeed.tools.jobs.records import versions
+from tokenfeed.tools.jobs.run_records import versions
 
 __all__ = [
     "PROBES",

@@ -17,8 +17,8 @@ from tokenfeed.pipeline.format.manifest import (
     MANIFEST_FILE,
     TOKENIZER_FILE,
     FileInfo,
-    Ledger,
     Manifest,
+    RecordCounts,
     SplitInfo,
     TokenizerInfo,
     length_histogram,
@@ -113,10 +113,10 @@ def _source_ledgers(
     ]
 
 
-def _ledger(ledgers: list[dict[str, Any]]) -> Ledger:
+def _ledger(ledgers: list[dict[str, Any]]) -> RecordCounts:
     names = ("bytes", "read", "written", "empty", "rejected")
     totals = {name: sum(ledger[name] for ledger in ledgers) for name in names}
-    return Ledger(files=len(ledgers), **totals)
+    return RecordCounts(files=len(ledgers), **totals)
 
 
 def _splits(results: list[UnitResult]) -> dict[str, SplitInfo]:

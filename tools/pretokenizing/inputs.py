@@ -15,8 +15,8 @@ from tokenfeed.pipeline.arithmetic import ceil_div
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
-from tokenfeed.tools.corpus.reader import UnverifiedError, read_records
+from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
+from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
@@ -24,7 +24,7 @@ from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, fi
 from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
 from tokenfeed.tools.encoding.unit import TRAIN, VALIDATION
 from tokenfeed.tools.jobs.crew import local_crew
-from tokenfeed.tools.jobs.progress import Bar
+from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.pretokenizing.options import Options
 
 __all__ = ["Inputs"]
@@ -134,7 +134,7 @@ class Inputs:
             Unit(
                 number=number,
                 parts=tuple(
-                    Part(
+                    FilePart(
                         source=sources[index],
                         start=start,
                         stop=stop,

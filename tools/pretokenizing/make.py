@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.jobs.records import Records, is_begun, parts_in, remove_records
+from tokenfeed.tools.jobs.run_records import RunRecords, is_begun, parts_in, remove_records
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.part import begin_writing
@@ -56,7 +56,7 @@ def make_dataset(options: Options) -> Summary:
     else:
         prepared = Prepared.from_listed(listed)
         tokenizer, tokenizer_seconds = prepared.run.tokenizer, prepared.tokenizer_seconds
-        with Records.begin(output, listed.recipe, UnitResult) as records:
+        with RunRecords.begin(output, listed.recipe, UnitResult) as records:
             resumed_units, resumed_bytes = len(records.results), _text_bytes(records)
             manifest = _encode(prepared, records, listed.recipe)
         num_units = len(prepared.run.inputs.units)
@@ -88,13 +88,15 @@ def _check_rejects(options: Options, manifest: Manifest) -> None:
         )
 
 
-def _text_bytes(records: Records[UnitResult]) -> int:
+def _text_bytes(records: RunRecords[UnitResult]) -> int:
     """Text of the units that are done."""
     results = records.results.values()
     return sum(counts.bytes for result in results for counts in result.sources)
 
 
-def _encode(prepared: Prepared, records: Records[UnitResult], recipe: dict[str, Any]) -> Manifest:
+def _encode(
+    prepared: Prepared, records: RunRecords[UnitResult], recipe: dict[str, Any]
+) -> Manifest:
     """Encode the units and commit the result: all that writes."""
     run = prepared.run
     output, inputs = run.settings.output, run.inputs

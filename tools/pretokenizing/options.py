@@ -22,7 +22,7 @@ from tokenfeed.tools.corpus.sources import is_split_name
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
-from tokenfeed.tools.jobs.records import Part
+from tokenfeed.tools.jobs.run_records import JobPart
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
 
@@ -261,7 +261,7 @@ class Options:
             return
         check_installed(self.runner)
         if self.part is not None:
-            Part.from_text(self.part)
+            JobPart.from_text(self.part)
         if used[1:]:
             raise ConfigError(f"`{used[0]}` and `{used[1]}`: leave one of them out.")
         if STANDARD_INPUT in self.corpus:

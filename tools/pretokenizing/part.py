@@ -9,7 +9,7 @@ from typing import Any
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, state_of
-from tokenfeed.tools.jobs.records import Part, Records, planning_alone
+from tokenfeed.tools.jobs.run_records import JobPart, RunRecords, planning_alone
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
 from tokenfeed.tools.pretokenizing.runner import run_units
@@ -57,7 +57,7 @@ def make_part(options: Options) -> PartSummary:
     """
     started = time.perf_counter()
     options.check()
-    output, part = options.output, Part.from_text(str(options.part))
+    output, part = options.output, JobPart.from_text(str(options.part))
     state = state_of(output)
     listed = Listed.from_options(options, output, state)
     if state == "finished":
@@ -66,7 +66,7 @@ def make_part(options: Options) -> PartSummary:
     else:
         with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
             prepared = Prepared.from_listed(listed)
-            records = Records.begin(output, listed.recipe, UnitResult, part)
+            records = RunRecords.begin(output, listed.recipe, UnitResult, part)
             begin_writing(prepared, records)
         num_units, resumed_units = len(prepared.run.units), len(records.results)
         run_units(prepared.run, records)
@@ -80,7 +80,7 @@ def make_part(options: Options) -> PartSummary:
     )
 
 
-def begin_writing(prepared: Prepared, records: Records[UnitResult]) -> None:
+def begin_writing(prepared: Prepared, records: RunRecords[UnitResult]) -> None:
     """Keep the plan, and put the tokenizer where workers read it, unless another process has."""
     if not prepared.is_kept:
         records.keep_plan(prepared.plan)

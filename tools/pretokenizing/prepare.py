@@ -21,7 +21,7 @@ from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings
 from tokenfeed.tools.jobs.claim import State
 from tokenfeed.tools.jobs.executors import prepare_early
-from tokenfeed.tools.jobs.records import Part, check_recipe, is_begun, kept_plan
+from tokenfeed.tools.jobs.run_records import JobPart, check_recipe, is_begun, kept_plan
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.runner import Run, is_small
@@ -151,7 +151,7 @@ def _plan_run(
         audit=Audit(tokenizer, inputs.units, inputs.task.fields, sample_seed),
         falls_back=falls_back,
         runner=options.runner,
-        part=Part.from_text(options.part) if options.part else None,
+        part=JobPart.from_text(options.part) if options.part else None,
         finishes=options.finish,
     )
 

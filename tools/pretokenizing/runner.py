@@ -37,8 +37,8 @@ from tokenfeed.tools.jobs.crew import (
     local_crew,
 )
 from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner
-from tokenfeed.tools.jobs.progress import Bar
-from tokenfeed.tools.jobs.records import Part, Records
+from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 
 __all__ = ["EngineRefused", "Run", "UnitsMissing", "is_small", "run_units"]
@@ -64,7 +64,7 @@ class Run:
     """Whether the reference takes over from an engine that is rejected."""
     runner: Runner = "local"
     """Whose workers encode: those of this machine, or of a cluster."""
-    part: Part | None = None
+    part: JobPart | None = None
     """Which units are to be encoded; None for all."""
     finishes: bool = False
     """Whether no unit is to be encoded: parts have done that."""
@@ -93,7 +93,7 @@ def is_small(units: Iterable[Unit]) -> bool:
     return sum(unit.weight_bytes for unit in units) <= SMALL_BYTES
 
 
-def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
+def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
     """Encode every unit that the records lack, and enter each there when it is done.
 
     Returns:
@@ -120,7 +120,7 @@ def run_units(run: Run, records: Records[UnitResult]) -> EncodeSettings:
 
 
 @contextlib.contextmanager
-def _saying_what_is_kept(num_units: int, records: Records[UnitResult]) -> Iterator[None]:
+def _saying_what_is_kept(num_units: int, records: RunRecords[UnitResult]) -> Iterator[None]:
     """Add the number of recorded units to an interruption and to the death of a worker.
 
     Raises:
@@ -144,7 +144,7 @@ def _saying_what_is_kept(num_units: int, records: Records[UnitResult]) -> Iterat
         raise
 
 
-def _reject_engine(run: Run, why: EngineRejected, records: Records[UnitResult]) -> None:
+def _reject_engine(run: Run, why: EngineRejected, records: RunRecords[UnitResult]) -> None:
     """Leave the work to the reference, for good where the engine was found wrong."""
     is_wrong = not isinstance(why, EngineUnavailable)
     if not run.falls_back and is_wrong:
@@ -158,7 +158,9 @@ def _reject_engine(run: Run, why: EngineRejected, records: Records[UnitResult]) 
         logger.info("the slow engine will do the work: %s", why)
 
 
-def _encode_all(run: Run, settings: EncodeSettings, records: Records[UnitResult]) -> EncodeSettings:
+def _encode_all(
+    run: Run, settings: EncodeSettings, records: RunRecords[UnitResult]
+) -> EncodeSettings:
     """Encode what is missing.
 
     Raises:
@@ -246,7 +248,7 @@ def _audited(run: Run, done: Encoded) -> UnitResult:
 
 
 def _check(
-    run: Run, settings: EncodeSettings, records: Records[UnitResult], *results: UnitResult
+    run: Run, settings: EncodeSettings, records: RunRecords[UnitResult], *results: UnitResult
 ) -> None:
     """Check the ids of finished units, and the number of rejects so far."""
     if settings.engine != ReferenceEngine.name:

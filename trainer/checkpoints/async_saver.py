@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from tokenfeed.trainer.checkpoints.format import split
+from tokenfeed.trainer.checkpoints.checkpoint_format import split
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from tokenfeed.trainer.checkpoints.format import join, split
+from tokenfeed.trainer.checkpoints.checkpoint_format import join, split
 from tokenfeed.trainer.distributed.world import State, World
 
 __all__ = ["shared_state"]

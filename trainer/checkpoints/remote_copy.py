@@ -18,7 +18,7 @@ from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, open_place
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.trainer.checkpoints.format import CONTENT_FILE, files_of
+from tokenfeed.trainer.checkpoints.checkpoint_format import CONTENT_FILE, files_of
 from tokenfeed.trainer.checkpoints.retention import name_of
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 

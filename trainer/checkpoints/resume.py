@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import alone_in, atomic_write
-from tokenfeed.trainer.checkpoints.format import read_meta, verify_checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import read_meta, verify_checkpoint
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun, reason
 from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import OF_THE_END
@@ -36,10 +36,10 @@ def bring_newest(run_dir: Path, url: str | None) -> bool:
         return False  # a run is refused there
     run_dir.mkdir(parents=True, exist_ok=True)
     with alone_in(run_dir):
-        return _Search(run_dir, RemoteRun(url) if url else None).bring()
+        return _CheckpointSearch(run_dir, RemoteRun(url) if url else None).bring()
 
 
-class _Search:
+class _CheckpointSearch:
     """Goes from the newest checkpoint back to the first that is not damaged."""
 
     def __init__(self, run_dir: Path, remote: RemoteRun | None) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.trainer.checkpoints.format import (
+from tokenfeed.trainer.checkpoints.checkpoint_format import (
     read_checkpoint,
     read_meta,
     verify_checkpoint,

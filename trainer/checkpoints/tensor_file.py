@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 
-__all__ = ["HostCopy", "Place", "lay_out", "read_tensors", "write_tensors"]
+__all__ = ["HostCopy", "TensorPlace", "lay_out", "read_tensors", "write_tensors"]
 
 _BLOCK_BYTES = 1 << 22
 _ALIGNMENT = 8
@@ -47,7 +47,7 @@ _NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor is among the bytes of all, and what it is."""
 
     begin: int
@@ -60,18 +60,18 @@ class Place:
         return memory[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, Place]:
+def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
     """Places without gaps; the widest numbers come first, so that all are aligned."""
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     sizes = [tensor.numel() * tensor.element_size() for _, tensor in order]
     begins = itertools.accumulate(sizes, initial=0)
     return {
-        name: Place(begin, begin + size, tensor.dtype, tuple(tensor.shape))
+        name: TensorPlace(begin, begin + size, tensor.dtype, tuple(tensor.shape))
         for (name, tensor), size, begin in zip(order, sizes, begins, strict=False)
     }
 
 
-def write_tensors(path: Path, places: Mapping[str, Place], memory: Tensor) -> str:
+def write_tensors(path: Path, places: Mapping[str, TensorPlace], memory: Tensor) -> str:
     """Write and sync a file; gives the xxh3-64 of its bytes."""
     digest = xxhash.xxh3_64()
     with open(path, "wb") as file:
@@ -98,14 +98,14 @@ def read_tensors(
         }
 
 
-def _blocks(places: Mapping[str, Place], memory: Tensor) -> Iterator[bytes | memoryview]:
+def _blocks(places: Mapping[str, TensorPlace], memory: Tensor) -> Iterator[bytes | memoryview]:
     yield _header(places)
     data = memory.numpy().data
     for begin in range(0, len(data), _BLOCK_BYTES):
         yield data[begin : begin + _BLOCK_BYTES]
 
 
-def _header(places: Mapping[str, Place]) -> bytes:
+def _header(places: Mapping[str, TensorPlace]) -> bytes:
     entries = {
         name: {
             "dtype": _NAMES.get(place.dtype, "U8"),
@@ -129,7 +129,7 @@ class HostCopy:
         self._accelerator = None if device.type == "cpu" else accelerator(device)
         self._copied: torch.Event | None = None
         self._is_locked = False
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, TensorPlace] = {}
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class HostCopy:
                 self._accelerator.unlock(self.memory.data_ptr())
         self._is_locked = False
 
-    def _allocate(self, places: dict[str, Place]) -> None:
+    def _allocate(self, places: dict[str, TensorPlace]) -> None:
         self.close()
         size = max((place.end for place in places.values()), default=0)
         self.places, self.memory = places, torch.empty(size, dtype=torch.uint8)

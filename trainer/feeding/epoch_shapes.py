@@ -15,7 +15,7 @@ from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
 from tokenfeed.pipeline.planning.estimates import likely_lengths
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.trainer.feeding.batching import Policy
+from tokenfeed.trainer.feeding.batch_policy import Policy
 
 __all__ = ["EpochShapes"]
 

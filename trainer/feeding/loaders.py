@@ -24,7 +24,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.attention import has_varlen
 from tokenfeed.trainer.data.datasets import shown, source_of
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.feeding.batching import (
+from tokenfeed.trainer.feeding.batch_policy import (
     Policy,
     is_packed,
     largest_shape,

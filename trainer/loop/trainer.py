@@ -39,7 +39,7 @@ from tokenfeed.trainer.report.interim_report import DraftReports, log_beginning,
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import StepTracer
-from tokenfeed.trainer.report.progress import MOST_SKIPPED, ProgressLog
+from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED, ProgressLog
 from tokenfeed.trainer.report.run_report import Report, versions
 from tokenfeed.trainer.report.trackers import Trackers
 from tokenfeed.trainer.sensors.gpu import device_name

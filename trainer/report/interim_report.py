@@ -11,7 +11,7 @@ import torch
 
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import shown
-from tokenfeed.trainer.feeding.batching import padding_remedy
+from tokenfeed.trainer.feeding.batch_policy import padding_remedy
 from tokenfeed.trainer.optim.optimizer import is_embedding
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.run_report import Report

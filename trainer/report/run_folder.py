@@ -14,7 +14,7 @@ from tokenfeed.trainer.report.plots import Series
 from tokenfeed.trainer.report.run_report import Report, decode_json
 from tokenfeed.trainer.stall.report import StallReport
 
-__all__ = ["Line", "RunData"]
+__all__ = ["MetricsLine", "RunData"]
 
 _LARGEST = 1e100
 """Larger values are left out of plots: arithmetic with them would overflow."""
@@ -30,7 +30,7 @@ class _Gpu(msgspec.Struct, frozen=True):
     power_watts: float | None = None
 
 
-class Line(msgspec.Struct, frozen=True, kw_only=True):
+class MetricsLine(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a line of metrics.jsonl that are plotted."""
 
     step: int
@@ -58,7 +58,7 @@ class RunData:
     stall: StallReport
     report: Report | None = None
     """None for a loop that only has a meter."""
-    lines: list[Line] = field(default_factory=list)
+    lines: list[MetricsLine] = field(default_factory=list)
     """metrics.jsonl."""
     config: str = ""
     """config.yaml."""
@@ -126,7 +126,7 @@ class RunData:
         ]
 
 
-def _value_at(line: Line, path: str) -> float | None:
+def _value_at(line: MetricsLine, path: str) -> float | None:
     found: Any = line
     for name in path.split("."):
         found = None if found is None else getattr(found, name)
@@ -144,13 +144,13 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _lines(path: Path) -> list[Line]:
+def _lines(path: Path) -> list[MetricsLine]:
     """Whole lines, in order. The last line of a killed run is cut short; damaged ones are left
     out."""
     found = []
     for line in _read(path).splitlines():
         try:
-            found.append(msgspec.convert(decode_json(line.encode()), Line))
+            found.append(msgspec.convert(decode_json(line.encode()), MetricsLine))
         except ValueError:
             continue
     return found

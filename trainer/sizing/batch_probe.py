@@ -17,7 +17,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.batching import possible_sizes
+from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.feeding.loaders import Feeds
 from tokenfeed.trainer.optim.gradients import Tally, is_out_of_memory
 from tokenfeed.trainer.optim.precision import Precision

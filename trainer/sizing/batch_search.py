@@ -27,7 +27,7 @@ def largest_fitting(
         limit: Bytes.
         least: Below this size bytes grow faster than above, so the small runs begin here.
     """
-    search = _Search(measure, limit)
+    search = _BatchSearch(measure, limit)
     first = sizes[min(bisect_left(sizes, least), len(sizes) - 1)]
     if search.fits(first):
         search.fits(sizes[min(bisect_left(sizes, 2 * first), len(sizes) - 1)])
@@ -41,7 +41,7 @@ def largest_fitting(
     return search.best
 
 
-class _Search:
+class _BatchSearch:
     def __init__(self, measure: Callable[[int], int | None], limit: int) -> None:
         self._measure, self._limit = measure, limit
         self.bytes: dict[int, int | None] = {}

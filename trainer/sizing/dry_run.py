@@ -20,7 +20,7 @@ from tokenfeed.trainer.config.run_config import PrecisionName, TrainConfig
 from tokenfeed.trainer.data.attention import knows_ends
 from tokenfeed.trainer.data.datasets import source_of
 from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
-from tokenfeed.trainer.feeding.batching import (
+from tokenfeed.trainer.feeding.batch_policy import (
     Policy,
     is_packed,
     largest_shape,

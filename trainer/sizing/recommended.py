@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
-from tokenfeed.trainer.feeding.batching import long_rows_of, make_policy
+from tokenfeed.trainer.feeding.batch_policy import long_rows_of, make_policy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 

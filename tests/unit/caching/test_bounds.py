@@ -28,7 +28,7 @@ from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.format.ranged import end_bytes
+from tokenfeed.pipeline.format.shard_ranges import end_bytes
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan, Position

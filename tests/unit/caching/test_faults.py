@@ -16,7 +16,7 @@ from remote_stores import FAST, Remote, remote_store
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 pytest.importorskip("obstore")

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.tools.corpus.blocks import LongLine, whole_lines
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind, Reject
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind, Reject
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 
@@ -65,7 +65,7 @@ def read_unit(unit: Unit) -> list[Document | Reject]:
     found: list[Document | Reject] = []
     for part in unit.parts:
         of_part: list[Document | Reject] = []
-        for records in read_records(part, {"text": Kind.TEXT}):
+        for records in read_records(part, {"text": FieldKind.TEXT}):
             pairs = zip(records.numbers.tolist(), records.fields["text"], strict=True)
             of_part += [Document(*pair) for pair in pairs] + records.rejects
         found += sorted(of_part, key=lambda record: record.record)
@@ -331,10 +331,10 @@ def test_a_vanished_or_changed_file_is_an_error(tmp_path: Path) -> None:
     part = cut_units(find(path).sources, 100)[0].parts[0]
     path.write_text("three")
     with pytest.raises(CorpusError, match=r"a\.txt: changed"):
-        list(read_records(part, {"text": Kind.TEXT}))
+        list(read_records(part, {"text": FieldKind.TEXT}))
     path.unlink()
     with pytest.raises(CorpusError, match=r"a\.txt: vanished"):
-        list(read_records(part, {"text": Kind.TEXT}))
+        list(read_records(part, {"text": FieldKind.TEXT}))
 
 
 @given(

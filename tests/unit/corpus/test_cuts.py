@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from remote_stores import Remote, remote_store
 
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.sources import find_corpus

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus import blocks
-from tokenfeed.tools.corpus.input_files import Part
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
@@ -173,7 +173,7 @@ def test_records_beyond_max_record_are_rejected_with_their_size(
     found = find_corpus((str(path),), out=tmp_path / "out", field="text", max_record_bytes=500)
     good, bad = [], []
     for part in (part for unit in cut_units(found.sources, 10**9) for part in unit.parts):
-        for records in read_records(part, {"text": Kind.TEXT}):
+        for records in read_records(part, {"text": FieldKind.TEXT}):
             good += records.fields["text"]
             bad += records.rejects
     if name == "list.json":  # costs what follows
@@ -485,7 +485,7 @@ def test_an_invalid_word_is_named_as_such(tmp_path: Path) -> None:
     words = pa.array([b"good", b"\xff"]).view(pa.string())
     table = pa.table({"text": pa.ListArray.from_arrays([0, 1, 2], words)})
     feather.write_feather(table, str(tmp_path / "a.feather"))
-    assert read(tmp_path / "a.feather", Kind.WORDS) == (
+    assert read(tmp_path / "a.feather", FieldKind.WORDS) == (
         {0: [b"good"]},
         {1: "field `text` has invalid UTF-8"},
     )
@@ -542,9 +542,9 @@ def test_parquet_memory_stays_flat_over_parts(tmp_path: Path) -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    def read_parts(parts: list[Part]) -> None:
+    def read_parts(parts: list[FilePart]) -> None:
         for part in parts:
-            assert [len(records) for records in read_records(part, {"text": Kind.TEXT})] == [1]
+            assert [len(records) for records in read_records(part, {"text": FieldKind.TEXT})] == [1]
 
     read_parts(parts[:10])
     before = resident_bytes()
@@ -582,7 +582,7 @@ def test_many_record_batches_are_few_parts(tmp_path: Path) -> None:
     source = find_corpus((str(tmp_path),), out=tmp_path / "out", field="text").sources
     parts = [part for unit in cut_units(source, source[0].bytes // 10) for part in unit.parts]
     assert 10 <= len(parts) <= 12
-    records = [r for part in parts for r in read_records(part, {"text": Kind.TEXT})]
+    records = [r for part in parts for r in read_records(part, {"text": FieldKind.TEXT})]
     numbers = [number for records_ in records for number in records_.numbers.tolist()]
     assert numbers == list(range(4000))
 

@@ -18,11 +18,11 @@ import zstandard
 from corpora import read, read_bytes
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus, is_split_name
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.labels import Labels, find_labels
-from tokenfeed.tools.encoding.tasks import Classify, Tag
+from tokenfeed.tools.encoding.tasks import ClassifyEncoder, TagEncoder
 from tokenfeed.tools.pretokenizing.options import Options
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
@@ -236,7 +236,7 @@ def labels_of(path: Path, rows: list[Any], fields: Any = None) -> Labels:
     path.mkdir()
     (path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     units = cut_units(find(path, out=path / "out").sources, 10**9)
-    fields = fields or {"text": Kind.TEXT, "label": Kind.LABEL}
+    fields = fields or {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
     return find_labels(units, fields, "label", lambda values: {}, own="label")
 
 
@@ -248,7 +248,7 @@ def test_one_stray_label_does_not_rename_whole_numbers(tmp_path: Path) -> None:
     for number, stray in enumerate(["", "n/a", "-1", "1.0"]):
         found = labels_of(tmp_path / f"{number}", labelled(*"012" * 40, stray))
         assert found == Labels(("0", "1", "2"), are_numbers=True)
-        task = Classify(text="text", label="label", labels=found)
+        task = ClassifyEncoder(text="text", label="label", labels=found)
         values = {"text": [b"a", b"b"], "label": ["1", stray]}
         assert list(task.unusable(values)) == [1]
 
@@ -256,7 +256,7 @@ def test_one_stray_label_does_not_rename_whole_numbers(tmp_path: Path) -> None:
 def test_an_empty_label_is_rejected_like_none(tmp_path: Path) -> None:
     data = b'{"text": ""}\n{"text": "x"}\n{"text": null}\n'
     (tmp_path / "a.jsonl").write_bytes(data)
-    good, bad = read(tmp_path / "a.jsonl", Kind.LABEL)
+    good, bad = read(tmp_path / "a.jsonl", FieldKind.LABEL)
     assert (good, list(bad)) == ({1: "x"}, [0, 2])
     assert "field `text` is empty, expected a name or a whole number" in bad[0]
 
@@ -276,7 +276,7 @@ def test_a_label_that_only_rejected_records_have_is_no_class(tmp_path: Path) -> 
 
 
 def test_a_tag_without_a_number_rejects_its_record() -> None:
-    task = Tag(tokens="text", tags="tags", labels=Labels(("B", "O")))
+    task = TagEncoder(tokens="text", tags="tags", labels=Labels(("B", "O")))
     values: dict[str, list[Any]] = {
         "text": [[b"a"], [b"a", b"b"], [b"a"]],
         "tags": [["B"], ["O", "X"], ["O", "O"]],

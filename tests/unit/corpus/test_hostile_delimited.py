@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus import blocks
 from tokenfeed.tools.corpus.formats import quoting
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
@@ -52,7 +52,7 @@ def test_a_value_of_very_many_lines_is_read_with_a_warning(tmp_path: Path, lines
     assert read(path) == ({0: b"a", 1: value, 2: b"b", 3: value}, {})
     sources = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
     (unit,) = cut_units(sources, 10**9)
-    found = read_records(unit.parts[0], {"text": Kind.TEXT})
+    found = read_records(unit.parts[0], {"text": FieldKind.TEXT})
     warnings = [records.warning for records in found if records.warning]
     assert len(warnings) == (lines > 100)
     assert all(f"one row is made of lines 3 to {lines + 2}," in line for line in warnings)
@@ -105,7 +105,7 @@ def test_a_header_alone_is_an_empty_table(tmp_path: Path, header: bytes) -> None
 def test_lists_from_a_csv_are_refused_in_a_line_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes(b"text,tags\n[],[]\n")
     with pytest.raises(CorpusError, match=r"a\.csv: `text` must hold lists.*JSON Lines or Parquet"):
-        read(tmp_path / "a.csv", Kind.WORDS)
+        read(tmp_path / "a.csv", FieldKind.WORDS)
 
 
 PIECES = st.sampled_from(['"', '"', '""', ",", "\n", "\r\n", "a", "b c", '","', '"\n"', "1,"])

@@ -13,8 +13,8 @@ from tables import GROUP, ROWS, random_texts, write_batches, write_encrypted
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import damage_reason
-from tokenfeed.tools.corpus.reader import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
@@ -103,7 +103,7 @@ def test_batches_behind_damaged_header_keep_distinct_numbers(tmp_path: Path) -> 
     (source,) = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
     numbers: list[int] = []
     for unit in cut_units([source], 1):
-        for records in read_records(unit.parts[0], {"text": Kind.TEXT}):
+        for records in read_records(unit.parts[0], {"text": FieldKind.TEXT}):
             numbers += records.numbers.tolist()
     assert len(numbers) == len(set(numbers)) >= ROWS - GROUP
     assert numbers == sorted(numbers)
@@ -131,7 +131,7 @@ def test_a_file_cut_short_under_the_reader_is_one_error(tmp_path: Path, name: st
         path.write_bytes(row * (1 << 20))
     sources = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
     (unit,) = cut_units(sources, 10**9)
-    records = read_records(unit.parts[0], {"text": Kind.TEXT})
+    records = read_records(unit.parts[0], {"text": FieldKind.TEXT})
     next(records)
     os.truncate(path, path.stat().st_size // 2)
     with pytest.raises(CorpusError, match=rf"{name}: changed while the corpus was read"):

@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 
 from tokenfeed.tools.corpus.formats.json_lines import JsonLines, is_json_lines
 from tokenfeed.tools.corpus.formats.json_list import is_json_list
-from tokenfeed.tools.corpus.records import Fields, Kind, Records
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records
 
 FIELDS: list[Fields] = [
-    {"text": Kind.TEXT},
-    {"text": Kind.TEXT, "label": Kind.LABEL},
-    {"words": Kind.WORDS, "labels": Kind.LABELS},
-    {"text": Kind.TEXT, "score": Kind.NUMBER},
-    {"label": Kind.LABEL, "words": Kind.WORDS, "text": Kind.TEXT, "labels": Kind.LABELS},
+    {"text": FieldKind.TEXT},
+    {"text": FieldKind.TEXT, "label": FieldKind.LABEL},
+    {"words": FieldKind.WORDS, "labels": FieldKind.LABELS},
+    {"text": FieldKind.TEXT, "score": FieldKind.NUMBER},
+    {
+        "label": FieldKind.LABEL,
+        "words": FieldKind.WORDS,
+        "text": FieldKind.TEXT,
+        "labels": FieldKind.LABELS,
+    },
 ]
 
 SOUND_STRINGS = st.one_of(
@@ -174,7 +179,7 @@ A, B = '{"text": "a"}', '{"text": "b", "x": {}}'
 @example(A + B + '\n{"x": {}\n,"text": "d"}\n')
 @example("\n" + A + B)
 def test_objects_are_of_one_line_even_where_the_counts_cancel_out(pieces: str) -> None:
-    check_equals_careful(pieces.encode(), {"text": Kind.TEXT}, 0)
+    check_equals_careful(pieces.encode(), {"text": FieldKind.TEXT}, 0)
 
 
 HUGE = ["9" * 20, "9" * 400, "9" * 4301, "-" + "1" * 9000, "1e999", "1" * 5000 + "e5", "NaN"]
@@ -219,13 +224,13 @@ def check_is_what_each_line_gives_alone(block: bytes, fields: Fields) -> None:
 @pytest.mark.parametrize("digits", [400])
 def test_a_huge_number_that_nobody_wants_is_judged_alike(digits: int) -> None:
     block = f'{{"text": "a", "x": {"1" * digits}}}\n'.encode()
-    check_equals_careful(block, {"text": Kind.TEXT}, 0)
+    check_equals_careful(block, {"text": FieldKind.TEXT}, 0)
 
 
 @pytest.mark.parametrize("name", ["", "é", "te xt", 'a"b', "a\\b", "a\nb", "field1"])
 def test_a_field_may_have_any_name(name: str) -> None:
     block = json.dumps({name: "value", "field0": 1}).encode() + b"\n"
-    records, _ = JsonLines({name: Kind.TEXT}).decode(block, 0)
+    records, _ = JsonLines({name: FieldKind.TEXT}).decode(block, 0)
     assert records.fields == {name: [b"value"]}
 
 

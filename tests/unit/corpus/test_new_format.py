@@ -11,14 +11,14 @@ import pytest
 from corpora import read
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records, records_of
-from tokenfeed.tools.jobs.records import versions
+from tokenfeed.tools.jobs.run_records import versions
 
 
-def read_members(part: Part, fields: Fields) -> Iterator[Records]:
+def read_members(part: FilePart, fields: Fields) -> Iterator[Records]:
     """Each member is a record; a damaged archive raises what is neither OSError nor ValueError."""
     with zipfile.ZipFile(io.BytesIO(Path(str(part.source.path)).read_bytes())) as archive:
         for number, name in enumerate(archive.namelist()):

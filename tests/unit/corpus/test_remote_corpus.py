@@ -24,11 +24,11 @@ from object_server import StoredObject
 from remote_stores import Remote, remote_store, set_google
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.input_files import Part
-from tokenfeed.tools.corpus.reader import read_records, read_texts
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.read_records import read_records, read_texts
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import Corpus, find_corpus
 
 pytest.importorskip("obstore")
@@ -186,7 +186,9 @@ def test_a_folder_of_google_is_read_by_the_numbers_of_its_versions(
     set_google(monkeypatch, tmp_path, remote)
     remote.put("x.txt", b"one")
     (source,) = find_corpus((f"gs://{remote.prefix}",), out=None, field="text").sources
-    assert list(read_texts(Part(source=source, weight_bytes=1), {"text": Kind.TEXT})) == [b"one"]
+    assert list(read_texts(FilePart(source=source, weight_bytes=1), {"text": FieldKind.TEXT})) == [
+        b"one"
+    ]
     assert source.state == str(remote.server.objects[f"{remote.prefix}/x.txt"].generation)
 
 
@@ -247,10 +249,10 @@ def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(
 ) -> None:
     remote.put("x.jsonl", b'{"text": "one"}\n')
     (source,) = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
-    part = Part(source=source, weight_bytes=1)
+    part = FilePart(source=source, weight_bytes=1)
     monkeypatch.setattr(process, "_orphaned", True)
     with pytest.raises(CorpusError, match="was forked from one that had already talked"):
-        list(read_records(part, {"text": Kind.TEXT}))
+        list(read_records(part, {"text": FieldKind.TEXT}))
 
 
 def test_small_objects_are_fetched_once(tokenizer: Path, remote: Remote, tmp_path: Path) -> None:

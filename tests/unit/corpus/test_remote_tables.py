@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from remote_stores import FAST, Remote, remote_store
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
-from tokenfeed.tools.corpus.reader import read_records, read_texts
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.read_records import read_records, read_texts
+from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
 pytest.importorskip("obstore")
 
-FIELDS: Fields = {"text": Kind.TEXT, "labels": Kind.LABELS}
+FIELDS: Fields = {"text": FieldKind.TEXT, "labels": FieldKind.LABELS}
 MIB = 1 << 20
 
 
@@ -39,7 +39,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
         yield remote
 
 
-def parts_of(place: str, shard_bytes: int) -> list[Part]:
+def parts_of(place: str, shard_bytes: int) -> list[FilePart]:
     sources = find_corpus((place,), out=None, field="text").sources
     return [part for unit in cut_units(sources, shard_bytes) for part in unit.parts]
 
@@ -55,7 +55,7 @@ def read_all(place: str, shard_bytes: int, fields: Fields = FIELDS) -> list[obje
     return found
 
 
-def traffic_of(part: Part) -> Traffic:
+def traffic_of(part: FilePart) -> Traffic:
     assert isinstance(part.source.path, RemoteFile)
     return part.source.path.store.traffic
 
@@ -71,7 +71,7 @@ def table() -> bytes:
 
 
 @pytest.fixture
-def halves(remote: Remote, table: bytes) -> list[Part]:
+def halves(remote: Remote, table: bytes) -> list[FilePart]:
     """Its two parts, in a store."""
     remote.put("rows.parquet", table)
     sources = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
@@ -123,11 +123,11 @@ def test_rows_rejects_and_cuts_are_those_of_a_file(
     assert there == read_all(str(path), shard_bytes)
 
 
-TEXTS: Fields = {"text": Kind.TEXT}
+TEXTS: Fields = {"text": FieldKind.TEXT}
 FOOTER = 1 << 16
 
 
-def test_to_cut_a_table_takes_its_footer(halves: list[Part]) -> None:
+def test_to_cut_a_table_takes_its_footer(halves: list[FilePart]) -> None:
     assert [part.first_record for part in halves] == [0, 2500]
     assert traffic_of(halves[0]).bytes <= FOOTER
 
@@ -151,7 +151,7 @@ def test_many_tables_are_cut_at_the_same_time_and_in_their_order(
 
 
 def test_a_part_is_the_columns_wanted_of_its_row_groups_in_a_few_requests(
-    halves: list[Part],
+    halves: list[FilePart],
 ) -> None:
     begun = traffic_of(halves[1])
     assert sum(len(records) for records in read_records(halves[1], TEXTS)) == 2500
@@ -160,14 +160,14 @@ def test_a_part_is_the_columns_wanted_of_its_row_groups_in_a_few_requests(
     assert asked.requests - begun.requests <= 1 + 10
 
 
-def test_a_beginning_is_less_than_a_part(halves: list[Part]) -> None:
+def test_a_beginning_is_less_than_a_part(halves: list[FilePart]) -> None:
     begun = traffic_of(halves[0]).bytes
     next(read_texts(halves[0], TEXTS))
     assert traffic_of(halves[0]).bytes - begun <= FOOTER + 7 * MIB
 
 
 def test_a_store_that_fails_between_row_groups_is_no_damage(
-    halves: list[Part], remote: Remote
+    halves: list[FilePart], remote: Remote
 ) -> None:
     records = read_records(halves[1], TEXTS)
     assert not next(records).rejects
@@ -176,7 +176,7 @@ def test_a_store_that_fails_between_row_groups_is_no_damage(
         list(records)
 
 
-def test_ctrl_c_is_heard_while_a_store_fails(halves: list[Part], remote: Remote) -> None:
+def test_ctrl_c_is_heard_while_a_store_fails(halves: list[FilePart], remote: Remote) -> None:
     records = read_records(halves[1], TEXTS)
     next(records)
     remote.proxy.always, main = Fault("503"), threading.get_ident()
@@ -189,7 +189,7 @@ def test_ctrl_c_is_heard_while_a_store_fails(halves: list[Part], remote: Remote)
 
 
 def test_a_table_that_changes_between_row_groups_is_an_error(
-    halves: list[Part], remote: Remote
+    halves: list[FilePart], remote: Remote
 ) -> None:
     records = read_records(halves[1], TEXTS)
     next(records)

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.pipeline.remote import process
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.pipeline.remote import own_process as process
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.record_blocks import UnitResult
-from tokenfeed.tools.encoding.tasks import Lm
+from tokenfeed.tools.encoding.tasks import LmEncoder
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
 from tokenfeed.tools.encoding.training import train_tokenizer_json
 from tokenfeed.tools.encoding.unit import EncodeSettings, UnitEncoder
@@ -83,7 +83,7 @@ def encode_files(
         (folder / f"in/{index:03}.txt").write_text(text, encoding="utf-8", newline="")
     corpus = find_corpus((str(folder / "in"),), out=folder / "out", field="text")
     (unit,) = cut_units(corpus.sources, 10**9)
-    task = Lm(text="text")
+    task = LmEncoder(text="text")
     job = EncodeSettings(
         output=LocalStore(folder / "out"),
         task=task,
@@ -242,7 +242,7 @@ def test_a_huge_file_is_not_the_whole_training_sample(tmp_path: Path) -> None:
         find_corpus((str(tmp_path),), out=Path("nowhere"), field="text").sources, 10**9
     )
     vocabulary = TextTokenizer.load(
-        train_tokenizer_json(units, fields={"text": Kind.TEXT}, vocabulary_size=300, seed=0),
+        train_tokenizer_json(units, fields={"text": FieldKind.TEXT}, vocabulary_size=300, seed=0),
         origin="it",
     ).tokenizer.get_vocab()
     assert "Ġlanguage" in vocabulary

@@ -20,12 +20,18 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.shard import ShardReader
-from tokenfeed.tools.corpus.records import Kind, checker
+from tokenfeed.tools.corpus.records import FieldKind, checker
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.encoding.labels import Labels, find_labels
-from tokenfeed.tools.encoding.tasks import Classify, Complete, Lm, Tag, TaskEncoder
+from tokenfeed.tools.encoding.tasks import (
+    ClassifyEncoder,
+    CompleteEncoder,
+    LmEncoder,
+    TagEncoder,
+    TaskEncoder,
+)
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
 Row = dict[str, Any]
@@ -134,7 +140,7 @@ def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]
 def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: bool) -> None:
     special = special and kind in TEMPLATES
     rows = [oracle(kind).encode(text, add_special_tokens=special).ids for text in texts]
-    assert encoded(Lm(text="text", add_special_tokens=special), kind, text=texts) == {
+    assert encoded(LmEncoder(text="text", add_special_tokens=special), kind, text=texts) == {
         "input_ids": [ended(kind, ids) for ids in rows],
         "has_text": [bool(ids_of(kind, text)) for text in texts],
     }
@@ -148,7 +154,7 @@ def test_a_classified_row_is_encode_of_its_texts_without_an_end(
     kind: str, pair: str | None, records: list[tuple[str, str, str]], special: bool
 ) -> None:
     special = special and kind in TEMPLATES
-    task = Classify(
+    task = ClassifyEncoder(
         text="text",
         pair=pair,
         label="label",
@@ -174,7 +180,7 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
     kind: str, records: list[list[tuple[str, str]]], special: bool
 ) -> None:
     special = special and kind in TEMPLATES
-    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=special)
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=special)
     words, tags = ([[pair[place] for pair in record] for record in records] for place in range(2))
     rows = [word_encoding(kind, of_row, special) for of_row in words]
     numbers = [[TAGS.index(tag) for tag in of_row] for of_row in tags]
@@ -194,7 +200,7 @@ def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
 
 
 def test_tag_marks_records_with_a_word_without_a_token_as_unusable() -> None:
-    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
     words, tags = [["fox", "", "dog"], [GONE, "fox"], [GONE]], [["B", "I", "O"], ["B", "I"], ["B"]]
     found = encoded(task, "word-piece", words=words, tags=tags)
     assert found["labels"] == [[-100, 0, 2, -100], [-100, 1, -100], [-100, -100]]
@@ -207,7 +213,7 @@ def test_tag_marks_records_with_a_word_without_a_token_as_unusable() -> None:
 
 @pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
 def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
-    task = Tag(tokens="words", tags="tags", labels=Labels(TAGS))
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS))
     found = encoded(task, kind, words=[["lazy", "dog"]], tags=[["B", "I"]])["input_ids"][0]
     assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
 
@@ -220,7 +226,7 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
 ) -> None:
     special = special and kind in TEMPLATES
     records = [record for record in records if ids_of(kind, record[1])]
-    task = Complete(prompt="p", completion="c", add_special_tokens=special)
+    task = CompleteEncoder(prompt="p", completion="c", add_special_tokens=special)
     found = encoded(task, kind, p=[p for p, _ in records], c=[c for _, c in records])
     rows, lengths = [], []
     for record in records:
@@ -234,7 +240,9 @@ def test_prompt_and_completion_are_encoded_apart_within_one_template(
     assert not any(encoded(task, kind, p=["the fox"], c=[""])["has_text"])
 
 
-def label_names(folder: Path, field: str = "label", kind: Kind = Kind.LABEL) -> tuple[str, ...]:
+def label_names(
+    folder: Path, field: str = "label", kind: FieldKind = FieldKind.LABEL
+) -> tuple[str, ...]:
     corpus = find_corpus((str(folder),), out=folder / "out", field=field)
     units = cut_units(corpus.sources, 10**9)
     return find_labels(units, {field: kind}, field, lambda values: {}, own="mood").names
@@ -268,13 +276,17 @@ def test_names_are_sorted_and_whole_numbers_stay_themselves(tmp_path: Path) -> N
 
 
 def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
-    cases: list[tuple[list[Any], Kind, str]] = [
-        ([1 << 15], Kind.LABEL, "has label 32768"),
-        ([*map(str, range(-1, 1 << 15))], Kind.LABEL, "more than 32,768 different"),
-        ([None, -1], Kind.LABEL, r"no record has a label in field `label`.*`--field mood=NAME`"),
-        ([1.0, 2.0], Kind.LABEL, r"a name or a whole number from 0, so 1\.0 is none"),
-        ([[], []], Kind.LABELS, "`--field mood=NAME`"),
-        (["9" * 5000], Kind.LABEL, "field `label` has"),
+    cases: list[tuple[list[Any], FieldKind, str]] = [
+        ([1 << 15], FieldKind.LABEL, "has label 32768"),
+        ([*map(str, range(-1, 1 << 15))], FieldKind.LABEL, "more than 32,768 different"),
+        (
+            [None, -1],
+            FieldKind.LABEL,
+            r"no record has a label in field `label`.*`--field mood=NAME`",
+        ),
+        ([1.0, 2.0], FieldKind.LABEL, r"a name or a whole number from 0, so 1\.0 is none"),
+        ([[], []], FieldKind.LABELS, "`--field mood=NAME`"),
+        (["9" * 5000], FieldKind.LABEL, "field `label` has"),
     ]
     for number, (labels, kind, words) in enumerate(cases):
         with pytest.raises(CorpusError, match=words):
@@ -432,7 +444,7 @@ def test_the_numbers_of_a_saved_data_set_mean_its_classes(task: str, tmp_path: P
         classes, content = datasets.Sequence(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
     data = datasets.Dataset.from_dict(content).cast_column(field, classes)
     datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(str(tmp_path / "in"))
-    kind = Kind.LABEL if task == "classify" else Kind.LABELS
+    kind = FieldKind.LABEL if task == "classify" else FieldKind.LABELS
     assert label_names(tmp_path / "in", field, kind) == ("neutral", "good", "bad")
     _, rows = pretokenized(task, tmp_path / "in")
     named = {"classify": ["bad", "neutral"], "tag": [[None, "bad", "neutral", None]]}[task]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenfeed.pipeline.planning.ahead import NEVER, Ahead
-from tokenfeed.pipeline.planning.order import EpochOrder, Phase, permute, unpermute
+from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase, permute, unpermute
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed
 
@@ -27,7 +27,7 @@ def orders(draw: st.DrawFn) -> EpochOrder:
     phases, begins = [], [0] * len(sizes)
     for _ in range(draw(st.integers(1, 2))):
         batches = tuple(draw(st.integers(1, 2 * size)) for size in sizes)
-        phases.append(Phase(tuple(begins), batches, draw(st.integers(1, max(batches)))))
+        phases.append(MixturePhase(tuple(begins), batches, draw(st.integers(1, max(batches)))))
         begins = [begin + count for begin, count in zip(begins, batches, strict=True)]
     return EpochOrder(sizes, tuple(phases), draw(st.integers(0, 99)), draw(st.booleans()))
 

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.planning import length_bands
 from tokenfeed.pipeline.planning.batching import plan_window
 from tokenfeed.pipeline.planning.estimates import deviation, unmixed
 from tokenfeed.pipeline.planning.mixture import mix
-from tokenfeed.pipeline.planning.order import Draw, EpochOrder, Phase, derive_key
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, derive_key
 from tokenfeed.pipeline.planning.policies import described_policy
 from tokenfeed.pipeline.planning.policy import Batching
 
@@ -82,7 +82,7 @@ def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: in
 
 
 def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:
-    order = EpochOrder((200, 1), (Phase((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
+    order = EpochOrder((200, 1), (MixturePhase((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
     assert seconds(lambda: order.window(0, 0)) < 0.5
 
 
@@ -97,7 +97,7 @@ def test_every_reading_of_a_source_has_each_record_batch_once(
     size: int, windows: int, turns: int, seed: int
 ) -> None:
     windows = min(windows, size * turns)
-    order = EpochOrder((size,), (Phase((0,), (size * turns,), windows),), seed, shuffle=True)
+    order = EpochOrder((size,), (MixturePhase((0,), (size * turns,), windows),), seed, shuffle=True)
     places = [order._batches(0, 3, n * size, (n + 1) * size).tolist() for n in range(turns)]
     assert all(sorted(reading) == list(range(size)) for reading in places)
     delivered = Counter(b for w in range(windows) for b in order.window(3, w).tolist())

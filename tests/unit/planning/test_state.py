@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.order import EpochOrder, Phase
+from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
@@ -123,7 +123,7 @@ def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
 
 def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
     plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
-    twice = replace(plan, order=EpochOrder((1,), (Phase((0,), (2,), 2),), 0, shuffle=False))
+    twice = replace(plan, order=EpochOrder((1,), (MixturePhase((0,), (2,), 2),), 0, shuffle=False))
     places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
     assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
 
@@ -162,7 +162,7 @@ def two_sources(batching: Batching) -> Plan:
         data=("one", "two"),
         row_ends=tuple(rows),
         epoch_tokens=(2 * tokens[0], tokens[1]),
-        order=EpochOrder((2, 3), (Phase((0, 0), (4, 3), 3),), seed=0, shuffle=True),
+        order=EpochOrder((2, 3), (MixturePhase((0, 0), (4, 3), 3),), seed=0, shuffle=True),
     )
 
 
@@ -242,8 +242,8 @@ def test_a_state_survives_json(rounds: int) -> None:
         ("weights", {"weights": (0.5, 0.5)}),
         ("seed", {"seed": 1}),
         ("shuffle", {"shuffle": False}),
-        ("windows", {"phases": (Phase((0,), (5,), 2),)}),
-        ("phases", {"phases": (Phase((0,), (6,), 3),)}),
+        ("windows", {"phases": (MixturePhase((0,), (5,), 2),)}),
+        ("phases", {"phases": (MixturePhase((0,), (6,), 3),)}),
     ],
 )
 def test_the_state_of_another_plan_is_refused_by_what_differs(

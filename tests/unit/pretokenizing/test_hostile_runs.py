@@ -17,7 +17,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.encoding.audit import Answers, Audit
 from tokenfeed.tools.encoding.engines import ReferenceEngine
 from tokenfeed.tools.jobs.claim import state_of
@@ -283,7 +283,7 @@ def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch
     for arguments in (together, apart):
         options = options_of(monkeypatch, "--task", "classify", *arguments)
         options.check()
-        assert options.make_task().fields == {"body": Kind.TEXT, "a=b": Kind.LABEL}
+        assert options.make_task().fields == {"body": FieldKind.TEXT, "a=b": FieldKind.LABEL}
     pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
     assert list(pair.fields) == ["text", "other", "label"]
 

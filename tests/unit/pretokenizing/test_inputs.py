@@ -10,7 +10,7 @@ import pytest
 from machines import make
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import Unit, cut_units
 from tokenfeed.tools.encoding import training
@@ -62,7 +62,7 @@ def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> No
     found = find_corpus((str(tmp_path / "a.jsonl"),), out=None, field="text")
     units = cut_units(found.sources, 3_000)
     assert len(units) > 5
-    fields = {"text": Kind.TEXT, "label": Kind.LABEL}
+    fields = {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
 
     def shuffled(work: CountLabels, units: tuple[Unit, ...]) -> Iterable[LabelCounts]:
         return map(work.of_unit, random.Random(0).sample(units, len(units)))

@@ -20,7 +20,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
-from tokenfeed.tools.jobs.records import Part, Records
+from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +43,9 @@ def undisturbed(
 
 def stopped_after(units: int) -> Callable[..., None]:
     """`Records.append`, and an interruption after so many calls."""
-    append, left = Records.append, [units]
+    append, left = RunRecords.append, [units]
 
-    def stopping(parts: Records[Any], result: Any) -> None:
+    def stopping(parts: RunRecords[Any], result: Any) -> None:
         if not left[0]:
             raise KeyboardInterrupt  # its shards are there, its record is not
         left[0] -= 1
@@ -72,7 +72,7 @@ def test_parts_in_any_order_repeated_and_killed_give_the_bytes_of_one_run(
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         out = Path(folder, "out")
         for index, units in attempts:
-            patch.setattr(Records, "append", stopped_after(units))
+            patch.setattr(RunRecords, "append", stopped_after(units))
             try:
                 part(f"{index}/3", lines, out, tokenizer, validation=0.1)
             except KeyboardInterrupt as stopped:
@@ -135,7 +135,7 @@ def test_a_part_with_other_packages_is_refused(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part("0/3", lines, tmp_path / "out", tokenizer)
-    monkeypatch.setattr("tokenfeed.tools.jobs.records.versions", lambda: ["pyarrow 1.0"])
+    monkeypatch.setattr("tokenfeed.tools.jobs.run_records.versions", lambda: ["pyarrow 1.0"])
     with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
         part("1/3", lines, tmp_path / "out", tokenizer)
 
@@ -200,12 +200,12 @@ def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
 @pytest.mark.parametrize("text", ["", "3", "3/3", "-1/3", "1/0", "a/b", "1/2/3", "1 /2", "²/3"])
 def test_what_names_no_part_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected I/N"):
-        Part.from_text(text)
+        JobPart.from_text(text)
 
 
 @given(st.integers(1, 20), st.integers(0, 200))
 def test_every_unit_is_of_exactly_one_part(count: int, number: int) -> None:
-    assert sum(Part.from_text(f"{index}/{count}").has(number) for index in range(count)) == 1
+    assert sum(JobPart.from_text(f"{index}/{count}").has(number) for index in range(count)) == 1
 
 
 @pytest.mark.parametrize(

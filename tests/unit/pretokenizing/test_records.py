@@ -16,7 +16,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
 from tokenfeed.pipeline.format import storage
 from tokenfeed.pipeline.format.shard import ShardWriter
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.tools.jobs import records
+from tokenfeed.tools.jobs import run_records as records
 from tokenfeed.tools.pretokenizing import make as make_module
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 from tokenfeed.tools.pretokenizing.options import Options

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")

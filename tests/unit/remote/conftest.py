@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from remote_stores import Remote, remote_store
 
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 
 pytest.importorskip("obstore")
 

@@ -11,7 +11,8 @@ from remote_stores import DATA, FAST, Remote
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.format.store import open_store
-from tokenfeed.pipeline.remote import address, process
+from tokenfeed.pipeline.remote import address
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.corpus.remote_sources import object_at, objects_below

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.remote.ranged import LARGEST_BYTES, VersionedBytes
+from tokenfeed.pipeline.remote.object_file import LARGEST_BYTES, VersionedBytes
 from tokenfeed.pipeline.remote.spans import Span, SpansFile, joined_spans
 
 MIB = 1 << 20

@@ -19,7 +19,8 @@ from stores import keep_in_memory
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import Store
-from tokenfeed.pipeline.remote import object_store, process
+from tokenfeed.pipeline.remote import object_store
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.data_sets import copy as copying
 from tokenfeed.tools.data_sets.copy import copy_data_set

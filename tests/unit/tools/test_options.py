@@ -11,8 +11,8 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import pretokenize, report, shards
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
-from tokenfeed.tools.corpus.records import Fields, Kind
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Lm
+from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
 from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
     input_formats,
@@ -22,10 +22,10 @@ from tokenfeed.tools.pretokenizing.options import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Titled(Lm):
+class Titled(LmEncoder):
     name: ClassVar[Task] = "titled"  # type: ignore[assignment]
     record: ClassVar[str] = "a document with a title"
-    kinds: ClassVar[Fields] = {"text": Kind.TEXT, "title": Kind.TEXT}
+    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT, "title": FieldKind.TEXT}
     title: str | None = None
 
 

@@ -16,9 +16,9 @@ from machines import make, with_fast_engine
 from tokenizers import Tokenizer
 
 from tokenfeed.tools import shards
-from tokenfeed.tools.corpus.records import Fields, Kind
+from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.data_sets.remake import _fields
-from tokenfeed.tools.encoding.tasks import TASK_CLASSES, Complete
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, CompleteEncoder
 from tokenfeed.tools.pretokenizing.options import Options
 
 DAMAGE: list[Callable[[Path], object]] = [
@@ -211,10 +211,10 @@ def test_a_recipe_that_is_damaged_is_told(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hinted(Complete):
+class Hinted(CompleteEncoder):
     """A task of somebody's own, one field of which is read only if it is named."""
 
-    kinds: ClassVar[Fields] = {"hint": Kind.TEXT, **Complete.kinds}
+    kinds: ClassVar[Fields] = {"hint": FieldKind.TEXT, **CompleteEncoder.kinds}
     hint: str | None = None
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from saves import CPU, assert_same, best_of, make_meta, make_state, names_in, open_saver, save
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.format import join, split
+from tokenfeed.trainer.checkpoints.checkpoint_format import join, split
 from tokenfeed.trainer.checkpoints.metadata import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State

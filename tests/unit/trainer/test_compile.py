@@ -18,7 +18,7 @@ from training import (
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, PhaseSettings, TrainConfig
-from tokenfeed.trainer.feeding.batching import make_policy, shapes
+from tokenfeed.trainer.feeding.batch_policy import make_policy, shapes
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.build import compile_model
 

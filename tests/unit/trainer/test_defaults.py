@@ -18,7 +18,7 @@ from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batching import make_policy
+from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.feeding.loaders import step_feed
 from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.sizing.recommended import Asked, epochs_of, lasting, steps_of, suited

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batching import make_policy, micro_batch_sizes, shapes
+from tokenfeed.trainer.feeding.batch_policy import make_policy, micro_batch_sizes, shapes
 from tokenfeed.trainer.sensors.gpu_models import GPUS, gpu_of, recognized
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, largest_fitting
 

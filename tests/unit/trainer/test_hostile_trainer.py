@@ -23,7 +23,7 @@ from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optim import train_state as learner
 from tokenfeed.trainer.optim.precision import Precision, _allow_tf32
-from tokenfeed.trainer.report import progress as progress_log
+from tokenfeed.trainer.report import progress_lines as progress_log
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
 from tokenfeed.trainer.tasks.registry import make_task

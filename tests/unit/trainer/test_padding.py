@@ -9,7 +9,7 @@ from training import LONGEST, RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.feeding.batching import is_packed, make_policy, padding_remedy
+from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy, padding_remedy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeding.loaders import Feeds
 from tokenfeed.trainer.tasks.registry import task_of

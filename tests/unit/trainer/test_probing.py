@@ -13,7 +13,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.batching import possible_sizes
+from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, _Probe, decide_micro_batch
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, SHARE_OF_MEMORY

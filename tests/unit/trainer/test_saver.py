@@ -14,7 +14,7 @@ from torch import nn
 from training import make_config, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.trainer.checkpoints import format as checkpoint_format
+from tokenfeed.trainer.checkpoints import checkpoint_format
 from tokenfeed.trainer.checkpoints.async_saver import Background, Saver
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy

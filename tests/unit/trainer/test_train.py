@@ -35,7 +35,7 @@ from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
-from tokenfeed.trainer.report.progress import StepLog
+from tokenfeed.trainer.report.progress_lines import StepLog
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
 

@@ -21,7 +21,7 @@ from saves import best_of, make_meta, make_state, names_in, open_saver, save
 from training import assert_same_run, run, write_counting
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.remote import process
+from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.trainer.checkpoints import remote_copy as remote_module
 from tokenfeed.trainer.checkpoints import uploader as uploads_module
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun

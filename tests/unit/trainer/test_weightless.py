@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from training import RUNS, make_config, write_every_task
 
 from tokenfeed.pipeline.feeding.loader import ShardLoader
-from tokenfeed.trainer.feeding.batching import is_packed, make_policy
+from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize
 from tokenfeed.trainer.optim.gradients import Tally

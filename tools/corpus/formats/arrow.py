@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import (
     BATCH_ROWS,
     OpenTable,

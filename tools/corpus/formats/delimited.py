@@ -15,16 +15,16 @@ import pyarrow.csv as csv
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.ragged import binaries
 from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, is_utf8
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.quoting import Lines, QuotedRows, whole_rows
 from tokenfeed.tools.corpus.formats.tables import batch_records, column_problem
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records, Reject, rejected
 
 __all__ = ["CSV", "TSV"]
 
 
-def _read(part: Part, fields: Fields, delimiter: str) -> Iterator[Records]:
+def _read(part: FilePart, fields: Fields, delimiter: str) -> Iterator[Records]:
     blocks, consumed = part.blocks(), 0
     for records in _records(
         blocks,

@@ -22,12 +22,12 @@ import msgspec
 import numpy as np
 
 from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, LongLine, is_utf8, whole_lines
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.lines import cut_lines
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import (
+    FieldKind,
     Fields,
-    Kind,
     Records,
     Unusable,
     checker,
@@ -117,10 +117,10 @@ def is_json_lines(start: bytes, field: str) -> bool:
     return any(field in value for value in objects) or bool(objects and second)
 
 
-def _column(values: list[Any], kind: Kind) -> list[Any]:
-    if kind is Kind.TEXT:
+def _column(values: list[Any], kind: FieldKind) -> list[Any]:
+    if kind is FieldKind.TEXT:
         return list(map(str.encode, values))
-    if kind is Kind.WORDS:
+    if kind is FieldKind.WORDS:
         return [list(map(str.encode, words)) for words in values]
     return list(map(checker(kind), values))
 
@@ -166,7 +166,7 @@ def _has_one_object_a_line(block: bytes, num_objects: int) -> bool:
     return bool((characters[firsts] == ord("{")).all() and (characters[lasts] == ord("}")).all())
 
 
-def _read(part: Part, fields: Fields) -> Iterator[Records]:
+def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     decoder = _json_lines(tuple(fields.items()))
     blocks = part.blocks()
     record, consumed = part.first_record, 0
@@ -183,7 +183,7 @@ def _read(part: Part, fields: Fields) -> Iterator[Records]:
 
 
 @functools.cache
-def _json_lines(fields: tuple[tuple[str, Kind], ...]) -> JsonLines:
+def _json_lines(fields: tuple[tuple[str, FieldKind], ...]) -> JsonLines:
     return JsonLines(dict(fields))
 
 

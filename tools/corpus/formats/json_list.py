@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.json_lines import json_object
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import Fields, Records, records_of
 
 __all__ = ["JSON_LIST", "is_json_list"]
@@ -32,7 +32,7 @@ def is_json_list(start: bytes, field: str) -> bool:
     return text.startswith("[") and isinstance(value, dict)
 
 
-def _read(part: Part, fields: Fields) -> Iterator[Records]:
+def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     blocks = part.blocks()
     record, consumed = part.first_record, 0
     for elements in _elements(blocks, part.source.max_record_bytes):

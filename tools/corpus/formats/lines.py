@@ -13,7 +13,7 @@ import numpy as np
 from tokenfeed.pipeline.feeding.cores import num_cores
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.blocks import Blocks
-from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
+from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 
 __all__ = ["cut_lines"]
 
@@ -24,7 +24,7 @@ _COUNTED_BYTES = 1 << 18
 """At once: what is compared stays in the cache of a core."""
 
 
-def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[Part]:
+def cut_lines(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
     """Byte ranges of nearly equal size, each ending behind a newline.
 
     A compressed file cannot be entered in the middle, and stays whole.
@@ -74,8 +74,8 @@ def _count(block: bytes) -> int:
     return sum(int(np.count_nonzero(piece == ord("\n"))) for piece in pieces)
 
 
-def _range(source: InputFile, start: int, stop: int, first_record: int) -> Part:
-    return Part(
+def _range(source: InputFile, start: int, stop: int, first_record: int) -> FilePart:
+    return FilePart(
         source=source,
         start=start,
         stop=stop,

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from tokenfeed.pipeline.remote.ranged import SeekableFile
+from tokenfeed.pipeline.remote.object_file import SeekableFile
 from tokenfeed.pipeline.remote.spans import Span, SpansFile
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
-from tokenfeed.tools.corpus.formats.format import Format
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import (
     BATCH_ROWS,
     OpenTable,

@@ -15,7 +15,7 @@ import numpy as np
 
 from tokenfeed.tools.corpus.records import too_long
 
-__all__ = ["Lines", "QuotedRows", "Rows", "whole_rows"]
+__all__ = ["DelimitedRows", "Lines", "QuotedRows", "whole_rows"]
 
 _MANY_LINES = 100
 """A value of more lines gets a warning: it may have swallowed rows."""
@@ -23,7 +23,7 @@ _QUOTE, _NEWLINE, _RETURN = ord('"'), ord("\n"), ord("\r")
 _NEWLINES = re.compile(rb"[\r\n]")
 
 
-class Rows(NamedTuple):
+class DelimitedRows(NamedTuple):
     """Whole rows; or, with a reason, one row to be rejected."""
 
     data: bytes
@@ -41,10 +41,10 @@ class Lines:
         header = self._row.match(data)
         return header.end() if header else 0
 
-    def cut(self, data: bytes, line: int) -> Iterator[Rows]:
+    def cut(self, data: bytes, line: int) -> Iterator[DelimitedRows]:
         """The whole rows that `data` begins with; its first line has the number `line`."""
         if end := _behind_newline(data, 0, len(data)):
-            yield Rows(data[:end])
+            yield DelimitedRows(data[:end])
 
     def unclosed(self, data: bytes, line: int) -> str:
         """Why `data`, the end of a file, is no whole row."""
@@ -60,7 +60,9 @@ class Lines:
         newline = _NEWLINES.search(data)
         return newline.end() if newline else 0, False
 
-    def without_long(self, rows: Rows, line: int, most_bytes: int) -> Iterator[Rows]:
+    def without_long(
+        self, rows: DelimitedRows, line: int, most_bytes: int
+    ) -> Iterator[DelimitedRows]:
         """The same rows, except that each that is too long is rejected alone."""
         if len(rows.data) <= most_bytes:
             yield rows
@@ -70,14 +72,14 @@ class Lines:
             num_bytes = len(row[0].strip(b"\r\n"))
             if num_bytes > most_bytes:
                 if start < end:
-                    yield Rows(rows.data[start:end], rows.reason, rows.warning)
+                    yield DelimitedRows(rows.data[start:end], rows.reason, rows.warning)
                 first = line + rows.data.count(b"\n", 0, end)
                 reason = _long_reason(num_bytes, most_bytes, first, first + row[0].count(b"\n"))
-                yield Rows(row[0], reason)
+                yield DelimitedRows(row[0], reason)
                 start = row.end()
             end = row.end()
         if start < len(rows.data):
-            yield Rows(rows.data[start:], rows.reason, rows.warning)
+            yield DelimitedRows(rows.data[start:], rows.reason, rows.warning)
 
 
 class QuotedRows(Lines):
@@ -100,13 +102,13 @@ class QuotedRows(Lines):
         self._values = re.compile(rb"(?:%b[^%b\r\n]*+|%b)*+" % (any_quoted, comma, plain))
         self._row = re.compile(rb"[\r\n]*+(?=[^\r\n])%b[\r\n]" % self._values.pattern)
 
-    def cut(self, data: bytes, line: int) -> Iterator[Rows]:
+    def cut(self, data: bytes, line: int) -> Iterator[DelimitedRows]:
         """The whole rows that `data` begins with; its first line has the number `line`."""
         end = self._sound_end(data)
         if end is None:
             yield from self._cut_carefully(data, line)
         elif end:
-            yield Rows(data[:end])
+            yield DelimitedRows(data[:end])
 
     def unclosed(self, data: bytes, line: int) -> str:
         """Why `data`, the end of a file, is no whole row."""
@@ -146,14 +148,14 @@ class QuotedRows(Lines):
             return None
         return _end_outside(data, starts, ends)
 
-    def _cut_carefully(self, data: bytes, line: int) -> Iterator[Rows]:
+    def _cut_carefully(self, data: bytes, line: int) -> Iterator[DelimitedRows]:
         """Sound rows together, and each of the others alone."""
         start = 0
         while True:
             sound = self._sound_rows.match(data, start)
             assert sound, "the pattern matches nothing at least"
             if sound.end() > start:
-                yield Rows(sound[0])
+                yield DelimitedRows(sound[0])
             line += data.count(b"\n", start, sound.end())
             row = self._row.match(data, sound.end())
             if not row:
@@ -161,10 +163,10 @@ class QuotedRows(Lines):
             start = row.end()
             last = line + row[0].rstrip(b"\r\n").count(b"\n")
             if self._long_row.fullmatch(row[0]):
-                yield Rows(row[0], warning=self._warning(line, last))
+                yield DelimitedRows(row[0], warning=self._warning(line, last))
             else:
                 reason = "a quoted value spans lines and goes on behind its closing quote"
-                yield Rows(row[0], f"{reason}: {_lost(line, last)}")
+                yield DelimitedRows(row[0], f"{reason}: {_lost(line, last)}")
             line += row[0].count(b"\n")
 
     def _warning(self, first: int, last: int) -> str | None:
@@ -177,7 +179,7 @@ class QuotedRows(Lines):
         )
 
 
-def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Iterator[Rows]:
+def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Iterator[DelimitedRows]:
     """Cut a file behind rows. The first row, which names the columns, comes alone.
 
     A row of more than `most_bytes` is dropped while it is read, and rejected.
@@ -192,7 +194,7 @@ def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Itera
             end = long.add(block)
             if not end:
                 continue
-            yield Rows(b"", long.reason(most_bytes, line))
+            yield DelimitedRows(b"", long.reason(most_bytes, line))
             line += long.newlines
             rest, long = block[end:], None
         else:
@@ -205,7 +207,7 @@ def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Itera
             if not end:
                 continue
             has_header = True
-            yield Rows(rest[:end])
+            yield DelimitedRows(rest[:end])
             line += rest.count(b"\n", 0, end)
             rest = rest[end:]
         end = 0
@@ -217,9 +219,9 @@ def whole_rows(blocks: Iterable[bytes], syntax: Lines, most_bytes: int) -> Itera
         if len(rest) > most_bytes:
             long, rest = _LongRow(rest, syntax), b""
     if long:
-        yield Rows(b"", long.reason(most_bytes, line))
+        yield DelimitedRows(b"", long.reason(most_bytes, line))
     elif rest.strip(b"\r\n"):
-        yield Rows(rest, syntax.unclosed(rest, line))
+        yield DelimitedRows(rest, syntax.unclosed(rest, line))
 
 
 def _with_last_newline(blocks: Iterable[bytes]) -> Iterator[bytes]:

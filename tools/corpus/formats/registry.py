@@ -1,8 +1,8 @@
 """The formats there are: a new one is a file beside this one, and a line here."""
 
 from tokenfeed.tools.corpus.formats.arrow import ARROW
+from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.delimited import CSV, TSV
-from tokenfeed.tools.corpus.formats.format import Format
 from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
 from tokenfeed.tools.corpus.formats.json_list import JSON_LIST
 from tokenfeed.tools.corpus.formats.parquet import PARQUET

@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
+from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import (
+    FieldKind,
     Fields,
-    Kind,
     Records,
     Reject,
     Unusable,
@@ -77,7 +77,7 @@ OpenTable = Callable[[Location], AbstractContextManager[Table]]
 """Opens a table; raises OSError, ValueError or ArrowException where it is none."""
 
 
-def read_table(part: Part, fields: Fields, *, open_table: OpenTable) -> Iterator[Records]:
+def read_table(part: FilePart, fields: Fields, *, open_table: OpenTable) -> Iterator[Records]:
     """Read a part of a table, some of its groups of rows; where a column is missing, the file is
     one reject."""
     with open_table(part.source.path) as table:
@@ -95,10 +95,10 @@ def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
     long: dict[int, Reject] = {}
     for name, kind in fields.items():
         values = records.fields[name]
-        if (kind.item or kind) is not Kind.TEXT:
+        if (kind.item or kind) is not FieldKind.TEXT:
             continue
         for place, value in enumerate(values):
-            num_bytes = len(value) if kind is Kind.TEXT else sum(map(len, value))
+            num_bytes = len(value) if kind is FieldKind.TEXT else sum(map(len, value))
             if num_bytes > most_bytes:
                 reason = f"field `{name}` {too_long(num_bytes, most_bytes)}"
                 long.setdefault(place, Reject(int(records.numbers[place]), reason))
@@ -113,7 +113,7 @@ def _without_long(records: Records, fields: Fields, most_bytes: int) -> Records:
     )
 
 
-def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[Part]:
+def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> Iterator[FilePart]:
     """Groups of rows, neighbours together while they fit into a shard.
 
     A file that cannot be read stays whole, to be rejected as such.
@@ -130,7 +130,7 @@ def cut_table(source: InputFile, shard_bytes: int, *, open_table: OpenTable) -> 
         num_rows += of_group
         if stop < len(rows) and num_rows + rows[stop] <= rows_wanted:
             continue
-        yield Part(
+        yield FilePart(
             source=source,
             start=start,
             stop=stop,
@@ -179,7 +179,7 @@ def batch_records(batch: pa.RecordBatch, fields: Fields, numbers: np.ndarray) ->
     return records_of(zip(numbers.tolist(), rows, strict=True), fields)
 
 
-def _plain(column: pa.Array, kind: Kind) -> pa.Array:
+def _plain(column: pa.Array, kind: FieldKind) -> pa.Array:
     """The column without dictionary encoding, texts as bytes: they may not be valid UTF-8."""
     if pa.types.is_dictionary(column.type):
         _check_dictionary(column)
@@ -201,15 +201,15 @@ def _check_dictionary(column: pa.DictionaryArray) -> None:
     Arrow's own check of them also asks that every text is valid UTF-8.
     """
     column.indices.validate()
-    _plain(column.dictionary, Kind.TEXT)
+    _plain(column.dictionary, FieldKind.TEXT)
     ends = pc.min_max(column.indices).as_py()  # pyright: ignore[reportAttributeAccessIssue]
     if ends["min"] is not None and not 0 <= ends["min"] <= ends["max"] < len(column.dictionary):
         raise pa.ArrowInvalid(f"index {ends['max']} of a dictionary of {len(column.dictionary)}")
 
 
-def _is_sound(column: pa.Array, kind: Kind) -> bool:
+def _is_sound(column: pa.Array, kind: FieldKind) -> bool:
     """Whether all values are of a simple kind, none is null, and all text is valid UTF-8."""
-    if column.null_count or kind is not Kind.TEXT:
+    if column.null_count or kind is not FieldKind.TEXT:
         return False
     try:
         pa.LargeStringArray.from_buffers(

@@ -4,11 +4,11 @@ import codecs
 from collections.abc import Iterator
 
 from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS
-from tokenfeed.tools.corpus.formats.format import Format
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.records import (
+    FieldKind,
     Fields,
-    Kind,
     Records,
     Unusable,
     checker,
@@ -19,13 +19,13 @@ from tokenfeed.tools.corpus.records import (
 __all__ = ["TEXT"]
 
 
-def _read(part: Part, fields: Fields) -> Iterator[Records]:
+def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
     """The whole file is the first field that takes a text."""
-    name = next((name for name, kind in fields.items() if kind is Kind.TEXT), "")
+    name = next((name for name, kind in fields.items() if kind is FieldKind.TEXT), "")
     yield records_of([(0, _row(part, name))], fields, part.weight_bytes)
 
 
-def _row(part: Part, name: str) -> dict[str, bytes] | Unusable:
+def _row(part: FilePart, name: str) -> dict[str, bytes] | Unusable:
     pieces: list[bytes] = []
     num_bytes, most_bytes = 0, part.source.max_record_bytes
     for block in part.blocks():
@@ -40,7 +40,7 @@ def _row(part: Part, name: str) -> dict[str, bytes] | Unusable:
     if text.startswith(UTF16_MARKS):
         return Unusable(IS_UTF16)
     try:
-        return {name: checker(Kind.TEXT)(text)}
+        return {name: checker(FieldKind.TEXT)(text)}
     except Unusable as reason:
         return Unusable(f"the text {reason}")
 

@@ -36,10 +36,10 @@ from tokenfeed.pipeline.format.store import LocalStore, Place
 from tokenfeed.pipeline.remote.threads import results_of
 
 __all__ = [
-    "Part",
-    "Records",
+    "JobPart",
     "Result",
     "ResultT",
+    "RunRecords",
     "check_recipe",
     "claimed",
     "differences",
@@ -97,7 +97,7 @@ ResultT = TypeVar("ResultT", bound=Result)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class JobPart:
     """One of several processes that share the units of a run."""
 
     index: int
@@ -125,10 +125,10 @@ class Part:
         return number % self.count == self.index
 
 
-_ALL = Part(0, 1)
+_ALL = JobPart(0, 1)
 
 
-class Records(Generic[ResultT]):
+class RunRecords(Generic[ResultT]):
     """The records of a run in an output; a run that is no part locks its folder until closed."""
 
     def __init__(self, output: Place, kind: type[ResultT]) -> None:
@@ -149,7 +149,7 @@ class Records(Generic[ResultT]):
         output: Place,
         recipe: dict[str, Any],
         kind: type[ResultT],
-        part: Part | None = None,
+        part: JobPart | None = None,
     ) -> Self:
         """Begin a run in an output, or continue the unfinished one there.
 
@@ -262,7 +262,7 @@ class Records(Generic[ResultT]):
         self.check()  # or the folder would be made anew
         self._output.write(name, json.dumps(content).encode() + b"\n")
 
-    def _load(self, part: Part) -> None:
+    def _load(self, part: JobPart) -> None:
         """Read the records of a part, and look at the files that they name."""
         names = sorted(name for name in self._output.names(PARTS_FOLDER) if _is_record(name, part))
         records = [each for each in results_of(self._record, names, _AT_ONCE) if each]
@@ -456,6 +456,6 @@ def _job_of(output: Place) -> dict[str, Any]:
     )
 
 
-def _is_record(name: str, part: Part) -> bool:
+def _is_record(name: str, part: JobPart) -> bool:
     number, _, ending = name.partition(".")
     return ending == "json" and number.isdecimal() and part.has(int(number))

@@ -73,7 +73,7 @@ if hasattr(os, "register_at_fork"):
 _log = logging.getLogger(__name__)
 _CODE = (
     "import sys, marshal; sys.path[:] = marshal.load(sys.stdin.buffer); "
-    "from tokenfeed.pipeline.remote.process import main; main()"
+    "from tokenfeed.pipeline.remote.own_process import main; main()"
 )
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from tokenfeed.tools.corpus.input_files import InputFile, Part, whole
+from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.locations import Location
 from tokenfeed.tools.corpus.records import Fields, Records
 
@@ -19,14 +19,14 @@ class Format:
     name: str
     endings: tuple[str, ...]
     """What the names of its files end in, in lower case."""
-    read: Callable[[Part, Fields], Iterator[Records]]
+    read: Callable[[FilePart, Fields], Iterator[Records]]
     """Reads a part; raises one of `DAMAGE` or of `damage` where the rest of it cannot be read."""
     damage: tuple[type[Exception], ...] = ()
     """What its parser raises of a damaged file, besides `DAMAGE`."""
     packages: tuple[str, ...] = ()
     """Its parser, as it is installed, if only this format needs it: machines that share a run must
     have the same version."""
-    cut: Callable[[InputFile, int], Iterator[Part]] = whole
+    cut: Callable[[InputFile, int], Iterator[FilePart]] = whole
     """Cuts a file into parts of about so many bytes of text, by the content of the file alone."""
     cut_at_once: int = 1
     """Files in a store that are cut at the same time, where that is little to ask for."""

@@ -13,9 +13,9 @@ from dataclasses import replace
 from tokenfeed.pipeline.remote.threads import few_threads
 from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Damage, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
-from tokenfeed.tools.corpus.input_files import Part
+from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
-from tokenfeed.tools.corpus.records import Fields, Kind, Records, rejected
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, rejected
 
 __all__ = ["UnverifiedError", "fetched_ahead", "read_records", "read_texts"]
 
@@ -27,7 +27,7 @@ class UnverifiedError(Exception):
     """Some of the records given so far come from a damaged part of a compressed file."""
 
 
-def read_records(part: Part, fields: Fields, *, in_one_pass: bool = False) -> Iterator[Records]:
+def read_records(part: FilePart, fields: Fields, *, in_one_pass: bool = False) -> Iterator[Records]:
     """Read every record of `part`, with the weight of the part spread over them.
 
     Args:
@@ -64,10 +64,10 @@ def read_records(part: Part, fields: Fields, *, in_one_pass: bool = False) -> It
     part.source.check_unchanged()
 
 
-def fetched_ahead(parts: Iterable[Part]) -> Iterator[Part]:
+def fetched_ahead(parts: Iterable[FilePart]) -> Iterator[FilePart]:
     """Yield the same parts. Small remote files are fetched before their turn, several at once."""
     with few_threads(_AHEAD) as threads:
-        coming: deque[Future[Part] | Part] = deque()
+        coming: deque[Future[FilePart] | FilePart] = deque()
         for part in parts:
             coming.append(threads.submit(_fetched, part) if _is_small(part) else part)
             if len(coming) > _AHEAD:
@@ -76,34 +76,34 @@ def fetched_ahead(parts: Iterable[Part]) -> Iterator[Part]:
             yield _result(coming.popleft())
 
 
-def _is_small(part: Part) -> bool:
+def _is_small(part: FilePart) -> bool:
     return isinstance(part.source.path, RemoteFile) and part.source.path.is_small
 
 
-def _fetched(part: Part) -> Part:
+def _fetched(part: FilePart) -> FilePart:
     assert isinstance(part.source.path, RemoteFile)
     return replace(part, source=replace(part.source, path=part.source.path.fetched()))
 
 
-def _result(part: Future[Part] | Part) -> Part:
-    return part if isinstance(part, Part) else part.result()
+def _result(part: Future[FilePart] | FilePart) -> FilePart:
+    return part if isinstance(part, FilePart) else part.result()
 
 
-def read_texts(part: Part, fields: Fields) -> Iterator[bytes]:
+def read_texts(part: FilePart, fields: Fields) -> Iterator[bytes]:
     """Only the texts of a part, of whichever of `fields` hold some; words are joined by spaces.
 
     For samples: texts in front of damage in a compressed file are not verified.
     """
-    textual = (Kind.TEXT, Kind.WORDS)
+    textual = (FieldKind.TEXT, FieldKind.WORDS)
     wanted: Fields = {name: kind for name, kind in fields.items() if kind in textual}
     with suppress(UnverifiedError):
         for records in read_records(part, wanted, in_one_pass=True):
             for name, kind in wanted.items():
                 values = records.fields[name]
-                yield from values if kind is Kind.TEXT else map(b" ".join, values)
+                yield from values if kind is FieldKind.TEXT else map(b" ".join, values)
 
 
-def _verified(part: Part) -> Part:
+def _verified(part: FilePart) -> FilePart:
     """The part, which is a compressed file, with its damage if there is any."""
     blocks = part.blocks()
     try:
