@@ -31,6 +31,7 @@ from tokenfeed.trainer.sizing.recommended import (
     epochs_of,
     lasting,
     machine_of,
+    packs,
     sized,
     steps_of,
     suited,
@@ -275,7 +276,8 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         on_gpu = machine.gpu is not None
         choices += lasting(manifest, suited_to_data, asked, epochs, said=given, on_gpu=on_gpu)
         given = {name: value for name, value in given.items() if name != "epochs"}  # steps, now
-    choices += sized(command(), machine, given)
+    packed = manifest is None or packs(command(), manifest)
+    choices += sized(command(), machine, given, packed=packed)
     found = command()
     preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []
     for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):

@@ -73,6 +73,8 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 16
 """Files that are read at the same time."""
+_DAMAGED = (ValueError, KeyError, TypeError, RecursionError)
+"""What reading a damaged record raises."""
 _PLAN_FILE = f"{PARTS_FOLDER}/plan.json"
 _AUDIT_FILE = f"{PARTS_FOLDER}/audit.json"
 _LOCK_FILE = f"{PARTS_FOLDER}/lock"
@@ -221,7 +223,7 @@ class RunRecords(Generic[ResultT]):
 
     def kept_audit(self) -> dict[str, Any] | None:
         """The comparison of the engines that some process has kept; None if there is none."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
+        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             audit: dict[str, Any] = json.loads(self._output.read(_AUDIT_FILE))
             return audit
         return None
@@ -271,7 +273,7 @@ class RunRecords(Generic[ResultT]):
 
     def _record(self, name: str) -> tuple[ResultT, dict[str, int | None]] | None:
         """Read a record; None if it is damaged, so that its unit is done again."""
-        with contextlib.suppress(ValueError, KeyError, TypeError, FileNotFoundError):
+        with contextlib.suppress(*_DAMAGED, FileNotFoundError):
             content = json.loads(self._output.read(f"{PARTS_FOLDER}/{name}"))
             result = msgspec.convert(content["result"], self._kind)
             return result, msgspec.convert(content["written_at"], dict[str, int | None])
@@ -360,7 +362,7 @@ def planning_alone(output: Place) -> Iterator[None]:
 
 def kept_plan(output: Place) -> dict[str, Any] | None:
     """The plan of the unfinished run in an output; None if it is missing or damaged."""
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(FileNotFoundError, *_DAMAGED):
         content = json.loads(output.read(_PLAN_FILE))
         plan: dict[str, Any] = content["plan"]
         if xxhash.xxh3_64_hexdigest(json.dumps(plan).encode()) == content["xxh3"]:
@@ -446,7 +448,7 @@ def _job_of(output: Place) -> dict[str, Any]:
         raise ConfigError(
             f"{output}: another run has finished it, or was withdrawn, meanwhile."
         ) from None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, RecursionError):
         job = json.loads(content)
         if isinstance(job, dict) and isinstance(job.get("recipe"), dict) and "parts" in job:
             return job

@@ -134,12 +134,17 @@ def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochS
     if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
-    labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
-    packed = not labelled if config.batching == "auto" else config.batching == "packed"
+    packed = packs(config, manifest)
     long_rows = long_rows_of(config, manifest)
     policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
     train = manifest.split("train")
     return EpochShapes.of_split(train, policy, config.seed, config.accumulation)
+
+
+def packs(config: TrainConfig, manifest: Manifest) -> bool:
+    """Return whether a run packs its rows; otherwise it pads them."""
+    labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
+    return not labelled if config.batching == "auto" else config.batching == "packed"
 
 
 def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
@@ -309,13 +314,15 @@ def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
     )
 
 
-def sized(config: TrainConfig, machine: Machine, said: Container[str]) -> list[Choice]:
+def sized(
+    config: TrainConfig, machine: Machine, said: Container[str], *, packed: bool
+) -> list[Choice]:
     """Return the defaults that suit the GPU, without given settings. They do not change a step."""
     gpu, choices = machine.gpu, []
     if gpu is None:
         return []
     several = config.micro_batch_tokens != "auto" and config.accumulation > 1
-    if config.batching == "padded" and config.step_rows is None:
+    if not packed and config.step_rows is None:
         several = False  # smaller micro-batches would put other rows into a step
     if several and "micro_batch_tokens" not in said:
         reason = f"what fits {gpu.name}, {gpu.gib:.1f} GiB, in {gpu.precision}"

@@ -259,3 +259,17 @@ def test_finish_leaves_folders_that_are_not_its_own(
     (tmp_path / "out" / folder).mkdir(parents=True)
     make(lines, tmp_path / "out", tokenizer, validation=0.1, finish=True)
     assert files_of(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["00000.json", "plan.json", "job.json"])
+def test_records_nested_too_deeply_are_damaged_records(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], name: str
+) -> None:
+    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
+    (tmp_path / "out/.parts" / name).write_text("[" * 100_000)
+    if name == "job.json":
+        with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+            make(lines, tmp_path / "out", tokenizer, validation=0.1)
+    else:
+        make(lines, tmp_path / "out", tokenizer, validation=0.1)
+        assert files_of(tmp_path / "out") == undisturbed

@@ -22,7 +22,7 @@ machines = st.builds(
 
 
 def laid(config: TrainConfig, machine: Machine, *said: str) -> TrainConfig:
-    for choice in sized(config, machine, said):
+    for choice in sized(config, machine, said, packed=True):
         config = dataclasses.replace(config, **choice.settings)
     for choice in able(config, machine):
         config = dataclasses.replace(config, **choice.settings)
@@ -39,7 +39,7 @@ def test_what_is_decided_changes_no_training(machine: Machine) -> None:
 
 @given(machines)
 def test_what_was_said_stays(machine: Machine) -> None:
-    assert sized(MANY, machine, ("micro_batch_tokens", "num_workers")) == []
+    assert sized(MANY, machine, ("micro_batch_tokens", "num_workers"), packed=True) == []
 
 
 @given(machines, st.sampled_from(["auto", "fp32", "bf16", "fp16"]), st.booleans())
@@ -61,15 +61,14 @@ def test_on_a_cpu_nothing_changes(machine: Machine) -> None:
 def test_a_step_of_one_micro_batch_is_left_as_it_is() -> None:
     small = dataclasses.replace(MANY, step_tokens=2048)
     machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert sized(small, machine, ()) == []
+    assert sized(small, machine, (), packed=True) == []
 
 
 def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
-    padded = dataclasses.replace(MANY, batching="padded")
     machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert sized(padded, machine, ()) == []
-    rows = dataclasses.replace(padded, step_rows=64)
-    assert [choice.settings for choice in sized(rows, machine, ())] == [
+    assert sized(MANY, machine, (), packed=False) == []
+    rows = dataclasses.replace(MANY, step_rows=64)
+    assert [choice.settings for choice in sized(rows, machine, (), packed=False)] == [
         {"micro_batch_tokens": "auto"}
     ]
 
@@ -77,7 +76,7 @@ def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
 def test_a_line_says_what_was_decided_and_why() -> None:
     machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False)
     config = dataclasses.replace(laid(MANY, machine))
-    assert [choice.line(config) for choice in sized(MANY, machine, ())] == [
+    assert [choice.line(config) for choice in sized(MANY, machine, (), packed=True)] == [
         "--micro-batch-tokens auto (what fits T4, 14.5 GiB, in fp16)",
         "--num-workers 1 (2 cores)",
     ]
