@@ -2,12 +2,9 @@ r"""The bytes of an input file, decompressed, a block at a time; and the lines i
 
 A compressed file consists of one or more streams (gzip members, zstd frames), each with a checksum
 at its end. A damaged file raises one of `READ_ERRORS`. The bytes before the error may be wrong too:
-only `Blocks.sound_bytes` of them, the streams that ended well, can be relied on. Lines end at `\n`
-alone. Memory is bounded, however small a file is for what it unpacks to.
-
-What a damaged file of any format raises, and how a machine that is full is told from one.
-
-Whether bytes are UTF-8, at the speed of Arrow: a block of any size costs next to nothing.
+only the first `Blocks.sound_bytes`, the streams that ended well, can be relied on. Lines end at
+`\n` alone. Memory is bounded, however large a small file unpacks to. UTF-8 is checked at the speed
+of Arrow.
 """
 
 import bz2

@@ -1,9 +1,8 @@
 """Input files as they were found, and the parts of them that are read at once.
 
-Standard input as a file that several processes can read, cut and read again.
-
-It is copied to a nameless file beside the output, which the system deletes with this process,
-however that ends. Its checksum says whether a continued run was fed the same again.
+Standard input is copied to a nameless file beside the output, which several processes can read, cut
+and read again. The system deletes it with this process, however the process ends. Its checksum
+shows whether a continued run reads the same input again.
 """
 
 import os

@@ -1,12 +1,9 @@
-"""Kinds: what a field of a record must hold, and what it becomes, whatever file it comes from.
+"""Records, as the readers of all formats return them, and what their fields must hold.
 
-A new kind is a member here and a line of `_SCALARS` or `_ITEMS`: readers of every format ask these.
-
-Records: what the readers give, whatever file they read.
-
-A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad one costs
-itself only and becomes a reject. Readers give many at once, field by field; a field has a kind,
-and `kinds.checker` decides, for every format alike, whether a value is of that kind.
+A record is a text file, a line of JSON Lines or CSV, a row of Parquet or Arrow. A bad record costs
+only itself and becomes a reject. Readers return many records at once, field by field. A field has a
+kind, which decides for all formats whether a value is accepted. A new kind is a member of
+`FieldKind` and a line of `_SCALARS` or `_ITEMS`.
 """
 
 import contextlib

@@ -1,18 +1,12 @@
-"""Data sets of the Hub: converted by `datasets`, or files of a repository as they are.
+"""Find the input files at an address: an object, all objects below it, or a data set of the Hub.
+
+Objects come in the order of a folder with the same names, and hidden names are left out. A web
+server has no lists: its files are given one by one.
 
 `hub:OWNER/NAME[@REVISION][:CONFIG]` is loaded by `datasets`, which downloads and converts it once;
-from then on its files are read like any other Arrow file. A local folder that `datasets` can load
-goes the same way. `hf://datasets/OWNER/NAME[@REVISION][/PATH]` names files of a repository, which
-are read by ranges. Both depend on the commit that the revision is at, not on times of local copies.
-
-Find the input files at an address: one object, or all below it.
-
-What is below comes in the order of a folder with the same names, and what is hidden there is left
-out. A web server has no lists: its files are given one by one.
-
-Data sets that `datasets` saved by `save_to_disk`: their folders name their own files.
-
-What of a folder is no text to learn, whoever keeps the folder.
+later runs read the Arrow files. A local folder that `datasets` can load is read the same way.
+`hf://datasets/OWNER/NAME[@REVISION][/PATH]` names files of a repository, which are read by ranges.
+Both depend on the commit of the revision, not on times of local copies.
 """
 
 import json

@@ -1,12 +1,10 @@
 """Find the input files of a corpus, in an order that depends on their names alone.
 
-A file given by name is always read. In a folder, hidden entries, `__pycache__`, what `--exclude`
-names, the output folder, links that lead nowhere and binary files are left out. Symbolic links are
-followed, but a file that two ways lead to is read once. To tell binary from text, and JSON Lines
-from other JSON, the start of a file is read here. What `Dataset.save_to_disk` wrote is read as its
-Arrow files.
-
-Patterns of file names, as `--exclude` and `--split` have them, and names of splits.
+A file given by name is always read. In a folder, these are left out: hidden entries, `__pycache__`,
+files that `--exclude` names, the output folder, links that lead nowhere and binary files. Symbolic
+links are followed, but a file that two ways lead to is read once. To tell binary from text, and
+JSON Lines from other JSON, the start of a file is read here. A folder of `Dataset.save_to_disk` is
+read as its Arrow files. `--exclude` and `--split` share their patterns of file names.
 """
 
 import fnmatch

@@ -1,10 +1,8 @@
-"""`shards explain OUT`: of which records a step of a run was made, from a saved state.
+"""`shards explain OUT`: list the records of a step of a run, from a saved state.
 
-A state says where a run stood, and its plan follows from the data sets and the settings that the
-state holds; so any step around it can be made again, and named. That reads the window it is in, and
-those between it and the state.
-
-What a run has saved of its loader: a state by itself, or in a checkpoint of `train`.
+The state is a file of its own, or in a checkpoint of `train`. It says where a run stood, and it
+holds the settings of the plan, so any step near it can be made again. That reads the window of the
+step, and the windows between it and the state.
 """
 
 import json

@@ -1,16 +1,14 @@
-"""Shapes: which tokenizers the fast engine is trusted with, part by part.
+"""Which tokenizers the fast engine is trusted with, part by part.
 
 A tokenizer.json is parsed into the types below, which name every key and every value that was
 proved: the fast engine and the reference gave the same ids for thousands of generated texts of each
-shape in the table. Whatever else a file says, be it a key that nobody knows, makes it `Unproved`.
-Decoder and post-processor do not matter: ids are made before them.
+shape in the table. Any other key or value makes the file `Unproved`. Decoder and post-processor do
+not matter: ids are made before them.
 
-Vocabularies and merges: what they must be like for the fast engine to read them rightly.
-
-The fast engine knows tokens by their bytes, the reference by their strings, so that two strings
-must not mean the same bytes. Where several merges make one token, the order among them is of no
-account: what the merges before have made of its text is one pair only. The checks are over
-100,000s of strings and so are set operations.
+Vocabulary and merges are checked too. The fast engine knows tokens by their bytes, the reference by
+their strings, so two strings must not stand for the same bytes. If several merges make one token,
+their order does not matter: the earlier merges leave only one pair of its text. The checks compare
+100,000s of strings, so they are set operations.
 """
 
 import re

@@ -1,13 +1,8 @@
-"""Engines: what turns texts into ids. `tokenizers` says what is right; `gigatoken` is fast.
+"""Engines turn texts into ids. `tokenizers` is the reference; `gigatoken` is fast.
 
-An engine takes a batch of UTF-8 texts and gives flat ids and lengths as numpy arrays, in storage
-dtype; no token is ever a Python object. A fast engine is trusted only as far as it was compared
-with the reference: `audit` does that.
-
-Trust: whether the fast engine is known to be right about a tokenizer, and the tokenizer.json
-that is written for it.
-
-Which engines can be used here, and of which version.
+An engine takes a batch of UTF-8 texts and returns flat ids and lengths as numpy arrays, in storage
+dtype; no token is ever a Python object. A fast engine is used only if the tokenizer has a proved
+shape and its version is known. `audit` then compares it with the reference.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
-"""The ledger of one unit: what became of each of its records, and what is kept of it in the end.
+"""Group the records of a unit into batches for an engine, and count what became of each record.
 
-Group the records of a unit into batches large enough for an engine to run at speed.
-
-Small files go together, and long blocks of a big one stay as they were read. What a reader or the
-task refuses goes to the ledger.
+Small files are grouped, so that the engine runs at speed; long blocks of a large file stay as they
+were read. Records that a reader or the task rejects are counted with their reasons.
 """
 
 import contextlib

@@ -1,16 +1,15 @@
-"""Routes: which texts must go to the reference, by what their bytes contain.
+"""Which texts must go to the reference, by the bytes they contain.
 
-Where the fast engine is right about every text that lacks something findable, a scan finds the
-texts that have it. It depends on each text alone, never on its batch, so that neither the number of
-workers nor a kill can change an id. Texts of ASCII, and those without a byte that begins one of the
-characters sought, cost nearly nothing.
+If the fast engine is right about every text without certain characters, a scan finds the texts that
+have them. It depends on each text alone, never on its batch, so neither the number of workers nor a
+kill can change an id. Texts of ASCII, and texts without a byte that begins one of the characters,
+cost nearly nothing.
 
-Characters that the fast engine and the reference classify differently: ranges, first and last.
-
-The fast engine knows Unicode 17, the reference Unicode 16: to it, characters that are newer are
-nothing at all. Found by `python tests/support/character_probe.py`, which encodes every character in
-every neighbourhood that a regex of the table of shapes tells apart, by gigatoken 0.10 and by
-`tokenizers` 0.21 to 0.23; tests do so again with what is installed.
+The characters below are those that the fast engine (Unicode 17) and the reference (Unicode 16)
+classify differently: to the reference, newer characters are unassigned. `python
+tests/support/character_probe.py` found them: it encodes every character in every neighbourhood that
+a regex of the table of shapes tells apart, by gigatoken 0.10 and by `tokenizers` 0.21 to 0.23;
+tests repeat this with the installed versions.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Tasks: what each makes of records. Fields in, rows with their columns out, a batch at a time.
+"""Tasks: fields of records in, rows with their columns out, a batch at a time.
 
     lm        a text                       -> ids
     classify  a text, or two, and a label  -> ids, label
@@ -6,9 +6,7 @@
     tag       words and their tags         -> ids, a label a token
     complete  a prompt and a completion    -> ids, prompt_length
 
-A record whose texts give no token at all becomes an empty row, which is counted and not written.
-
-What a task is: fields of records in, rows with their columns out, a batch at a time.
+A record whose texts have no tokens becomes an empty row, which is counted and not written.
 """
 
 from abc import ABC, abstractmethod

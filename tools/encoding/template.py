@@ -1,8 +1,6 @@
-"""The template: what stands around the texts of a row, as the tokenizer has it.
+"""What a tokenizer puts around a text or a pair of texts, such as `[CLS] A [SEP] B [SEP]`.
 
-One such as `[CLS] A [SEP] B [SEP]` is read from the post-processor of its tokenizer.json.
-
-Templates: what a tokenizer puts around a text or a pair, read from its post-processor.
+The template is read from the post-processor in tokenizer.json.
 """
 
 from collections.abc import Sequence

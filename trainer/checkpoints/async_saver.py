@@ -1,6 +1,7 @@
-"""Saves beside the loop: one checkpoint at a time, none reported before it is whole.
+"""Save checkpoints on a background thread, one at a time.
 
-Work beside the loop, in its order.
+A checkpoint is reported when it is whole. Jobs run in order; after a failure, queued jobs are
+skipped until the error has been raised.
 """
 
 import logging

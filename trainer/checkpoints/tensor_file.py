@@ -1,14 +1,12 @@
-"""A file of tensors in the format of safetensors, written from one piece of memory.
+"""Copies of tensors in host memory, and writing them as a safetensors file.
 
-The memory is laid out as the file is, so that it is written and hashed in one pass, without a copy,
-and other threads run on meanwhile. What the format has no name for, as complex numbers, is kept as
-bytes; dtype and shape stand in checkpoint.json as well.
+The copy is queued on the stream that computes. So the next step cannot change tensors that are
+still being copied, and the host continues at once. The price is that the device computes nothing
+during the copy, which the stall meter sees. The memory is allocated, and page-locked, once.
 
-A copy of tensors in host memory: what the loop pays for a checkpoint.
-
-The copy stands in the queue of the stream that computes. So the next step cannot change what is
-still being copied, and the host goes on at once; the price is that the device computes nothing
-meanwhile, which the stall meter sees. The memory is allocated, and page-locked, once.
+The memory is laid out like the file, so it is written and hashed in one pass, without a copy, and
+other threads run meanwhile. Types that safetensors does not have, such as complex numbers, are
+stored as bytes; checkpoint.json has their dtype and shape.
 """
 
 import contextlib

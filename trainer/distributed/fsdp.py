@@ -1,11 +1,8 @@
-"""Tensors of which each rank has a share, DTensors, and models of such weights.
-
-What torch has for them takes seconds to load. It is loaded where there are any (`sharding`).
-
-A model of which each rank keeps a share, by torch's FSDP2.
+"""Models whose weights are sharded over ranks by torch's FSDP2, and the tensors of such models.
 
 Weights, gradients and moments are cut along their first dimension. A layer is whole while it
-computes. Gradients are summed over ranks, never averaged: the loop divides by targets.
+computes. Gradients are summed over ranks, never averaged: the loop divides by targets. torch's
+modules for sharded tensors take seconds to import, so they are imported only if a model is sharded.
 """
 
 import contextlib

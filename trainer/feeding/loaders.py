@@ -1,9 +1,7 @@
-"""The feeds of a run: loaders of its splits, and how their batches become micro-batches.
+"""The loaders of a run's splits, and how their batches become micro-batches of optimizer steps.
 
-A loader's batches with their places in the steps of the optimizer.
-
-A step is a step of the loader: `accumulation` micro-batches over all ranks, of which a rank has its
-share. A resumed run keeps the loader's steps; where --step-tokens was raised, several of them make
+A step is a step of the loader: `accumulation` micro-batches over all ranks, of which each rank has
+its share. A resumed run keeps the loader's steps. If --step-tokens was raised, several of them make
 a step.
 """
 

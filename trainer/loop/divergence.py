@@ -1,6 +1,6 @@
 """Messages about steps whose loss or gradients are not finite, with the records of such a step.
 
-Where rows came from: the file and the record in it, for rows that a training failed on.
+Each row of the step is traced back to its file and the record in the file.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Evaluation: the loss and the scores of a split, in the order of the plan, each time alike.
+"""Evaluate a split: its loss and scores, in the order of the plan, the same each time.
 
-What evaluations find: told where all figures go, and which step did best by them.
+The results go to the metrics file and the progress lines; the best step is kept.
 """
 
 import contextlib

@@ -1,15 +1,14 @@
 """The built-in models: a transformer in a few sizes, a decoder or an encoder, with one head.
 
-Pre-norm, rotary positions, no biases. Positions count from the beginning of each document; only the
-distance between two tokens means something, and no parameter ties a checkpoint to a length. The
-price is two multiplications more per attention input than with learned positions.
+Pre-norm, rotary positions, no biases. Positions count from the beginning of each document. Only the
+distance between two tokens has a meaning, and no parameter ties a checkpoint to a length. The price
+is two more multiplications per attention input than with learned positions.
+
+The model `words` merges the embeddings of tokens whose texts differ only in case or in the space
+around them: a tokenizer keeps " happy", "happy" and "Happy" apart, and a model of few rows would
+learn each by itself.
 
 Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C outputs.
-
-Words: tokens whose texts differ in case, or in the space around them, alone.
-
-A tokenizer that keeps both has " happy", "happy" and "Happy" apart, and of few rows a model would
-learn each by itself.
 """
 
 import math

@@ -1,10 +1,8 @@
-"""Weights that come and go: into a checkpoint, out of one, and from an earlier run.
+"""Weights of a model: which are trained, which a checkpoint keeps, and loading from earlier runs.
 
-Kept is all that cannot be had again: what training changes, and what was drawn or taken from
-elsewhere. Weights of `transformers` that are never trained are those of the model's name, and are
-read from there again.
-
-Which weights are trained: those whose names match a pattern. The others stay as they are.
+A run trains the weights whose names match a pattern; the others stay as they are. A checkpoint
+keeps the weights that cannot be had again: those that training changes, and those that were drawn
+or loaded from elsewhere. Untrained weights of `transformers` are loaded again by the model's name.
 """
 
 import difflib

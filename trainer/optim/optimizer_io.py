@@ -1,6 +1,6 @@
-"""An optimizer's state by the names of the weights, which stay when their order does not.
+"""The state of the optimizer and of torch's random generators, for checkpoints.
 
-Where torch's random generators stand.
+The optimizer's state is stored by the names of the weights, because their order may change.
 """
 
 from typing import Any

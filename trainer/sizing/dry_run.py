@@ -1,10 +1,8 @@
 """`train --dry-run`: predict a run on any machine, without training.
 
 Batches are planned from the row lengths in the manifest. One batch is read, to see how documents
-share rows. Steps run on tensors without values (`weightless`), so their memory is that of the real
-operators. The speed is a bound: the arithmetic of the GPU divided by the operations of a token.
-
-A run that is planned and not made: its batches, and its steps on tensors without values.
+share rows. Steps run on tensors without values, so their memory is that of the real operators. The
+speed is a bound: the arithmetic of the GPU divided by the operations per token.
 """
 
 import dataclasses

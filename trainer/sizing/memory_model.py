@@ -1,14 +1,10 @@
-"""A learner whose tensors have shapes and no values: whole steps run anywhere, at once.
+"""Predict the peak memory of a step on any machine, with tensors that have shapes but no values.
 
-They are of the host, and computed in the number format of a GPU: operators, dtypes and what is kept
-for the backward pass are the same there, so the memory is. Attention counts as a GPU's fused one.
-What is not in it: what kernels take for themselves while they run, CUDA's context, and what an
-allocator loses between blocks. A compiled model takes less.
-
-The most memory that tensors take at once, counted as operators make them.
-
-Counts storages, so it works on tensors without values too, of any device; an allocator would round
-each up to 512 bytes, and so does this. What a kernel takes for itself while it runs is not seen.
+The steps run on the host in the number format of the GPU: operators, dtypes and the tensors kept
+for the backward pass are the same as on the GPU, so the memory is the same too. Attention counts as
+the GPU's fused attention. Storages are counted as operators make them, rounded up to 512 bytes as
+an allocator does. Not counted: memory that kernels use while they run, the CUDA context, and gaps
+between an allocator's blocks. A compiled model needs less.
 """
 
 import weakref

@@ -1,12 +1,11 @@
-"""Defaults that suit a data set, for settings that the user leaves open.
+"""Defaults that suit a data set and a machine, for settings that the user leaves open.
 
 Documents keep the defaults of `TrainConfig`, except for evaluations. Data with labels or
 completions gets as many epochs as make two million tokens, but at least 3 and at most 10. The
-numbers were measured on small data sets and two cores. Does not import torch.
+numbers were measured on small data sets and two cores.
 
-Defaults that suit the GPU, and settings that this machine does not support.
-
-A CPU changes no default. Unsupported settings are replaced, with one line that says why.
+A GPU gets a micro-batch that fits, and few cores get one worker; a CPU changes no default. Settings
+that this machine does not support are replaced, with one line that says why. Does not import torch.
 """
 
 import dataclasses

@@ -1,18 +1,13 @@
-"""Masked tokens: a model that sees both sides learns to fill gaps in documents, as BERT does.
+"""Language modeling: predict the next token, or masked tokens.
 
-Of the tokens with a label 15 % are targets; of these 80 % are shown as the mask token, 10 % as a
-random id, 10 % as they are. Special tokens, padding and the first token of a document are none.
-The draw is a function of (seed, number of the micro-batch), made on the device: a resumed run masks
-the same, and the host waits for nothing.
+`lm` (documents) and `complete` (completions after prompts) predict the token after each position.
+They differ only in which positions have a label; the loader gives prompts none.
 
-The next token: of whole documents (`lm`), or of completions after their prompts (`complete`).
-
-Both learn to predict the token after each position. They differ in what has a label at all, and the
-loader has seen to that: prompts have none.
-
-Special tokens of a data set's tokenizer: [CLS], [SEP], <mask> and their like.
-
-Torch-free: reads the tokenizer.json beside the shards.
+`masked` fills gaps in documents, as BERT does. 15 % of the tokens with a label are targets. 80 % of
+the targets are replaced by the mask token, 10 % by a random id, and 10 % stay. Special tokens,
+padding and the first token of a document are never targets. The draw is a function of the seed and
+the number of the micro-batch, and runs on the device: a resumed run masks the same tokens, and the
+host does not wait.
 """
 
 import json

@@ -1,15 +1,13 @@
-"""Spans in rows of tags: where they begin and end, and the F1 of predicting them.
+"""Tagging: a tag for each word, as for named entities, and the F1 of the spans that tags form.
 
-The scheme is IOB as evaluation scripts read it: a span begins at B-, and also at an I- that
-continues nothing of its kind; E- and S- (IOBES) end and make spans.
+The scheme is IOB as evaluation scripts read it. A span begins at B-, and at an I- that does not
+continue a span of its kind. E- and S- (IOBES) end and make spans.
 
     B-PER I-PER O I-LOC B-LOC      spans: PER 0..1, LOC 3..3, LOC 4..4
 
-Tagging: a tag for each word, as of named entities.
-
-Scores: accuracy beside that of always guessing the most frequent tag; where tags are those of spans
-(B-PER, I-PER, O), also span F1, where a span counts only with both ends and its kind right. To tag
-all words O gets a span F1 of 0.
+The scores are accuracy beside the accuracy of the most frequent tag and, if the tags form spans,
+span F1. A span counts only if both ends and its kind are right. Tagging all words O has a span F1
+of 0.
 """
 
 import re
