@@ -33,7 +33,7 @@ from tokenfeed.tools.train_settings import Command
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ROOMS, MORE_ROOMS = ("pipeline/format",), ("pipeline", "tools")
+ROOMS, MORE_ROOMS = ("pipeline/format", "pipeline/remote"), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
 is small, but for the long ones, which want several windows."""
 PIECE_LINES = 12

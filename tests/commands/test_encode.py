@@ -22,14 +22,14 @@ def test_training_twice_gives_the_same_bytes_with_any_number_of_threads(tmp_path
         (tmp_path / f"{index}.txt").write_text(f"{index} some words {index * 7919} " * 50)
     script = (
         "import sys; from pathlib import Path\n"
-        "from tokenfeed.tools.corpus.records import Kind\n"
+        "from tokenfeed.tools.corpus.records import FieldKind\n"
         "from tokenfeed.tools.corpus.sources import find_corpus\n"
         "from tokenfeed.tools.encoding.training import train_tokenizer_json\n"
         "from tokenfeed.tools.corpus.units import cut_units\n"
         "corpus = find_corpus((sys.argv[1],), out=Path('nowhere'), field='text')\n"
         "units = cut_units(corpus.sources, 5000)\n"
         "sys.stdout.buffer.write(train_tokenizer_json(\n"
-        "    units, fields={'text': Kind.TEXT}, vocabulary_size=500, seed=int(sys.argv[2])))\n"
+        "    units, fields={'text': FieldKind.TEXT}, vocabulary_size=500, seed=int(sys.argv[2])))\n"
     )
     made = [
         subprocess.run(

@@ -10,7 +10,7 @@ CUT_SHORT = """
 import os, sys
 from pathlib import Path
 from tokenfeed.tools.corpus.read_records import read_records
-from tokenfeed.tools.corpus.records import Kind
+from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 from tokenfeed.pipeline.errors import CorpusError
@@ -18,7 +18,7 @@ from tokenfeed.pipeline.errors import CorpusError
 path = sys.argv[1]
 sources = find_corpus((path,), out=Path(path + ".out"), field="text").sources
 (unit,) = cut_units(sources, 10**9)
-records = read_records(unit.parts[0], {"text": Kind.TEXT})
+records = read_records(unit.parts[0], {"text": FieldKind.TEXT})
 next(records)
 os.truncate(path, os.path.getsize(path) // 2)
 try:

@@ -12,7 +12,7 @@ from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.sources import find_corpus
-from tokenfeed.tools.pretokenizing import runner
+from tokenfeed.tools.jobs import executors
 from tokenfeed.tools.pretokenizing.make import make_dataset
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -27,7 +27,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "FORMATS[FASTA.name] = FASTA\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(runner, "MODULES", (*runner.MODULES, "registers_fasta"))
+    monkeypatch.setattr(executors, "MODULES", (*executors.MODULES, "registers_fasta"))
 
 
 def made(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Manifest:

@@ -106,12 +106,12 @@ class ForkExecutor(Executor):
     process behind. This process handles Ctrl-C and SIGTERM; its workers start with both blocked.
     """
 
-    def __init__(self, modules: Sequence[str] = MODULES) -> None:
-        """Start the program. It imports `modules`, as far as they exist, and waits."""
+    def __init__(self) -> None:
+        """Start the program. It imports `MODULES`, as far as they exist, and waits."""
         ours, theirs = socket.socketpair()
         with theirs, signals_held(), _signals_blocked():
             self._program = subprocess.Popen(
-                _command(theirs.fileno(), modules),
+                _command(theirs.fileno(), MODULES),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ | ENVIRONMENT,
