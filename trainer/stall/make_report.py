@@ -36,7 +36,7 @@ _SPARE = 1.1
 def advise(
     report: StallReport, remedies: Mapping[str, str] | None = None, loader: LoaderUse | None = None
 ) -> list[Advice]:
-    """Advice on a report, the largest gain first.
+    """Advice on a report, the largest gain first. A cause whose interval reaches 0 gets none.
 
     Args:
         report: The report.
@@ -58,8 +58,9 @@ def _on_causes(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Adv
     for cause, about in ABOUT.items():
         fraction, felt = report.causes[cause].fraction, _felt(cause, report)
         weighed = fraction if cause == "communication" else felt
-        if weighed < about.named:
-            continue
+        interval = report.causes[cause].interval
+        if weighed < about.named or (interval is not None and interval[0] <= 0.0):
+            continue  # too small, or not distinguishable from no stall
         remedy = _remedy(cause, report, remedies)
         text = f"{cause} {fraction:.1%}: {remedy}{_lines(cause, report)}"
         gain = felt / max(1e-9, 1 - felt)

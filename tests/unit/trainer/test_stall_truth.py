@@ -128,12 +128,16 @@ def gains(case: Case) -> dict[str, float]:
 def names_main_cause(case: Case, found: list[StallReport]) -> bool:
     """Whether a report names the late one of several ranks and its cause. Of a single rank: whether
     removing the main cause gains most, or half as much where causes overlap. Shares that differ by
-    less than a tenth are both the main one."""
+    less than a tenth are both the main one. A cause whose interval reaches 0 is not named."""
     if case.ranks > 1:
         late = found[0].slowest_rank
         return late is not None and (late.rank, late.cause) == (case.ranks - 1, "data")
-    shares = {cause: part.fraction for cause, part in found[0].causes.items()}
-    most = max(shares.values())
+    shares = {
+        cause: part.fraction
+        for cause, part in found[0].causes.items()
+        if part.interval is None or part.interval[0] > 0.0
+    }
+    most = max(shares.values(), default=0.0)
     if most < POINT:
         return True
     gained = gains(case)
@@ -141,10 +145,12 @@ def names_main_cause(case: Case, found: list[StallReport]) -> bool:
     return max(gained.get(cause, 0.0) for cause in main) >= 0.5 * max(gained.values())
 
 
-def assert_cases_hold(seeds: range, step_seconds: tuple[float, float], width: float) -> None:
-    """The interval holds the truth of at least 95 of 100 ranks, and at most one main cause in 100
-    cases is wrong."""
-    held, widths, wrong = [], [], []
+def assert_cases_hold(
+    seeds: range, step_seconds: tuple[float, float], width: float, errors: float
+) -> None:
+    """The interval holds the truth of at least 95 of 100 ranks, at most the share `errors` of the
+    cases names a wrong main cause, and at most one case in 20 has stall and names no cause."""
+    held, widths, wrong, unnamed = [], [], [], []
     for seed in seeds:
         case = draw_case(seed, step_seconds)
         found = reports(runs(case, metered=True))
@@ -155,29 +161,36 @@ def assert_cases_hold(seeds: range, step_seconds: tuple[float, float], width: fl
             widths.append(high - low)
         if not names_main_cause(case, found):
             wrong.append(seed)
-    print(f"held {sum(held)} of {len(held)}, median width {statistics.median(widths):.2%}, {wrong}")
-    assert len(wrong) <= 0.01 * len(seeds)
+        parts = [part for part in found[0].causes.values() if part.fraction >= POINT]
+        if parts and not any(part.interval is None or part.interval[0] > 0.0 for part in parts):
+            unnamed.append(seed)
+    print(
+        f"held {sum(held)} of {len(held)}, median width {statistics.median(widths):.2%}, {wrong}, {unnamed}"
+    )
+    assert len(wrong) <= errors * len(seeds)
+    assert len(unnamed) <= 0.05 * len(seeds)
     assert sum(held) >= 0.95 * len(held)
     assert statistics.median(widths) < width
 
 
-USUAL, SHORTEST = (2e-3, 50e-3), (0.0, 2e-3)
+USUAL, SHORTEST = ((2e-3, 50e-3), 0.02, 0.0), ((0.0, 2e-3), 0.04, 0.01)
+"""Seconds of a step, median width of the intervals and share of wrong main causes."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step_seconds", "width"), [(USUAL, 0.02), (SHORTEST, 0.04)])
+@pytest.mark.parametrize(("step_seconds", "width", "errors"), [USUAL, SHORTEST])
 def test_interval_and_cause_of_random_loops_are_right(
-    step_seconds: tuple[float, float], width: float
+    step_seconds: tuple[float, float], width: float, errors: float
 ) -> None:
-    assert_cases_hold(range(20), step_seconds, width)
+    assert_cases_hold(range(20), step_seconds, width, errors)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("step_seconds", "width"), [(USUAL, 0.02), (SHORTEST, 0.04)])
+@pytest.mark.parametrize(("step_seconds", "width", "errors"), [USUAL, SHORTEST])
 def test_interval_and_cause_of_400_random_loops_are_right(
-    step_seconds: tuple[float, float], width: float
+    step_seconds: tuple[float, float], width: float, errors: float
 ) -> None:
-    assert_cases_hold(range(1000, 1400), step_seconds, width)
+    assert_cases_hold(range(1000, 1400), step_seconds, width, errors)
 
 
 @pytest.mark.parametrize("name", ["evaluation", "a slow log", "garbage collection"])
