@@ -165,7 +165,8 @@ def assert_cases_hold(
         if parts and not any(part.interval is None or part.interval[0] > 0.0 for part in parts):
             unnamed.append(seed)
     print(
-        f"held {sum(held)} of {len(held)}, median width {statistics.median(widths):.2%}, {wrong}, {unnamed}"
+        f"held {sum(held)} of {len(held)}, median width {statistics.median(widths):.2%}, "
+        f"{wrong}, {unnamed}"
     )
     assert len(wrong) <= errors * len(seeds)
     assert len(unnamed) <= 0.05 * len(seeds)
