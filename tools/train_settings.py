@@ -274,8 +274,11 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         if epochs is None and "steps" not in given:
             epochs = epochs_of(manifest, asked)
         on_gpu = machine.gpu is not None
-        choices += lasting(manifest, suited_to_data, asked, epochs, said=given, on_gpu=on_gpu)
-        given = {name: value for name, value in given.items() if name != "epochs"}  # steps, now
+        if epochs is not None:
+            steps = steps_of(epochs, suited_to_data, manifest, on_gpu=on_gpu)
+            choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
+            given = {name: value for name, value in given.items() if name != "epochs"}
+        choices += lasting(manifest, command(), asked, said=given)
     packed = manifest is None or packs(command(), manifest)
     choices += sized(command(), machine, given, packed=packed)
     found = command()

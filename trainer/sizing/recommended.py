@@ -18,11 +18,13 @@ from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.feeding.cores import num_cores
+from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
-from tokenfeed.trainer.feeding.batch_policy import long_rows_of, make_policy
+from tokenfeed.trainer.data.datasets import source_of
+from tokenfeed.trainer.feeding.batch_policy import Policy, long_rows_of, make_policy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 
@@ -33,6 +35,7 @@ __all__ = [
     "able",
     "epoch_of",
     "epochs_of",
+    "estimated_steps",
     "lasting",
     "machine_of",
     "sized",
@@ -62,6 +65,8 @@ _EVALUATIONS = (2, 20)
 _ENOUGH_TOKENS, _MOST_TOKENS = 200_000, 1_000_000
 """Tokens of an evaluation. With more than the first number, more evaluations are better. With the
 second number, the loss has an error below 0.003."""
+_COUNTED_TOKENS = 20_000_000
+"""Most tokens of all epochs whose steps are counted; one core reads them in about a second."""
 _EVALUATED = "evaluations take about 5 % of the run at most"
 _LEAST_LOG_EVERY, _MOST_EVERY = 10, 1000
 
@@ -130,14 +135,20 @@ def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
 
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:
     """Estimate the steps and micro-batches of an epoch from the manifest."""
+    config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
+    return EpochShapes.of_split(manifest.split("train"), policy, config.seed, config.accumulation)
+
+
+def _batching_of(
+    config: TrainConfig, manifest: Manifest, *, on_gpu: bool
+) -> tuple[TrainConfig, Policy]:
+    """Return the settings with a number for `micro_batch_tokens`, and the policy of training."""
     if config.micro_batch_tokens == "auto":  # a step has the same rows with any number
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
-    packed = packs(config, manifest)
     long_rows = long_rows_of(config, manifest)
-    policy = make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
-    train = manifest.split("train")
-    return EpochShapes.of_split(train, policy, config.seed, config.accumulation)
+    packed = packs(config, manifest)
+    return config, make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
 
 
 def packs(config: TrainConfig, manifest: Manifest) -> bool:
@@ -147,7 +158,32 @@ def packs(config: TrainConfig, manifest: Manifest) -> bool:
 
 
 def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
-    """Return the steps of whole epochs. The last step of an epoch may be short."""
+    """Return the steps of whole epochs. The last step of an epoch may be short.
+
+    The steps of one small data set are counted by reading its epochs. Steps of other data are
+    estimated from the manifest.
+    """
+    source = source_of(config.shards)
+    if isinstance(source, str) and epochs * manifest.split("train").tokens <= _COUNTED_TOKENS:
+        config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
+        with ShardLoader(
+            source,
+            batching=policy,
+            rank=0,
+            world_size=1,
+            num_workers=0,
+            seed=config.seed,
+            epochs=epochs,
+            micro_batches_per_step=config.accumulation,
+            cache_dir=config.cache_dir,
+            cache_bytes=config.cache_bytes,
+        ) as loader:
+            return sum(batch.ends_step for batch in loader)
+    return estimated_steps(epochs, config, manifest, on_gpu=on_gpu)
+
+
+def estimated_steps(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """Estimate the steps of whole epochs from the manifest."""
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
@@ -155,26 +191,18 @@ def lasting(
     manifest: Manifest,
     config: TrainConfig,
     asked: Asked,
-    epochs: int | None,
     *,
     said: Container[str] = (),
-    on_gpu: bool = False,
 ) -> list[Choice]:
-    """Return the steps of `epochs`, if given, and the defaults that suit that many steps.
+    """Return the defaults that suit the steps of a run.
 
     Args:
         manifest: The data.
         config: The settings so far.
         asked: The given settings on which defaults depend.
-        epochs: Passes over the train split.
         said: Names of the given settings, which get no default.
-        on_gpu: Whether the run uses a GPU.
     """
     choices = []
-    if epochs:
-        steps = steps_of(epochs, config, manifest, on_gpu=on_gpu)
-        choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
-        config = dataclasses.replace(config, steps=steps)
     trained = _trained_tokens(config, manifest)
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
     # A checkpoint can be the best one only if its step is both evaluated and saved.
