@@ -76,7 +76,7 @@ def by_peer(case: Case, shards: Path, steps: int, *, by_length: bool = False) ->
     import transformers
 
     transformers.logging.set_verbosity_error()
-    _, task, feeds = parts(case, shards, steps)
+    _, task, loaders = parts(case, shards, steps)
     rows = rows_of(shards)
     if case.packed:
         rows = grouped(rows, case.length)
@@ -98,7 +98,7 @@ def by_peer(case: Case, shards: Path, steps: int, *, by_length: bool = False) ->
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.remove_callback(transformers.ProgressCallback)
         trainer.train()
-    return Run(clock, seen.tokens[:steps], seen.slots, validation_loss(model, task, feeds))
+    return Run(clock, seen.tokens[:steps], seen.slots, validation_loss(model, task, loaders))
 
 
 def _arguments(transformers: Any, folder: str, case: Case, steps: int, *, by_length: bool) -> Any:

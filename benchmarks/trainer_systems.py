@@ -23,7 +23,7 @@ from tokenfeed.trainer.config.lr_schedule import learning_rate
 from tokenfeed.trainer.config.phases import phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.evaluation import evaluate
 from tokenfeed.trainer.loop.trainer import Trainer
 from tokenfeed.trainer.models.transformer import SIZES, Transformer
@@ -151,17 +151,17 @@ def by_train(
         report = trainer.finish()
         slots = trainer.agreement.slots
         first = phases_of(trainer.config)[0]
-        feeds = trainer.feeds
-        with feeds.training(first, goes_on=False) as loader:  # the same batches once more
+        loaders = trainer.loaders
+        with loaders.train_loader(first, goes_on=False) as loader:  # the same batches once more
             tokens = [batch.num_tokens for batch in itertools.islice(loader, steps)]
     return Run(clock, tokens, slots, report.metrics["validation"]["loss"])
 
 
-def parts(case: Case, shards: Path, steps: int) -> tuple[TrainConfig, Task, Feeds]:
+def parts(case: Case, shards: Path, steps: int) -> tuple[TrainConfig, Task, SplitLoaders]:
     """What evaluation and ready batches need of `train`."""
     config = config_of(case, shards, Path("unused"), steps)
     task = make_task(config, Manifest.read(shards), CPU)
-    return config, task, Feeds(config, task, CPU, torch.float32)
+    return config, task, SplitLoaders(config, task, CPU, torch.float32)
 
 
 def model_of(task: Task) -> Transformer:
@@ -169,8 +169,8 @@ def model_of(task: Task) -> Transformer:
     return Transformer(SIZES[MODEL], task.head)
 
 
-def validation_loss(model: nn.Module, task: Task, feeds: Feeds) -> float:
-    shown = feeds.numbered("validation", None)
+def validation_loss(model: nn.Module, task: Task, loaders: SplitLoaders) -> float:
+    shown = loaders.evaluation_batches("validation", None)
     return evaluate(model, task, shown, Precision("fp32", CPU), World(CPU))["loss"]
 
 
@@ -183,10 +183,10 @@ def by_bare_loop(
     item: bool = False,
 ) -> Run:
     """Batches that are ready in memory, and nothing but the step: the bound."""
-    config, task, feeds = parts(case, shards, steps)
-    with feeds.training(phases_of(config)[0], goes_on=False) as loader:
+    config, task, loaders = parts(case, shards, steps)
+    with loaders.train_loader(phases_of(config)[0], goes_on=False) as loader:
         batches = list(itertools.islice(loader, steps))
-    ready = [(feeds.shape(batch), batch.num_tokens) for batch in batches]
+    ready = [(loaders.shape(batch), batch.num_tokens) for batch in batches]
     model = model_of(task)
     optimizer = torch.optim.AdamW(_groups(model), betas=(0.9, 0.95), **{kernels: True})
     rate = functools.partial(
@@ -205,7 +205,7 @@ def by_bare_loop(
         clock.mark()
     slots = sum(shown.num_slots for shown, _ in ready)
     tokens = [count for _, count in ready]
-    return Run(clock, tokens, slots, validation_loss(model, task, feeds))
+    return Run(clock, tokens, slots, validation_loss(model, task, loaders))
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from training import make_config
 
-from tokenfeed.trainer.feeding import curriculum as course
+from tokenfeed.trainer.feeding import curriculum
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.stall import warmup_steps
 
@@ -25,7 +25,7 @@ _slept: list[float] = []
 
 def make_late(seconds: float) -> None:
     """Have this process sleep before each micro-batch."""
-    feed = course.step_feed
+    feed = curriculum.step_feed
 
     def late(*args: Any) -> Iterator[Any]:
         for dealt in feed(*args):
@@ -34,7 +34,7 @@ def make_late(seconds: float) -> None:
             _slept.append(time.perf_counter() - began)
             yield dealt
 
-    course.step_feed = late
+    curriculum.step_feed = late
 
 
 def main(shards: str, run_dir: Path, rank: int, seconds: float, steps: int) -> None:

@@ -53,7 +53,7 @@ def best_of(step: int) -> Best:
 def open_saver(folder: Path, keep: int = 2) -> Iterator[Saver]:
     saver = Saver(Checkpoints(folder), keep, CPU)
     yield saver
-    saver.settle()
+    saver.wait_after_error()
 
 
 def save(folder: Path, step: int, state: State | None = None, keep: int = 2) -> Path:

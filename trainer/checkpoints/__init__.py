@@ -1,13 +1,13 @@
-"""Checkpoints: whole or absent, without pickle, written beside the loop.
+"""Checkpoints: complete or absent, without pickle, written while training continues.
 
-`checkpoints/step-00000100/` holds what the next step depends on:
+`checkpoints/step-00000100/` holds everything that the next step depends on:
 
-    state.safetensors          tensors of rank 0: weights, moments, random states, skips
-    checkpoint.json            all else, where each tensor is, and the checksums of both files
+    state.safetensors          tensors of rank 0: weights, optimizer moments, random states, skips
+    checkpoint.json            everything else, the place of each tensor, and both checksums
 
-Both are written and synced under a temporary folder name, and one rename makes them a checkpoint.
-What a killed save left under such a name counts for nothing, and the next save deletes it.
+Both files are written and synced in a folder with a temporary name. One rename makes the folder a
+checkpoint. A killed save leaves a temporary folder, which is ignored; the next save deletes it.
 
-The loop pays for a copy to host memory (`host_copy`); a thread does the rest (`saver`). The
-latest checkpoint.json also says which step was best on the validation split, and by what.
+The loop waits only for a copy to host memory (`tensor_file.HostCopy`). A thread writes the files
+(`async_saver`). checkpoint.json also names the best step on the validation split, and its metric.
 """

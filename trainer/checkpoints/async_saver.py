@@ -1,13 +1,7 @@
-"""Save checkpoints on a background thread, one at a time.
-
-A checkpoint is reported when it is whole. Jobs run in order; after a failure, queued jobs are
-skipped until the error has been raised.
-"""
+"""Save checkpoints on a background thread, one at a time."""
 
 import logging
 import threading
-from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -17,102 +11,70 @@ from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.distributed.world import State
 
-__all__ = ["Background", "Saver"]
-
-
-class Background:
-    """Does jobs one after another in threads; after one has failed, none that was asked for before
-    that is told.
-
-    The threads do not keep the process alive.
-    """
-
-    def __init__(self) -> None:
-        self._last: threading.Thread | None = None
-        self._error: Exception | None = None
-        self._failed = threading.Event()
-        """Of the jobs since an error was told last; those before have one of their own."""
-
-    def do(self, job: Callable[[], object]) -> None:
-        """Begin a job when those before are done; does not wait."""
-        before, failed = self._last, self._failed
-
-        def work() -> None:
-            if before is not None:
-                before.join()
-            if not failed.is_set():
-                try:
-                    job()
-                except Exception as error:
-                    failed.set()
-                    self._error = error
-
-        thread = threading.Thread(target=work, daemon=True, name="checkpoint")
-        thread.start()
-        self._last = thread
-
-    def check(self) -> None:
-        """Raise what a job has raised, once; does not wait."""
-        error, self._error = self._error, None
-        if error is not None:
-            self._failed = threading.Event()
-            raise error
-
-    def wait(self) -> None:
-        """Wait for all jobs; raise what one has raised."""
-        if self._last is not None:
-            self._last.join()
-            self._last = None
-        self.check()
-
+__all__ = ["Saver"]
 
 _log = logging.getLogger(__name__)
 
 
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run on a thread, which does not keep the process alive.
 
     Args:
-        checkpoints: Where to.
-        keep: So many are kept besides the best.
-        device: Where the tensors are.
+        checkpoints: The folder to write to.
+        keep: Number of latest checkpoints to keep. The best one is kept as well.
+        device: The device of the tensors.
     """
 
     def __init__(self, checkpoints: Checkpoints, keep: int, device: torch.device) -> None:
         self._checkpoints, self._keep = checkpoints, keep
         self._copy = HostCopy(device)
-        self._jobs = Background()
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def save(self, meta: CheckpointMeta, state: State) -> None:
-        """Wait for the former save, copy the state to host memory, and begin to write it.
+        """Wait for the previous save, copy the state to host memory, and start to write it.
 
         Raises:
-            OSError: The disk refused the former one.
+            OSError: The previous save failed.
         """
         self.wait()
         rest, tensors = split(state)
         self._copy.take(tensors)
-        self._jobs.do(partial(self._checkpoints.write, meta, rest, self._copy, self._keep))
+        self._thread = threading.Thread(
+            target=self._write, args=(meta, rest), daemon=True, name="checkpoint"
+        )
+        self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a save that has failed; does not wait."""
-        self._jobs.check()
+        """Raise the error of a failed save, once. Does not wait."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def wait(self) -> None:
-        """Wait until all is on the disk.
+        """Wait until the checkpoint is on the disk.
 
         Raises:
-            OSError: The disk refused it, and the earlier checkpoints are as they were.
+            OSError: The save failed. Earlier checkpoints are unchanged.
         """
-        self._jobs.wait()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
 
-    def settle(self) -> None:
-        """Wait likewise where another error ends the run: one of the save is logged."""
+    def wait_after_error(self) -> None:
+        """Wait while another error ends the run. Log an error of the save instead of raising it."""
         try:
             self.wait()
         except Exception as error:
             _log.error("the last checkpoint was not saved: %s", error)
 
     def close(self) -> None:
-        """Let go of the memory; does not wait for the disk."""
+        """Release the host memory. Does not wait for the disk."""
         self._copy.close()
+
+    def _write(self, meta: CheckpointMeta, rest: State) -> None:
+        try:
+            self._checkpoints.write(meta, rest, self._copy, self._keep)
+        except Exception as error:
+            self._error = error

@@ -1,17 +1,18 @@
 """One checkpoint on disk: state.safetensors and checkpoint.json.
 
-checkpoint.json lists each tensor with its shape. Every byte is checked: the JSON has the checksum
-of the tensor file, and one of itself.
+checkpoint.json lists each tensor with its dtype and shape. Every byte is verified: checkpoint.json
+has the checksum of the tensor file and a checksum of itself.
 
-A state apart: its tensors by name, and the rest as JSON that says where they belong.
+A state is saved in two parts: its tensors by name, and the rest as JSON with the tensors' names in
+their places.
 """
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -23,10 +24,11 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, read_tensors, write_tensors
-from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.distributed.world import State, World
 
 __all__ = [
     "CONTENT_FILE",
+    "broadcast_state",
     "files_of",
     "join",
     "read_checkpoint",
@@ -36,16 +38,22 @@ __all__ = [
     "write_checkpoint",
 ]
 
+Meta = TypeVar("Meta")
+
 _TENSOR = "$tensor"
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:
-    """A state with names instead of tensors, and the tensors of these names.
+    """Split a state: return it with names in place of tensors, and the tensors by name.
 
-    A name is the path to it: `model.blocks.0.weight`. Tied weights are one tensor with one name.
+    A tensor's name is its path in the state. Tied weights are one tensor with one name.
+
+    Example: {"model": {"a": T}, "step": 3} becomes {"model": {"a": {"$tensor": "model.a"}}, "step":
+        3}
+    and {"model.a": T}.
 
     Raises:
-        ConfigError: It holds what neither is a tensor nor fits into JSON.
+        ConfigError: The state has a value that is neither a tensor nor valid in JSON.
     """
     names: dict[Any, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -53,7 +61,7 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     def name_of(tensor: Tensor, path: str) -> str:
         identity = _identity(tensor)
         if identity not in names:
-            while path in tensors:  # of ("a.b", "c") and of ("a", "b.c")
+            while path in tensors:  # keys ("a.b", "c") and ("a", "b.c") have the same path
                 path += "_"
             names[identity], tensors[path] = path, tensor
         return names[identity]
@@ -71,7 +79,7 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
 
 
 def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `split` took apart; its tuples have become lists."""
+    """Return the state that `split` took apart. Its tuples have become lists."""
     if isinstance(rest, dict):
         if _TENSOR in rest:
             return tensors[rest[_TENSOR]]
@@ -81,8 +89,31 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     return rest
 
 
+def broadcast_state(world: World, load: Callable[[], tuple[Meta, State]]) -> tuple[Meta, State]:
+    """Call `load` on rank 0, and return its result on all ranks.
+
+    Only rank 0 needs the checkpoint's files.
+    """
+    if world.size == 1:
+        return load()
+    tensors: dict[str, Tensor] = {}
+
+    def load_rest() -> tuple[Meta, State, dict[str, tuple[torch.dtype, torch.Size]]]:
+        meta, state = load()
+        rest, found = split(state)
+        tensors.update(found)
+        return meta, rest, {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()}
+
+    meta, rest, kinds = world.from_rank_0(load_rest)
+    for name, (dtype, shape) in kinds.items():
+        if name not in tensors:  # not rank 0: allocate memory to receive the tensor
+            tensors[name] = torch.empty(shape, dtype=dtype, device=world.device)
+    world.broadcast([tensors[name] for name in kinds])
+    return meta, join(rest, tensors)
+
+
 def _identity(tensor: Tensor) -> Any:
-    """Equal for tensors that are the same memory, seen in the same way."""
+    """Return a key that is equal for tensors that share memory, shape and strides."""
     if tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -102,8 +133,8 @@ def _plain(value: Any, path: str) -> Any:
 
 def _refused(what: str, path: str) -> ConfigError:
     return ConfigError(
-        f"{path}: {what} cannot be saved. Let the model's state be tensors, numbers, texts, lists "
-        "and dicts with texts as keys."
+        f"{path}: {what} cannot be saved. Let the model's state have only tensors, numbers, texts, "
+        "lists, and dicts with texts as keys."
     )
 
 
@@ -119,28 +150,28 @@ class _TensorEntry:
     shape: tuple[int, ...]
 
     def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """As torch has it."""
+        """Return the dtype and shape as torch has them."""
         dtype = getattr(torch, self.dtype)
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{self.dtype} is no dtype")
+            raise TypeError(f"{self.dtype} is not a dtype")
         return dtype, self.shape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Content:
-    """checkpoint.json, but for its checksum."""
+    """The fields of checkpoint.json, without its own checksum."""
 
     version: int
     meta: CheckpointMeta
     files: dict[str, str]
-    """Checksums, by file."""
+    """The checksum of each file, by name."""
     tensors: dict[str, _TensorEntry]
     state: dict[str, Any]
-    """All that is no tensor, and names where tensors belong."""
+    """The state without tensors, with names where tensors belong."""
 
 
 def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: HostCopy) -> None:
-    """Write a checkpoint when the copy of its tensors is whole, and sync it."""
+    """Wait for the copy of the tensors. Then write a checkpoint and sync it."""
     copy.wait()
     folder.mkdir(parents=True)
     content = _Content(
@@ -161,10 +192,10 @@ def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: Host
 
 
 def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta, State]:
-    """Read a checkpoint, tensors onto a device.
+    """Read a checkpoint. Place its tensors on `device`.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+        OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
     """
     content = _verified(folder)
     kinds = {name: entry.kind() for name, entry in content.tensors.items()}
@@ -176,28 +207,28 @@ def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta,
 
 
 def verify_checkpoint(folder: Path) -> None:
-    """Read all bytes of a checkpoint.
+    """Read and verify all bytes of a checkpoint.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+        OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
     """
     _verified(folder)
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
-    """Read what a checkpoint says of its run; its tensors are not read.
+    """Return what checkpoint.json records about the run. Does not read tensors.
 
     Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: It is damaged.
+        OSError, ValueError, KeyError, TypeError, AttributeError: The file is damaged.
     """
     return _content((folder / CONTENT_FILE).read_bytes()).meta
 
 
 def files_of(data: bytes) -> list[str]:
-    """The files that the bytes of a checkpoint.json tell of.
+    """Return the other files of a checkpoint, from the content of its checkpoint.json.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: They are damaged.
+        ValueError, KeyError, TypeError, AttributeError: The content is damaged.
     """
     return list(_content(data).files)
 
@@ -218,7 +249,7 @@ def _content(data: bytes) -> _Content:
 
 
 def _sealed(content: dict[str, Any]) -> bytes:
-    """As JSON with a checksum of all that it says."""
+    """Encode as JSON, with a checksum over the rest of the content."""
     return _as_json({"xxh3": xxhash.xxh3_64_hexdigest(_as_json(content))} | content)
 
 
@@ -231,4 +262,4 @@ def _unsealed(data: bytes) -> dict[str, Any]:
 
 
 def _as_json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content).encode() + b"\n"  # an indent would take Python, and the GIL
+    return json.dumps(content).encode() + b"\n"  # with an indent, json would hold the GIL

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its run, beside tensors."""
+"""What checkpoint.json records about a run, besides the state."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,36 +19,36 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The step whose weights did best on the validation split."""
+    """The step with the best weights on the validation split."""
 
     step: int
     metric: str
-    """The one that decided."""
+    """The metric that decided."""
     metrics: dict[str, float]
     """All metrics at that step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Base:
-    """The weights that a run took from elsewhere."""
+    """Where the initial weights of a run came from."""
 
     digests: dict[str, str] = field(default_factory=dict)
-    """xxh3-64 of those that no checkpoint holds, by the number format they are read in; see
+    """xxh3-64 of the weights that no checkpoint holds, by the number format they are read in. See
     `models.weights.digests_of`."""
     init_step: int | None = None
-    """The step of the checkpoint that --init-from took; None if it took none."""
+    """The step of the checkpoint that --init-from named; None without --init-from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointMeta:
-    """How far a run has come, and what may not change when it goes on."""
+    """The progress of a run, and the settings that a resumed run must not change."""
 
     step: int
     """Steps trained."""
     tokens: int
     """Real tokens trained."""
     slots: int
-    """Token slots these came in, padding included."""
+    """Token slots trained, padding included."""
     model: str
     vocabulary_size: int
     task: str
@@ -59,14 +59,15 @@ class CheckpointMeta:
     """The best step so far, this one included."""
     base: Base = Base()
     config: dict[str, Any] = field(default_factory=dict)
-    """For people."""
+    """The run's settings, for people and for `check`."""
 
     def check(self, config: TrainConfig, ours: "CheckpointMeta") -> None:
-        """Refuse to go on with another model, or with fewer steps than were trained.
+        """Reject a resumed run with another model, or with fewer steps than were trained.
 
         Raises:
-            ConfigError: The run is asked for fewer steps.
-            ResumeError: It trains something else than `ours`, a new run by `config`.
+            ConfigError: --steps is below the trained steps.
+            ResumeError: `ours`, a new run with `config`, would train another model, task or
+                optimizer.
         """
         if self.step > config.steps:
             raise ConfigError(
@@ -87,14 +88,14 @@ class CheckpointMeta:
         self.check_base(config, ours.base)
 
     def check_base(self, config: TrainConfig, ours: Base) -> None:
-        """Refuse weights that are read again and have changed since the run began.
+        """Reject a resumed run whose initial weights have changed since the run began.
 
         Args:
-            config: Says where the weights are read from.
-            ours: What is there now.
+            config: The settings that name the source of the weights.
+            ours: The digests of the weights as they are now.
 
         Raises:
-            ResumeError: Their digests differ.
+            ResumeError: The digests differ.
         """
         saved, steps = self.base, ""
         shared = saved.digests.keys() & ours.digests.keys()

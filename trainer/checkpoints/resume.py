@@ -1,9 +1,8 @@
-"""`--resume auto`: the newest whole checkpoint, in the run's folder or at a URL."""
+"""`--resume auto`: find the newest undamaged checkpoint, in the run's folder or at a URL."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
@@ -20,42 +19,49 @@ _log = logging.getLogger(__name__)
 
 
 def bring_newest(run_dir: Path, url: str | None) -> bool:
-    """Make the newest whole checkpoint the latest in a run's folder; its bytes are all read.
+    """Make the newest undamaged checkpoint the latest one in a run's folder.
 
-    One that is damaged is told and set aside, and the one before it taken. From a URL come also the
-    run's settings and metrics, and its best checkpoint.
+    All bytes of the checkpoint are read and verified. A damaged checkpoint is logged and renamed,
+    and the one before it is tried. A checkpoint from the URL brings the run's settings, its metrics
+    and its best checkpoint along.
+
+    Example: the folder has steps 100 and 200, and the URL has steps 200 and 300. Candidates in
+    order: 300 (URL), 200 (folder), 200 (URL), 100 (folder). If 300 is damaged and 200 in the folder
+    is not, the run resumes from 200, and then 300 is renamed at the URL.
 
     Returns:
-        False where there is no checkpoint at all.
+        False if there is no checkpoint at all.
 
     Raises:
         ConfigError: The URL is invalid.
-        ResumeError: All are damaged, or the URL cannot be read and may hold some.
+        ResumeError: All checkpoints are damaged, or the URL cannot be read and may hold some.
     """
     if run_dir.exists() and not run_dir.is_dir():
-        return False  # a run is refused there
+        return False  # the run that follows rejects this path
     run_dir.mkdir(parents=True, exist_ok=True)
     with alone_in(run_dir):
         return _CheckpointSearch(run_dir, RemoteRun(url) if url else None).bring()
 
 
 class _CheckpointSearch:
-    """Goes from the newest checkpoint back to the first that is not damaged."""
+    """Searches from the newest checkpoint back to the first undamaged one."""
 
     def __init__(self, run_dir: Path, remote: RemoteRun | None) -> None:
         self._run_dir, self._remote = run_dir, remote
         self._here = Checkpoints.of_run(run_dir)
-        self._amends: list[Callable[[], object]] = []
-        """What is done about damaged ones, once there is another to go on from."""
+        # Damaged steps keep their names until the search has succeeded: if every checkpoint is
+        # damaged, the user finds all of them in place.
+        self._damaged_here: list[int] = []
+        self._damaged_there: list[int] = []
 
     def bring(self) -> bool:
+        """Search, then rename the damaged checkpoints that were passed on the way."""
         here, there = set(self._here.steps()), set(self._steps_there())
         for step in sorted(here | there, reverse=True):
             if (step in here and self._is_good(step)) or (step in there and self._fetch(step)):
-                for amend in self._amends:
-                    amend()
+                self._set_damaged_aside()
                 return True
-        if self._amends:
+        if self._damaged_here or self._damaged_there:
             raise ResumeError(
                 f"{self._run_dir}: every checkpoint is damaged. Restore one, or delete its "
                 "checkpoints to start again."
@@ -67,7 +73,7 @@ class _CheckpointSearch:
             return []
         try:
             return self._remote.steps()
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # each store has its own errors
             if not self._here.steps():
                 raise self._unread(error) from error
             _log.warning(
@@ -83,26 +89,32 @@ class _CheckpointSearch:
         if damage is None:
             return True
         _log.warning("%s is damaged (%s); trying another", self._here.path(step), damage)
-        self._amends.append(partial(self._set_aside, step))
+        self._damaged_here.append(step)
         return False
 
-    def _set_aside(self, step: int) -> None:
-        """Unless a good one has taken its place."""
-        if self._here.damage(step) is not None:
-            _log.info("the damaged one is now %s", self._here.set_aside(step))
+    def _set_damaged_aside(self) -> None:
+        for step in self._damaged_here:
+            if self._here.damage(step) is not None:  # else a good copy from the URL replaced it
+                _log.info("the damaged one is now %s", self._here.set_aside(step))
+        for step in self._damaged_there:
+            assert self._remote is not None
+            self._remote.set_aside(step)
 
     def _fetch(self, step: int) -> bool:
-        """Whether the checkpoint of a step could be taken over from the URL."""
+        """Download the checkpoint of a step; return False if the copy at the URL is damaged."""
         assert self._remote is not None
         if not self._receive(step, self._bring_others):
-            self._amends.append(partial(self._remote.set_aside, step))
+            self._damaged_there.append(step)
             return False
         _log.info("%s: step %d comes from %s", self._run_dir, step, self._remote.url)
         return True
 
     def _bring_others(self, checkpoint: Path) -> None:
-        """Bring what belongs to a checkpoint, before this has its name and can be resumed from:
-        settings, metrics, and the best checkpoint that it names."""
+        """Download what belongs to a checkpoint: settings, metrics and the best checkpoint.
+
+        This comes before the checkpoint gets its final name. So a killed download leaves no
+        checkpoint that lacks them.
+        """
         assert self._remote is not None
         meta = read_meta(checkpoint)
         with self._reading():
@@ -117,7 +129,10 @@ class _CheckpointSearch:
             self._receive(best.step)
 
     def _receive(self, step: int, bring_others: Callable[[Path], None] = lambda _: None) -> bool:
-        """Copy a checkpoint here; once more where it is damaged, for a line may be at fault."""
+        """Download and verify a checkpoint; return False if it is damaged.
+
+        A damaged download is repeated once: the connection may have damaged it.
+        """
         assert self._remote is not None
         for _ in range(2):
             try:
@@ -136,12 +151,12 @@ class _CheckpointSearch:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # each file system has its own
+        except Exception as error:  # each store has its own errors
             raise self._unread(error) from error
 
     def _unread(self, error: Exception) -> ResumeError:
         assert self._remote is not None
         return ResumeError(
             f"{self._remote.url}: cannot be read ({reason(error)}), and may hold the newest "
-            "checkpoint. Mend this, or go on without --upload."
+            "checkpoint. Make it readable, or go on without --upload."
         )

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which are there, which are kept, what was best."""
+"""The checkpoints in a run's folder: list, read, write, and delete old ones."""
 
 import contextlib
 import logging
@@ -31,17 +31,17 @@ _log = logging.getLogger(__name__)
 _NAME = re.compile(r"step-(\d{8})")
 _DAMAGED_SUFFIX = ".damaged"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What reading a damaged checkpoint may raise."""
+"""Errors that reading a damaged checkpoint may raise."""
 
 
 def name_of(step: int) -> str:
-    """The name of a checkpoint's folder."""
+    """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Steps whose checkpoints nothing deletes for now."""
+    """Steps whose checkpoints must not be deleted for now."""
 
     latest: int | None
     best: Best | None
@@ -54,39 +54,39 @@ class Checkpoints:
         self._folder = folder
         self._held: set[int] = set()
         self._lock = threading.Lock()
-        """Of names: what is held keeps its own."""
+        """Guards renames: a held checkpoint keeps its name."""
         self._changed: Callable[[], None] = lambda: None
 
     @classmethod
     def of_run(cls, run_dir: Path) -> "Checkpoints":
-        """Those in a run's folder."""
+        """Return the checkpoints in a run's folder."""
         return cls(run_dir / CHECKPOINTS_FOLDER)
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step stands, if there is one."""
+        """Return the folder of a step's checkpoint, whether or not it exists."""
         return self._folder / name_of(step)
 
     def steps(self) -> list[int]:
-        """Those of the whole checkpoints, in order."""
+        """Return the steps of the complete checkpoints, in order."""
         if not self._folder.is_dir():
             return []
         names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
         return sorted(int(name[1]) for name in names if name)
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a checkpoint has become whole, in the thread that wrote it."""
+        """Call `listener` after each new checkpoint, on the thread that wrote it."""
         self._changed = listener
 
     def latest(self) -> Path | None:
-        """The whole checkpoint of the highest step, if there is any."""
+        """Return the checkpoint of the highest step; None if there are none."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 
     def to_resume(self) -> Path:
-        """The latest checkpoint, which there must be.
+        """Return the latest checkpoint.
 
         Raises:
-            ResumeError: There is none.
+            ResumeError: There are no checkpoints.
         """
         latest = self.latest()
         if latest is None:
@@ -97,12 +97,14 @@ class Checkpoints:
         return latest
 
     def way_on(self) -> str:
-        """For messages: what to do after an error that ended the run."""
+        """Return advice for an error message: how to continue after an error that ended the run."""
         latest = self.latest()
         return f"go on with --resume from {latest}" if latest else "start again: nothing was saved"
 
     def best(self) -> Best | None:
-        """The best step by the latest checkpoint; None before an evaluation, or if it is gone.
+        """Return the best step according to the latest checkpoint.
+
+        None if nothing was evaluated yet, or if the checkpoint of that step is missing.
 
         Raises:
             ResumeError: The latest checkpoint is damaged.
@@ -115,8 +117,10 @@ class Checkpoints:
         return best if best and self.path(best.step).is_dir() else None
 
     def best_of(self, meta: CheckpointMeta) -> Best | None:
-        """The best step by a checkpoint; None before an evaluation, or, with a warning, if the
-        checkpoint of that step is gone."""
+        """Return the best step according to a checkpoint; None if nothing was evaluated yet.
+
+        If the checkpoint of that step is missing, log a warning and return None.
+        """
         best = meta.best
         if best is None or self.path(best.step).is_dir():
             return best
@@ -126,10 +130,10 @@ class Checkpoints:
         return None
 
     def load_best(self, device: torch.device) -> tuple[Best | None, CheckpointMeta, State]:
-        """Read the best checkpoint, or the latest where none is known to be best.
+        """Read the best checkpoint, or the latest one if no best step is known.
 
         Raises:
-            ResumeError: There is none, or it is damaged.
+            ResumeError: There are no checkpoints, or the one to read is damaged.
         """
         latest = self.to_resume()
         with _reading(latest):
@@ -137,10 +141,10 @@ class Checkpoints:
         return best, *self.load(device, best.step if best else None)
 
     def write(self, meta: CheckpointMeta, rest: State, copy: HostCopy, keep: int) -> None:
-        """Write a checkpoint, then delete those older than the latest `keep`, but for its best.
+        """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
 
         Raises:
-            OSError: The disk refused it, and the earlier checkpoints are as they were.
+            OSError: Writing failed. Earlier checkpoints are unchanged.
         """
         final = self.path(meta.step)
         temporary = _unfinished(final)
@@ -150,24 +154,24 @@ class Checkpoints:
             temporary.rename(final)
             sync_folder(self._folder)
         except OSError as error:
-            self._delete_unfinished()  # its bytes may be what the disk lacks
-            reason = f"{error.strerror}. When this is mended, {self.way_on()}"
+            self._delete_unfinished()  # frees space on a full disk
+            reason = f"{error.strerror}. After fixing this, {self.way_on()}"
             raise OSError(error.errno, reason, str(final)) from error
         self.delete_old(keep)
         self._changed()
 
     def load(self, device: torch.device, step: int | None = None) -> tuple[CheckpointMeta, State]:
-        """Read the checkpoint of a step, or the latest; its tensors land on `device`.
+        """Read the checkpoint of a step, or the latest one. Place its tensors on `device`.
 
         Raises:
-            ResumeError: There is none, or it is damaged.
+            ResumeError: The checkpoint is missing or damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
         with _reading(path):
             return read_checkpoint(path, device)
 
     def damage(self, step: int) -> str | None:
-        """What is wrong with the checkpoint of a step; None where all its bytes are right."""
+        """Read all bytes of a checkpoint; return what is wrong with them, or None."""
         try:
             verify_checkpoint(self.path(step))
         except DAMAGE as error:
@@ -176,7 +180,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[Held]:
-        """The latest and the best, which are not deleted within the block; one block at a time."""
+        """Protect the latest and the best checkpoint from deletion within the block.
+
+        Only one block may be open at a time.
+        """
         with self._lock:
             held = Held(max(self.steps(), default=None), self.best())
             self._held = {step for step in (held.latest, held.best and held.best.step) if step}
@@ -186,8 +193,10 @@ class Checkpoints:
             self._held = set()
 
     def delete_old(self, keep: int) -> None:
-        """Delete the checkpoints older than the latest `keep`, but for the best and those held.
-        Where the latest is damaged, and the best unknown, all stay."""
+        """Delete all but the latest `keep` checkpoints, the best one, and held ones.
+
+        If the latest checkpoint is damaged, the best one is unknown. Then nothing is deleted.
+        """
         try:
             best = self.best()
         except ResumeError:
@@ -196,11 +205,11 @@ class Checkpoints:
             kept = {*self._held, best and best.step}
             old = [self.path(step) for step in self.steps()[:-keep] if step not in kept]
             unnamed = [path.rename(_unfinished(path)) for path in old]
-        for path in unnamed:  # a half of one is no checkpoint
+        for path in unnamed:  # renamed first: a kill half-way leaves no damaged checkpoint
             shutil.rmtree(path)
 
     def set_aside(self, step: int) -> Path:
-        """Give the checkpoint of a step a name by which it is none; returns it."""
+        """Rename a damaged checkpoint, so that it is ignored from now on; return the new path."""
         path = self.path(step)
         aside = path.with_name(path.name + _DAMAGED_SUFFIX)
         shutil.rmtree(aside, ignore_errors=True)
@@ -208,8 +217,13 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def receive(self, step: int) -> Iterator[Path]:
-        """An empty folder to copy a checkpoint into, which takes its place if the block ends well;
-        another that has this place is set aside."""
+        """Yield an empty folder to copy a checkpoint into. Afterwards the folder becomes the
+        checkpoint.
+
+        An existing checkpoint of this step is renamed, as by `set_aside`. If the block raises,
+        nothing
+        changes.
+        """
         final = self.path(step)
         temporary = _unfinished(final)
         shutil.rmtree(temporary, ignore_errors=True)

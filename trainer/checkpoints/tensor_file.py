@@ -46,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor is among the bytes of all, and what it is."""
+    """The place of a tensor among the bytes of all tensors, with its dtype and shape."""
 
     begin: int
     end: int
@@ -54,12 +54,15 @@ class TensorPlace:
     shape: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """This tensor in memory of bytes."""
+        """Return this tensor as a view of `memory`, a tensor of bytes."""
         return memory[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
 def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Places without gaps; the widest numbers come first, so that all are aligned."""
+    """Return a place for each tensor, without gaps.
+
+    Tensors with the widest numbers come first, so that each tensor is aligned.
+    """
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     sizes = [tensor.numel() * tensor.element_size() for _, tensor in order]
     begins = itertools.accumulate(sizes, initial=0)
@@ -70,7 +73,7 @@ def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
 
 
 def write_tensors(path: Path, places: Mapping[str, TensorPlace], memory: Tensor) -> str:
-    """Write and sync a file; gives the xxh3-64 of its bytes."""
+    """Write and sync a file. Return the xxh3-64 of its bytes."""
     digest = xxhash.xxh3_64()
     with open(path, "wb") as file:
         for block in _blocks(places, memory):
@@ -84,10 +87,10 @@ def write_tensors(path: Path, places: Mapping[str, TensorPlace], memory: Tensor)
 def read_tensors(
     path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
 ) -> dict[str, Tensor]:
-    """Read tensors of these dtypes and shapes into new memory on a device.
+    """Read tensors of the given dtypes and shapes into new memory on a device.
 
     Raises:
-        SafetensorError, ValueError: The file has not these tensors.
+        SafetensorError, ValueError: The file lacks one of these tensors.
     """
     with safetensors.safe_open(path, framework="pt") as file:
         return {
@@ -121,7 +124,7 @@ _log = logging.getLogger(__name__)
 
 
 class HostCopy:
-    """Memory of the host for the tensors of one checkpoint at a time."""
+    """Page-locked host memory for the tensors of one checkpoint at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._accelerator = None if device.type == "cpu" else accelerator(device)
@@ -132,7 +135,10 @@ class HostCopy:
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to copy over what was taken before; the tensors may change from now on."""
+        """Start to copy tensors, over those of the previous call.
+
+        The tensors may change as soon as this returns: the copy is queued on the device's stream.
+        """
         places = lay_out(tensors)
         if places != self.places:
             self._allocate(places)
@@ -142,12 +148,12 @@ class HostCopy:
             self._copied = self._accelerator.current_stream().record_event()
 
     def wait(self) -> None:
-        """Wait until the copy is whole; from any thread."""
+        """Wait until the copy is complete. Any thread may call this."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def close(self) -> None:
-        """Unlock the memory, when nothing is copied into it any more."""
+        """Unlock the memory after the last copy into it."""
         if self._accelerator is not None and self._is_locked:
             with contextlib.suppress(RuntimeError):  # the device has failed
                 self.wait()

@@ -83,7 +83,9 @@ class Uploads:
         self._thread.join(seconds)
         self._checkpoints.delete_old(self._config.keep)
         if self._thread.is_alive() or self._cause is not None:
-            _log.warning("%s: %s. Start it again with --resume to upload that.", url, self._lack())
+            _log.warning(
+                "%s: %s. Start the run again with --resume to upload it.", url, self._lack()
+            )
         else:
             _log.info("uploaded to %s", url)
 
@@ -152,10 +154,10 @@ class Uploads:
 
 
 def check_upload(config: TrainConfig) -> None:
-    """Reject a URL that holds later steps than the run's folder, or that cannot be written.
+    """Reject --upload if its URL holds later steps than the run's folder, or cannot be written.
 
     Raises:
-        ConfigError: It is one of these, or a new run cannot read it.
+        ConfigError: One of these is the case, or a new run cannot read the URL.
     """
     if config.upload is None:
         return
@@ -181,11 +183,11 @@ def _tried(job: Callable[[], Value], done: str, url: str, *, begins: bool) -> Va
     """Return the result of a job; None if it fails and the run has checkpoints to resume from."""
     try:
         return job()
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each store has its own errors
         if begins:
             raise ConfigError(
-                f"`--upload`: {url} cannot be {done} ({reason(error)}). Mend this, or leave "
-                "--upload out."
+                f"`--upload`: {url} cannot be {done} ({reason(error)}). Make it accessible, "
+                "or leave --upload out."
             ) from error
         _log.warning("%s cannot be %s (%s); the run goes on", url, done, reason(error))
         return None

@@ -1,8 +1,8 @@
 """The learning rate: a pure function of the step.
 
-Nothing to save, nothing to load, nothing that can drift from the step count. A run whose `steps`
-are raised goes on as if it had had them from the start; under `wsd`, before its decay, and under
-`constant` it has: a longer run's rates are the same.
+The rate depends on the step alone, so a checkpoint does not save it. If a resumed run has a higher
+--steps, its rates are those of a run that had these --steps from the start. For `constant`, and
+for `wsd` before its decay, the rates of the steps already trained are the same too.
 """
 
 import math
@@ -14,24 +14,30 @@ __all__ = ["learning_rate", "rate_factor"]
 
 _END = 0.1
 _WSD_DECAY = 0.2
-"""The share of all steps in which `wsd` decays: more gains next to nothing."""
+"""Share of all steps in which `wsd` decays. A longer decay gains next to nothing."""
 
 
 def learning_rate(
     step: int, *, schedule: ScheduleName, peak: float, steps: int, warmup_steps: int
 ) -> float:
-    """Linear warm-up to the peak, then the schedule; above 0 at every step.
+    """Return the learning rate of a step: linear warm-up to the peak, then the schedule.
 
     `cosine` and `linear` fall to a tenth of the peak. `wsd` (warm-up, stable, decay) stays at the
-    peak until the last fifth of all steps, where it falls as 1 - √x does, towards the zero that one
-    more step would reach. `constant` stays at the peak.
+    peak
+    until the last fifth of all steps. There it falls as 1 - √x, which would reach 0 one step after
+    the
+    last. `constant` stays at the peak. The rate is above 0 at every step.
+
+    Example: `wsd` with steps=100, warmup_steps=10: 0.1, 0.2, ... of the peak up to step 10, the
+        peak
+    up to step 80, then 1 - √(1/21) = 0.78 of it at step 81 and 1 - √(20/21) = 0.02 at step 100.
 
     Args:
-        step: Counts from 1.
-        schedule: What follows the warm-up.
+        step: The step, counted from 1.
+        schedule: The schedule after the warm-up.
         peak: The largest rate.
         steps: The last step.
-        warmup_steps: The step that reaches the peak; 0 starts there.
+        warmup_steps: The step that reaches the peak; 0 starts at the peak.
     """
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
@@ -40,16 +46,16 @@ def learning_rate(
 
 
 def rate_factor(step_tokens: int, reference_tokens: int) -> float:
-    """What a rate found with steps of `reference_tokens` is multiplied by for others.
+    """Return the factor for a rate that was tuned with steps of `reference_tokens`.
 
-    The root of the ratio, which suits optimizers that divide by the gradient's size, as AdamW and
-    Muon do.
+    The factor is the square root of the ratio. This suits optimizers that divide by the gradient's
+    size, as AdamW and Muon do.
     """
     return math.sqrt(step_tokens / reference_tokens)
 
 
 def _decay_start(schedule: ScheduleName, steps: int, warmup_steps: int) -> int:
-    """The last step at the peak."""
+    """Return the last step at the peak."""
     if schedule != "wsd":
         return warmup_steps
     return max(warmup_steps, steps - math.ceil(_WSD_DECAY * steps))
@@ -77,4 +83,4 @@ _DECAYS: dict[ScheduleName, Callable[[int, int], float]] = {
     "wsd": _square_root,
     "constant": _constant,
 }
-"""Share of the peak after so many of the steps that decay."""
+"""Rate as a share of the peak, after the first `done` of the `steps` decay steps."""

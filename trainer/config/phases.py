@@ -1,7 +1,7 @@
-"""The phases of a run: parts of its steps, each with weights, a rate and data of its own.
+"""The phases of a run: parts of its steps, each with its own weights to train, rate and data.
 
-Steps are counted through. A phase is a function of the step, so nothing of it is saved: a run that
-goes on knows from its step in which phase it is. A run without phases is one phase.
+Steps are counted through all phases. The phase follows from the step, so a checkpoint does not save
+it. A run without phases has one phase.
 """
 
 from collections.abc import Sequence
@@ -15,24 +15,24 @@ __all__ = ["Phase", "phase_at", "phases_of"]
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of a run."""
+    """A phase of a run."""
 
     number: int
-    """From 1."""
+    """The phase's number, counted from 1."""
     before: int
-    """Steps of the phases before."""
+    """Steps of all earlier phases."""
     changes: int
-    """How often the data was another one than in the phase before, up to this one."""
+    """How often the data changed between phases, up to this one."""
     config: TrainConfig
-    """The run's settings with those of the phase over them; `steps` are its own alone."""
+    """The run's settings, overridden by those of the phase. `steps` counts this phase alone."""
 
     @property
     def last(self) -> int:
-        """Its last step, counted from the run's first."""
+        """The phase's last step, counted from the run's first."""
         return self.before + self.config.steps
 
     def rate(self, step: int) -> float:
-        """The learning rate of one of its steps, counted from the run's first."""
+        """Return the learning rate of a step, counted from the run's first."""
         config = self.config
         return learning_rate(
             step - self.before,
@@ -44,7 +44,7 @@ class Phase:
 
 
 def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
-    """Those of a run, in their order."""
+    """Return the run's phases, in order."""
     phases: list[Phase] = []
     before, changes, shards = 0, 0, config.stages[0].shards
     for number, stage in enumerate(config.stages, 1):
@@ -55,5 +55,5 @@ def phases_of(config: TrainConfig) -> tuple[Phase, ...]:
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
-    """The one that a step is in; of a step behind all, the last."""
+    """Return the phase of a step. A step after the run's end is in the last phase."""
     return next((phase for phase in phases if step <= phase.last), phases[-1])

@@ -1,7 +1,7 @@
-"""Attention, the one place: which slots see each other, and by which kernel.
+"""Attention: which slots attend to each other, and by which kernel.
 
-On a GPU in half precision documents are kept apart by where they end (`varlen_attn`), which costs
-nothing; elsewhere by a mask, which costs B x T x T bytes and the fastest kernel.
+On a GPU in half precision, documents are separated by their ends (`varlen_attn`), at no cost.
+Elsewhere a mask separates them. A mask takes B x T x T bytes and excludes the fastest kernel.
 
 Shapes: B rows, T slots, H heads, K width of a head, S segments.
 """
@@ -20,35 +20,36 @@ _LEAST_CAPABILITY = (8, 0)
 
 
 class Reach(NamedTuple):
-    """What a layer sees of a document."""
+    """What a slot attends to in its document, in one layer of a model."""
 
     causal: bool
-    """Whether a slot sees only itself and those before it."""
+    """Whether a slot attends only to itself and slots before it."""
     window: int | None
-    """How many slots before it, and where it is not causal behind it; None: all."""
+    """How many slots back a slot attends, and forward unless causal. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Which slots of a micro-batch see each other.
+    """Which slots of a micro-batch attend to each other.
 
-    Without mask and ends all slots of a row do, or where it is causal those before.
+    Without `mask_BHTT` and `cu_seqlens`, a slot attends to its whole row, or to the row so far if
+    causal.
     """
 
     causal: bool
-    """Whether a slot sees only itself and those before it in its document."""
+    """Whether a slot attends only to itself and slots before it in its document."""
     mask_BHTT: Tensor | None = None
-    """True where a query (third dimension) sees a key (fourth); `causal` is in it already."""
+    """True where a query (third dimension) attends to a key (fourth). Includes `causal`."""
     cu_seqlens: Tensor | None = None
-    """(S + 1,) int32: where segments begin in the flattened batch, and its end."""
+    """Offsets of segments in the flattened batch, with its end: shape (S + 1,), int32."""
     max_seqlen: int = 0
-    """Bound of a segment's length, where there are `cu_seqlens`."""
+    """With `cu_seqlens`: upper bound of a segment's length."""
     window: int | None = None
-    """With `cu_seqlens`: how many slots before it, and where it is not causal behind it, a slot
-    sees; None: all."""
+    """With `cu_seqlens`: how many slots back a slot attends, and forward unless causal. None: no
+    limit."""
 
     def narrowed(self, reach: Reach, ids_BT: Tensor) -> "Scope":
-        """The same for a layer that sees less; `ids_BT` tells how long rows are, and where."""
+        """Return the scope of a layer with a smaller reach. `ids_BT` has the shape of the rows."""
         window = reach.window
         if window is not None and window >= ids_BT.shape[1] - 1:
             window = None
@@ -60,7 +61,7 @@ class Scope:
         return Scope(reach.causal, self._narrowed_mask(reach, ids_BT))
 
     def blank_like(self, rows: int, length: int) -> "Scope":
-        """One of the same make for another shape, where every slot sees all it may."""
+        """Return a scope of the same form for another shape, without any limit but `causal`."""
         mask, ends = self.mask_BHTT, self.cu_seqlens
         if mask is not None:
             mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))
@@ -69,7 +70,8 @@ class Scope:
         return Scope(self.causal, mask, ends, length)
 
     def of_rows(self, start: int, stop: int, length: int) -> "Scope":
-        """That of some rows of a micro-batch; no segment goes over the end of a row."""
+        """Return the scope of rows `start` to `stop` of a micro-batch. Segments do not cross
+        rows."""
         mask, ends = self.mask_BHTT, self.cu_seqlens
         if mask is not None:
             mask = mask[start:stop]
@@ -80,19 +82,19 @@ class Scope:
     def _narrowed_mask(self, reach: Reach, ids_BT: Tensor) -> Tensor | None:
         mask_BHTT = self.mask_BHTT
         if reach.causal and mask_BHTT is not None and mask_BHTT.shape[2] == 1:
-            mask_BHTT = None  # of padding, which comes last in a row
+            mask_BHTT = None  # it masks padding, which comes last: causal slots never see it
         if mask_BHTT is None and reach.window is None:
             return None
         near_11TT = _near(reach, ids_BT.shape[1], ids_BT.device)[None, None]
         if mask_BHTT is None:
             return near_11TT
-        # All see themselves: a softmax of nothing would spoil what is beside it in the next layer.
+        # Every slot attends to itself: a softmax over nothing is NaN, which would spread to others.
         itself_TT = torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
         return (mask_BHTT & near_11TT) | itself_TT
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `varlen_attn` works there: CUDA of Ampere or later, half precision, torch 2.11."""
+    """Return whether `varlen_attn` works: CUDA of Ampere or later, half precision, torch 2.11."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return False
     if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
@@ -101,7 +103,7 @@ def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def knows_ends() -> bool:
-    """Whether this torch has `varlen_attn` as it is used here."""
+    """Return whether this torch has `varlen_attn` with the arguments used here."""
     return bool(TorchVersion(torch.__version__) >= "2.11")
 
 
@@ -114,15 +116,15 @@ def attend(
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """Softmax attention within `scope`: (B, H, T, K).
+    """Return softmax attention within `scope`, shape (B, H, T, K).
 
     Args:
         query_BHTK: Queries.
-        key_BHTK: Keys; of fewer heads, each serves several neighbouring query heads.
-        value_BHTK: Values, of as many heads as the keys.
-        scope: Which slots see each other.
-        scale: Factor of the products; by default 1 / sqrt(K).
-        dropout: Share of weights set to 0; only without `cu_seqlens`.
+        key_BHTK: Keys. With fewer heads than queries, each serves several neighbouring query heads.
+        value_BHTK: Values, with as many heads as the keys.
+        scope: Which slots attend to each other.
+        scale: Factor of the products. Default: 1 / sqrt(K).
+        dropout: Share of weights set to 0. Only without `cu_seqlens`.
     """
     if scope.cu_seqlens is not None:
         return _attend_segments(query_BHTK, key_BHTK, value_BHTK, scope, scale)
@@ -154,7 +156,7 @@ def _attend_segments(
         part.transpose(1, 2).flatten(0, 1) for part in (query_BHTK, key_BHTK, value_BHTK)
     )
     far = -1 if scope.window is None else scope.window
-    window = (far, 0 if scope.causal else far)  # a list would not be understood as causal
+    window = (far, 0 if scope.causal else far)  # a tuple: as a list it would not count as causal
     mixed = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scale, window_size=window
     )
@@ -163,7 +165,7 @@ def _attend_segments(
 
 
 def _near(reach: Reach, length: int, device: torch.device) -> Tensor:
-    """(T, T): whether a query (first) reaches a key (second)."""
+    """Return whether a query (first) reaches a key (second), shape (T, T)."""
     slot_T = torch.arange(length, device=device)
     behind_TT = slot_T[:, None] - slot_T
     near_TT = behind_TT.abs() <= (length if reach.window is None else reach.window)

@@ -1,7 +1,7 @@
-"""What a run learns from: one data set, or several by weight.
+"""The data of a run: one data set, or several with weights.
 
-Several are read as one `Mixture` and evaluated each by itself. Whoever asks what there is to learn,
-as defaults and plans do, sees one manifest: that of what an epoch reads. Torch-free.
+Several data sets are read as one `Mixture` and evaluated one by one. For defaults and plans, they
+have one manifest, which describes an epoch of the mixture. Imports no torch.
 """
 
 import dataclasses
@@ -35,12 +35,12 @@ __all__ = [
 
 
 def weights_of(shards: Shards) -> dict[str, float]:
-    """The weight of each data set by its folder."""
+    """Return the weight of each data set by its folder."""
     return {shards: 1.0} if isinstance(shards, str) else shards
 
 
 def source_of(shards: Shards) -> str | Mixture:
-    """What a loader reads.
+    """Return what a loader reads: a folder, or a mixture.
 
     Raises:
         ConfigError: A weight is not above 0.
@@ -50,32 +50,32 @@ def source_of(shards: Shards) -> str | Mixture:
 
 
 def first_of(shards: Shards) -> str:
-    """The folder whose tokenizer stands for all."""
+    """Return the first folder. Its tokenizer serves for all data sets."""
     return next(iter(weights_of(shards)))
 
 
 def shown(shards: Shards) -> str:
-    """As it is written on the command line."""
+    """Return the setting as it is written on the command line, without secrets."""
     if isinstance(shards, str):
         return public(shards)
     return " ".join(f"{public(folder)}={weight:g}" for folder, weight in shards.items())
 
 
 def read_manifest(shards: Shards) -> Manifest:
-    """That of the data set, or of what an epoch of several reads.
+    """Return the manifest of a data set, or of an epoch of several.
 
     Raises:
-        ManifestError: There is none, or a data set of several has no train split.
-        ConfigError: Data sets do not fit each other, or a weight is not above 0.
+        ManifestError: A manifest is missing, or one of several data sets has no train split.
+        ConfigError: The data sets do not fit each other, or a weight is not above 0.
     """
     return DataSets.read(shards).manifest
 
 
 def read_tokenizer(shards: StorePath) -> bytes:
-    """The tokenizer.json that made the shards of a data set.
+    """Return the tokenizer.json that made the shards of a data set.
 
     Raises:
-        ConfigError: It cannot be read, or is not the one that the manifest has the checksum of.
+        ConfigError: The file cannot be read, or its checksum differs from that in the manifest.
     """
     store, info = open_store(shards), Manifest.read(shards).tokenizer
     try:
@@ -93,10 +93,10 @@ def read_tokenizer(shards: StorePath) -> bytes:
 
 
 def run_manifest(config: TrainConfig) -> Manifest:
-    """The same of a whole run: its longest row is that of all phases.
+    """Return the manifest of a run. Its longest row is the longest of all phases.
 
     Raises:
-        ConfigError: The data sets of a phase do not fit those of the run.
+        ConfigError: The data sets of a phase do not fit those of the first phase.
     """
     manifest = read_manifest(config.shards)
     others = [each.shards for each in config.phases if each.shards not in (None, config.shards)]
@@ -113,13 +113,13 @@ class DataSets:
     """The data sets of a run, with their manifests."""
 
     weights: dict[str, float]
-    """By folder."""
+    """Weights by folder."""
     manifests: tuple[Manifest, ...]
-    """In the same order."""
+    """The manifest of each folder, in the same order."""
 
     @classmethod
     def read(cls, shards: Shards) -> Self:
-        """Those that are meant; errors are those of `read_manifest`."""
+        """Read the manifests. Raises the errors of `read_manifest`."""
         source = source_of(shards)
         if not isinstance(source, Mixture):
             return cls({source: 1.0}, (Manifest.read(source),))
@@ -129,8 +129,12 @@ class DataSets:
 
     @property
     def manifest(self) -> Manifest:
-        """One for all: the first one's, with the splits of all, and of train what an epoch reads:
-        the data set that lasts longest once, the others as often as that takes."""
+        """One manifest for all data sets: the first one, with the splits of all.
+
+        Its train split describes an epoch: the data set that lasts longest once, the others as
+        often as
+        that takes.
+        """
         first = self.manifests[0]
         if len(self.manifests) == 1:
             return first
@@ -139,7 +143,7 @@ class DataSets:
 
     @property
     def names(self) -> dict[str, str]:
-        """By folder what to call it: its last part, or all of it where two end alike."""
+        """A name of each folder: its last part, or the whole path if two folders end alike."""
         lasts = {folder: PurePath(public(folder)).name for folder in self.weights}
         known = list(lasts.values())
         return {
@@ -148,11 +152,11 @@ class DataSets:
         }
 
     def manifest_of(self, folder: str) -> Manifest:
-        """The manifest of one of them."""
+        """Return the manifest of one data set."""
         return self.manifests[[*self.weights].index(folder)]
 
     def having(self, split: str) -> list[str]:
-        """The folders of those that have a split."""
+        """Return the folders of the data sets that have a split."""
         pairs = zip(self.weights, self.manifests, strict=True)
         return [folder for folder, manifest in pairs if split in manifest.splits]
 
@@ -169,7 +173,7 @@ class DataSets:
 
 
 def _read(split: SplitInfo, times: float) -> SplitInfo:
-    """What several readings of a split have, as if it were one shard."""
+    """Return the figures of reading a split several times, as if it were one shard."""
     counts = tuple(round(times * count) for count in split.length_histogram)
     shard = dataclasses.replace(
         split.shards[0],
@@ -190,7 +194,7 @@ def _joined(splits: Sequence[SplitInfo]) -> SplitInfo:
 
 
 def _check_fit(first: str, data: DataSets) -> None:
-    """Refuse data sets whose ids or labels mean something else than those of the first one."""
+    """Reject data sets whose ids or labels differ in meaning from those of the first one."""
     ours = Manifest.read(first).fingerprint
     for folder, manifest in zip(data.weights, data.manifests, strict=True):
         if manifest.fingerprint != ours:
@@ -198,7 +202,7 @@ def _check_fit(first: str, data: DataSets) -> None:
 
 
 def _lengthened(manifest: Manifest, longest: int) -> Manifest:
-    """A manifest with a row of this length in its train split, if that has no longer one."""
+    """Return the manifest with a row of at least this length in its train split."""
     if "train" not in manifest.splits or longest <= manifest.split("train").longest_row:
         return manifest
     train = manifest.split("train")

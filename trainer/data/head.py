@@ -1,4 +1,4 @@
-"""What a model is asked for: which logits, how many, and which tokens may see which."""
+"""The output that a task needs from a model: kind and number of logits, and the attention."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeGuard
@@ -11,53 +11,55 @@ if TYPE_CHECKING:
 __all__ = ["HasHidden", "Head", "HeadKind", "has_hidden"]
 
 HeadKind = Literal["vocabulary", "token", "row"]
-"""Of what there are logits.
+"""What a model predicts.
 
     vocabulary   an id of the vocabulary for each token
     token        a tag for each token
-    row          a class for each row
+    row          a class, or a number, for each row
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What a task asks of a model."""
+    """What a task needs from a model."""
 
     kind: HeadKind
     outputs: int
-    """Logits of a token or row; those of the vocabulary may be more."""
+    """Logits per token or row. A head of the vocabulary may have more."""
     vocabulary_size: int
-    """Ids that a model is shown are below this."""
+    """Upper bound of the ids that the model is shown."""
     causal: bool
-    """Whether a token sees only those before it."""
+    """Whether a token attends only to itself and the tokens before it."""
     pairs: bool = False
-    """Whether rows are pairs of texts, so that the model is told which text a token is of."""
+    """Whether rows are pairs of texts. Then the model receives token types."""
     labels: tuple[str, ...] = ()
-    """Names of tags or classes, by their number."""
+    """Names of tags or classes, by number."""
     pad_id: int | None = None
-    """Fills rows, where the tokenizer has an id that does nothing else."""
+    """The id of padding; None if the tokenizer has no id for it alone."""
 
 
 class HasHidden(Protocol):
-    """What a model with a head of the vocabulary may offer, so that the loss needs no logits.
+    """A model with a vocabulary head that offers the head's input, so that the loss needs no
+    logits.
 
-    These are `hidden @ head_weight.T`, and nothing else is done to them.
+    The logits must equal `hidden @ head_weight.T`, with nothing added.
     """
 
     @property
     def head_weight(self) -> "Tensor":
-        """(V, D), a parameter; None, or no such attribute: it offers logits alone."""
+        """The head's weight, a parameter of shape (V, D). None or missing: only logits are
+        offered."""
         ...
 
     def hidden(self, micro_batch: "MicroBatch") -> "Tensor":
-        """(B, T, D): what the head sees."""
+        """Return the input of the head, shape (B, T, D)."""
         ...
 
     def __call__(self, micro_batch: "MicroBatch") -> "Tensor":
-        """(B, T, V): logits."""
+        """Return the logits, shape (B, T, V)."""
         ...
 
 
 def has_hidden(model: "nn.Module") -> TypeGuard[HasHidden]:
-    """Whether a model offers them."""
+    """Return whether a model offers the input of its head."""
     return getattr(model, "head_weight", None) is not None

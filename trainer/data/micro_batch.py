@@ -1,7 +1,8 @@
-"""A micro-batch as model and loss take it: of a shape that comes again, with its documents known.
+"""A micro-batch: the tensors that model and loss take, in few different shapes.
 
-A compiled model is compiled anew for every shape it meets, for seconds to minutes. So a batch of
-few rows is filled up with empty ones, whose labels no loss counts.
+A compiled model is compiled again for each new shape, which takes seconds to minutes. So with
+--compile, a batch with few rows is filled up with empty rows. Their labels do not count in the
+loss.
 
 Shapes: B rows, T slots of a row, S segments (documents and paddings) of the flattened batch.
 """
@@ -23,23 +24,25 @@ __all__ = ["MicroBatch", "Shaper"]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What is trained at once."""
+    """The rows of one forward and backward pass."""
 
     ids_BT: Tensor
     labels: Tensor
-    """(B, T), or (B,) where a row has one label; `IGNORED` where none is due."""
+    """(B, T), or (B,) if each row has one label. `IGNORED` where there is no target."""
     positions_BT: Tensor
-    """Counted from the beginning of what attention reaches: (B, T), or (1, T) for all rows."""
+    """Positions in the document, or in the row: (B, T), or (1, T) if equal for all rows."""
     scope: Scope
-    """Which slots attention may reach."""
+    """Which slots attend to each other."""
     is_token_BT: Tensor | None = None
-    """True on tokens; None where rows are packed: their padding comes last and has no label."""
+    """True on tokens, False on padding; None if rows are packed. Their padding comes last and has
+    no
+    label."""
     token_types_BT: Tensor | None = None
-    """Which text of a pair a token belongs to; None where rows are single texts."""
+    """0 or 1, the text of a pair that a token belongs to; None if rows are single texts."""
 
     @classmethod
     def of_ids(cls, ids_BT: Tensor, *, causal: bool) -> "MicroBatch":
-        """Rows of one document each, all of the same length, and no labels: to use a model."""
+        """Return rows of one document each, all of one length, without labels: to use a model."""
         return cls(
             ids_BT=ids_BT,
             labels=torch.full_like(ids_BT, IGNORED),
@@ -51,20 +54,21 @@ class MicroBatch:
 
     @property
     def num_slots(self) -> int:
-        """B times T."""
+        """Token slots: B times T."""
         return self.ids_BT.numel()
 
     @property
     def _counts_rows(self) -> bool:
-        """Whether positions differ from row to row."""
+        """Whether positions differ between rows."""
         return len(self.positions_BT) > 1
 
     def without_targets(self) -> "MicroBatch":
-        """The same rows, of which nothing is asked."""
+        """Return the same rows without targets."""
         return replace(self, labels=torch.full_like(self.labels, _none(self.labels)))
 
     def blank_like(self, rows: int, length: int) -> "MicroBatch":
-        """One of the same make and another shape, of which nothing can be learnt."""
+        """Return an empty micro-batch of another shape, with the same fields and without
+        targets."""
         return MicroBatch(
             ids_BT=self.ids_BT.new_zeros((rows, length)),
             labels=self.labels.new_full((rows, length)[: self.labels.dim()], _none(self.labels)),
@@ -77,19 +81,19 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Shaper:
-    """Makes micro-batches of a loader's batches."""
+    """Makes micro-batches from a loader's batches."""
 
     causal: bool
-    """Whether a token sees only those before it."""
+    """Whether a token attends only to itself and the tokens before it."""
     apart: bool
-    """Whether packed documents are kept apart; else they see those before them in their row."""
+    """Whether packed documents are separate. Otherwise attention crosses them within a row."""
     varlen: bool
     """Whether attention takes the ends of documents instead of a mask."""
     rows_of: Callable[[int], int] | None = None
-    """How many rows a batch of some padded length is filled up to; None fills nothing."""
+    """Returns the number of rows to fill a batch of some padded length up to; None: do not fill."""
 
     def __call__(self, batch: Batch) -> MicroBatch:
-        """A batch with its documents; queues a few kernels, and never waits for the device."""
+        """Return the micro-batch of a batch. Queues a few kernels; does not wait for the device."""
         filling = self._missing_rows(batch)
         rows = {key: _with_rows(batch[key], filling, fill) for key, fill in _FILLS if key in batch}
         labels = batch[TARGETS]
@@ -109,7 +113,8 @@ class Shaper:
         return max(0, self.rows_of(length) - len(batch.lengths)) if self.rows_of else 0
 
     def _padded(self, is_token_BT: Tensor) -> Scope:
-        """Padding comes last in a row, where a causal model's tokens never see it."""
+        """Return the scope of padded rows. Causal tokens never see the padding, which comes
+        last."""
         if self.causal:
             return Scope(causal=True)
         return Scope(causal=False, mask_BHTT=is_token_BT[:, None, None, :])
@@ -131,7 +136,7 @@ class Shaper:
 _FILLS: tuple[tuple[str, int], ...] = (
     (INPUT_IDS, 0),
     (POSITION_IDS, 0),
-    (ATTENTION_MASK, 1),  # a row that sees nothing at all would be a softmax of nothing
+    (ATTENTION_MASK, 1),  # with 0 everywhere, attention would be a softmax over nothing
     (TOKEN_TYPE_IDS, 0),
 )
 
@@ -141,12 +146,12 @@ def _filled_like(values: Tensor | None, rows: int, length: int, fill: int) -> Te
 
 
 def _none(labels: Tensor) -> float:
-    """The label of a row or token that has none."""
+    """Return the label that stands for no target."""
     return no_target(is_float=labels.is_floating_point())
 
 
 def _with_rows(values: Tensor, missing: int, fill: float) -> Tensor:
-    """The same with `missing` more rows at the end."""
+    """Return the values with `missing` more rows at the end."""
     if not missing:
         return values
     return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing), value=fill)
@@ -157,9 +162,12 @@ def _count(length: int, device: torch.device) -> Tensor:
 
 
 def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
-    """Offsets of segments, filled up to a power of four: a shape that comes again.
+    """Return offsets of segments, padded to a power of four, so that few shapes occur.
 
-    The last of them is a segment of all slots that were added; behind it come empty ones.
+    Slots that were added to the batch become one segment. Empty segments follow it. Example:
+    offsets
+    [0, 5, 8] of 8 slots become [0, 5, 8, 8], and [0, 5, 8, 12] if the batch was filled up to 12
+    slots.
     """
     wanted = cu_seqlens.numel() + (slots > end)
     number = 4 ** ((wanted - 1).bit_length() + 1 >> 1)
@@ -167,7 +175,7 @@ def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
 
 
 def _same_document(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
-    """(B, 1, T, T): whether two slots of a row belong to the same segment."""
+    """Return whether two slots of a row are in the same segment, shape (B, 1, T, T)."""
     slots = torch.arange(rows * length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     segment_BT = torch.bucketize(slots, cu_seqlens[1:], right=True).view(rows, length)
     return segment_BT[:, None, :, None] == segment_BT[:, None, None, :]

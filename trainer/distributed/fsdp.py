@@ -1,8 +1,9 @@
 """Models whose weights are sharded over ranks by torch's FSDP2, and the tensors of such models.
 
-Weights, gradients and moments are cut along their first dimension. A layer is whole while it
-computes. Gradients are summed over ranks, never averaged: the loop divides by targets. torch's
-modules for sharded tensors take seconds to import, so they are imported only if a model is sharded.
+Weights, gradients and optimizer moments are sharded along their first dimension. A layer is whole
+while it computes. Gradients are summed over ranks, never averaged: the loop divides by the number
+of targets. torch's modules for sharded tensors take seconds to import, so they are imported only if
+a model is sharded.
 """
 
 import contextlib
@@ -20,26 +21,26 @@ from tokenfeed.trainer.distributed.world import State, World
 
 __all__ = [
     "check_sharding",
+    "distribute_like",
+    "full_tensor",
+    "gather_state",
     "is_sharded",
-    "laid_like",
-    "of_all",
-    "own",
+    "local_shard",
+    "replicated_scalars",
     "reshard",
+    "set_last_backward",
     "shard_model",
-    "sum_with_last",
-    "whole",
-    "with_shares",
 ]
 
-_ENTRANCES = ("hidden",)
-"""What is called of a model besides itself."""
+_FORWARD_METHODS = ("hidden",)
+"""Methods of a model that are called besides `forward`."""
 
 
 def check_sharding(config: TrainConfig, precision: str) -> None:
-    """Refuse what is not right on shares of weights.
+    """Reject settings that do not work with sharded weights.
 
     Raises:
-        ConfigError: Muon, or fp16.
+        ConfigError: The optimizer is muon, or the precision is fp16.
     """
     for option, found, refused, remedy in (
         ("optimizer", config.optimizer, "muon", "its products take whole matrices: take adamw"),
@@ -57,8 +58,11 @@ def check_sharding(config: TrainConfig, precision: str) -> None:
 
 
 def shard_model(model: nn.Module, world: World) -> None:
-    """Keep this rank's share of each weight: first of each layer, then of the rest, which stays
-    together, since a head may be the embedding. Weights have to be equal on all ranks."""
+    """Shard each weight: layer by layer, then the rest of the model as one unit.
+
+    The rest stays one unit, since the head may share its weight with the embedding. All ranks must
+    start with equal weights.
+    """
     mesh = init_device_mesh(world.device.type, (world.size,))
     blocks = getattr(model, "repeated_blocks", tuple)
     for part in (*blocks(), model):
@@ -66,32 +70,32 @@ def shard_model(model: nn.Module, world: World) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sums
-    for name in _ENTRANCES:
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
+    for name in _FORWARD_METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks have shares of it."""
-    return any(map(_is_share, model.parameters()))
+    """Return whether the model's weights are sharded over ranks."""
+    return any(map(_is_dtensor, model.parameters()))
 
 
-def own(tensor: Any) -> Tensor:
-    """This rank's share of a tensor, or the tensor."""
-    share: Tensor = tensor.to_local() if _is_share(tensor) else tensor
+def local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    share: Tensor = tensor.to_local() if _is_dtensor(tensor) else tensor
     return share
 
 
-def of_all(tensor: Any) -> Tensor:
-    """The tensor of all shares, on every rank."""
-    full: Tensor = tensor.full_tensor() if _is_share(tensor) else tensor
+def full_tensor(tensor: Any) -> Tensor:
+    """Return the whole tensor of a DTensor, on every rank; any other tensor as it is."""
+    full: Tensor = tensor.full_tensor() if _is_dtensor(tensor) else tensor
     return full
 
 
-def laid_like(weight: Any, value: Tensor) -> Tensor:
-    """A whole tensor in the share, and the order of memory, that a weight has."""
-    if not _is_share(weight):
+def distribute_like(weight: Any, value: Tensor) -> Tensor:
+    """Return a copy of a whole tensor, sharded and laid out in memory like `weight`."""
+    if not _is_dtensor(weight):
         return torch.empty_like(weight, dtype=value.dtype).copy_(value)
     from torch.distributed.tensor import distribute_tensor
 
@@ -99,36 +103,39 @@ def laid_like(weight: Any, value: Tensor) -> Tensor:
     return distribute_tensor(there, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
-def with_shares(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """A context in which plain tensors beside shares count as equal on all ranks."""
-    if not any(map(_is_share, tensors)):
+def replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which plain tensors count as equal on all ranks, if others are
+    sharded."""
+    if not any(map(_is_dtensor, tensors)):
         return contextlib.nullcontext()
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
 
 
-def sum_with_last(model: Any, *, last: bool) -> None:
-    """Say of a sharded model whether the next backward pass ends a step: then gradients are summed
-    over ranks."""
+def set_last_backward(model: Any, *, last: bool) -> None:
+    """Set whether the next backward pass ends a step. Then it sums gradients over ranks."""
     model.set_requires_gradient_sync(last)
     model.set_is_last_backward(last)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that an evaluation has left whole."""
+    """Free the whole weights that an evaluation has left."""
     if is_sharded(model):
         for module in model.modules():
             getattr(module, "reshard", _nothing)()
 
 
-def whole(state: State, world: World) -> State:
-    """A state with whole tensors on the host of rank 0, None on others; all ranks take part, tensor
-    by tensor. Without shares it is the state."""
+def gather_state(state: State, world: World) -> State:
+    """Return a state with whole tensors on the host of rank 0, and None on other ranks.
+
+    All ranks take part, one tensor at a time. Without sharded tensors the state is returned as it
+    is.
+    """
     seen: dict[tuple[int, torch.Size], Tensor] = {}
 
     def walk(value: Any) -> Any:
-        if _is_share(value):
+        if _is_dtensor(value):
             return gathered(value)
         if isinstance(value, dict):
             return {key: walk(inner) for key, inner in value.items()}
@@ -137,10 +144,10 @@ def whole(state: State, world: World) -> State:
         return value
 
     def gathered(share: Any) -> Tensor | None:
-        full = of_all(share)
+        full = full_tensor(share)
         if not world.is_main:
             return None
-        key = own(share).data_ptr(), share.shape  # tied weights stay one tensor
+        key = local_shard(share).data_ptr(), share.shape  # tied weights stay one tensor
         return seen.setdefault(key, full.cpu())
 
     found: State = walk(state)
@@ -151,6 +158,6 @@ def _nothing() -> None:
     pass
 
 
-def _is_share(tensor: Any) -> bool:
+def _is_dtensor(tensor: Any) -> bool:
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)

@@ -1,4 +1,4 @@
-"""What a launcher says in the environment: torchrun, or srun with variables of the same names."""
+"""Environment variables set by a launcher: torchrun, or srun with variables of the same names."""
 
 import os
 from dataclasses import dataclass
@@ -15,29 +15,29 @@ _MARK_FILE = "launch.txt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """One process among those that train together."""
+    """One process of those that train together."""
 
     rank: int
     size: int
     local_rank: int
-    """Which process of its machine: it has the GPU of that number."""
+    """Number of the process on its machine, and of its GPU."""
     group: str
-    """What a restart has in common with what it restarts; empty without a launcher that does."""
+    """The same for a group and its restarts; empty if the launcher does not restart groups."""
     restarts: int
-    """How often the group was started again."""
+    """How often the launcher restarted the group."""
     may_restart: bool
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes and speaks."""
+        """Whether this process writes files and logs progress."""
         return self.rank == 0
 
     @classmethod
     def of_environment(cls) -> Self:
-        """As the launcher has it; without one a process is alone.
+        """Read the environment. Without a launcher, the process is alone.
 
         Raises:
-            ConfigError: A variable is missing or no number.
+            ConfigError: A variable is missing or not a number.
         """
         size = _number("WORLD_SIZE", 1)
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
@@ -51,13 +51,13 @@ class Launch:
         )
 
     def begin(self, run_dir: Path) -> None:
-        """Note that a run was begun by this group, so that a restart may go on with it."""
+        """Record that this group started the run, so that a restart may resume it."""
         if self.may_restart:
             run_dir.mkdir(parents=True, exist_ok=True)
             atomic_write(run_dir / _MARK_FILE, self.group.encode())
 
     def has_begun(self, run_dir: Path) -> bool:
-        """Whether this is a restart, and the run was begun by this group before it."""
+        """Return whether this is a restart of a group that started the run."""
         if not self.restarts:
             return False
         try:
@@ -67,12 +67,12 @@ class Launch:
 
 
 def _number(name: str, default: int | None) -> int:
-    said = os.environ.get(name)
-    if said is None and default is not None:
+    found = os.environ.get(name)
+    if found is None and default is not None:
         return default
-    if said is None or not said.isdecimal():
+    if found is None or not found.isdecimal():
         raise ConfigError(
-            f"{name}={said or ''}: expected a number, beside WORLD_SIZE="
+            f"{name}={found or ''}: expected a number, beside WORLD_SIZE="
             f"{os.environ.get('WORLD_SIZE', '')}. Start with torchrun, which sets both."
         )
-    return int(said)
+    return int(found)

@@ -1,8 +1,8 @@
-"""Several processes, by torch.distributed: gloo between hosts, and between devices the backend that
-torch has for them, which is NCCL for CUDA.
+"""Several processes, connected by torch.distributed.
 
-A rank that dies closes its connections, so the others find out at the next message from host to
-host: within a step.
+Hosts talk by gloo. Devices talk by the backend that torch has for them, which is NCCL for CUDA. A
+rank that dies closes its connections. The other ranks notice at the next message between hosts,
+which is within a step.
 """
 
 import contextlib
@@ -25,25 +25,25 @@ from tokenfeed.pipeline.feeding.devices import accelerator, default_device, reso
 from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.distributed.world import World
 
-__all__ = ["Group", "RankError", "chosen_device", "join_world"]
+__all__ = ["ProcessGroup", "RankError", "device_named", "join_world"]
 
 T = TypeVar("T")
 
 TIMEOUT = datetime.timedelta(minutes=10)
-"""Without a message for so long, another rank counts as hung."""
+"""A rank that sends nothing for this long counts as hung."""
 _MOST_ELEMENTS = 1 << 26
-"""Of one sum over ranks: a copy of so many is made."""
+"""Elements summed over ranks at once. Each sum needs a copy of its tensors."""
 _FAILURE = "tokenfeed/failure"
 _LINGER_S = 1.0
-_SAID_BY_GLOO = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
-_SIGNS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
+_GLOO_MESSAGE = re.compile(r"gloo/.*?\] (.*?)(?:\. |$)", re.MULTILINE)
+_GROUP_ERRORS = ("gloo", "Connection closed by peer", "Connection reset by peer", "NCCL")
 
 
 class RankError(TokenfeedError, RuntimeError):
-    """Another rank has ended, and this one with it."""
+    """Another rank has failed, so this rank ends too."""
 
 
-class Group(World):
+class ProcessGroup(World):
     """One process of several."""
 
     def __init__(self, device: torch.device, launch: Launch) -> None:
@@ -61,18 +61,18 @@ class Group(World):
         )
         self._control: Any = dist.new_group(backend="gloo", timeout=TIMEOUT)
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Add up copies, few and large ones; the sums are put back."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Sum copies of the tensors, concatenated into a few large ones. Write the sums back."""
         for flat in _flat(tensors):
             dist.all_reduce(flat)
 
-    def share(self, tensors: Sequence[Tensor]) -> None:
-        """Send copies, few and large ones."""
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Broadcast copies of the tensors, concatenated into a few large ones."""
         for flat in _flat(tensors):
-            dist.broadcast(flat.view(torch.uint8), 0)  # no backend knows every dtype
+            dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: no backend supports every dtype
 
-    def add_up_later(self, counts: list[int]) -> Callable[[], list[int]]:
-        """By gloo, in a thread of its own."""
+    def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
+        """Sum by gloo, on gloo's thread."""
         sums = torch.tensor(counts)
         work = dist.all_reduce(sums, group=self._control, async_op=True)
         assert work is not None
@@ -83,14 +83,14 @@ class Group(World):
 
         return wait
 
-    def gathered(self, value: T) -> list[T]:
-        """By gloo."""
+    def all_gather(self, value: T) -> list[T]:
+        """Gather by gloo."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._control)
         return values
 
-    def from_main(self, make: Callable[[], T]) -> T:
-        """By gloo, as a pickle."""
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """Broadcast by gloo, as a pickle."""
         made: list[Any] = [None]
         if self.is_main:
             made = [make()]
@@ -99,57 +99,60 @@ class Group(World):
         return found
 
     def reason(self, error: Exception) -> str | None:
-        """What the rank said that failed first, or else who closed the connection."""
-        is_of_group = isinstance(error, dist.DistError) or any(s in str(error) for s in _SIGNS)
+        """Return the message of the rank that failed first, or else which connection was closed."""
+        is_of_group = isinstance(error, dist.DistError) or any(
+            s in str(error) for s in _GROUP_ERRORS
+        )
         if not is_of_group:
             return None
         with contextlib.suppress(RuntimeError):  # the store may be gone with rank 0
             if self._store.check([_FAILURE]):
                 return str(self._store.get(_FAILURE).decode())
-        found = _SAID_BY_GLOO.search(str(error))
-        said = found[1] if found else str(error).splitlines()[0]
-        return f"another rank is gone ({said}). See what it said; go on with --resume"
+        found = _GLOO_MESSAGE.search(str(error))
+        cause = found[1] if found else str(error).splitlines()[0]
+        return f"another rank is gone ({cause}). See its messages; go on with --resume"
 
     def fail(self, error: BaseException) -> None:
-        """In the store, which the others read when they lose the connection."""
+        """Write the error into the store. Other ranks read it when they lose the connection."""
         if isinstance(error, RankError):
-            time.sleep(_LINGER_S if self.is_main else 0)  # it may be the host of the store
+            time.sleep(_LINGER_S if self.is_main else 0)  # rank 0 may host the store
             return
-        said = f"rank {self.rank} has failed: {' '.join(str(error).split()) or repr(error)}"
+        message = f"rank {self.rank} has failed: {' '.join(str(error).split()) or repr(error)}"
         with contextlib.suppress(RuntimeError):
-            self._store.set(_FAILURE, said)
+            self._store.set(_FAILURE, message)
 
     def close(self) -> None:
-        """Only after success: after a failure the others may be anywhere."""
+        """Leave the group. Call this only after success: after a failure it may wait forever."""
         dist.destroy_process_group()
 
 
 def join_world(device: str) -> World:
-    """The processes that a launcher started, or this one alone.
+    """Return the processes that a launcher started, or this process alone.
 
     Args:
         device: cpu, cuda or auto.
     """
     launch = Launch.of_environment()
     if launch.size == 1:
-        return World(chosen_device(device))
-    return Group(_own_device(chosen_device(device), launch), launch)
+        return World(device_named(device))
+    return ProcessGroup(_own_device(device_named(device), launch), launch)
 
 
-def chosen_device(name: str) -> torch.device:
-    """What --device means here: cpu, cuda or auto."""
+def device_named(name: str) -> torch.device:
+    """Return the device that --device names: cpu, cuda or auto."""
     return default_device() if name == "auto" else resolve_device(name)
 
 
 def _own_device(device: torch.device, launch: Launch) -> torch.device:
-    """The GPU of this rank: that of its number, or the only one that it is shown."""
+    """Return the GPU with this rank's local number, or the only visible one."""
     if device.type == "cpu":
         return device
     module = accelerator(device).module
     there = module.device_count()
     if launch.local_rank >= there > 1:
         raise ConfigError(
-            f"LOCAL_RANK={launch.local_rank}, but there are {there} GPUs. Start one process a GPU."
+            f"LOCAL_RANK={launch.local_rank}, but there are {there} GPUs. Start one process "
+            "per GPU."
         )
     own = torch.device(device.type, launch.local_rank if there > 1 else 0)
     module.set_device(own)
@@ -157,7 +160,7 @@ def _own_device(device: torch.device, launch: Launch) -> torch.device:
 
 
 def _backends(kind: str) -> str:
-    """Of tensors on the host, and on devices of a type."""
+    """Return torch's name of the backends for tensors on the host and on a type of device."""
     if kind == "cpu":
         return "gloo"
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
@@ -165,7 +168,7 @@ def _backends(kind: str) -> str:
 
 @contextlib.contextmanager
 def _unflattened(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The values of tensors one after the other; what becomes of them is put back."""
+    """Yield the values of tensors as one flat tensor. Afterwards write its values back."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     yield flat
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
@@ -175,11 +178,11 @@ def _unflattened(tensors: list[Tensor]) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _flat(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Tensors in a few flat ones, by device and dtype."""
-    alike = defaultdict(list)
+    """Yield tensors concatenated into a few flat ones, by device and dtype."""
+    by_type = defaultdict(list)
     for tensor in tensors:
-        alike[tensor.device, tensor.dtype].append(tensor)
-    for group in alike.values():
+        by_type[tensor.device, tensor.dtype].append(tensor)
+    for group in by_type.values():
         ends = itertools.accumulate(tensor.numel() for tensor in group)
         number = [(end - 1) // _MOST_ELEMENTS for end in ends]
         for _, pairs in itertools.groupby(zip(number, group, strict=True), key=lambda p: p[0]):

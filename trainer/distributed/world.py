@@ -1,7 +1,7 @@
-"""The processes of a run, and what passes between them.
+"""The processes of a run, and their communication.
 
-Sums of tensors are queued on the device, as all that is computed; whatever the host has to know
-goes by gloo, from host to host, and no device is waited for.
+Sums of tensors are queued on the device, like all computation. Values that the host needs go by
+gloo, from host to host, without waiting for a device.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,51 +14,53 @@ __all__ = ["State", "World"]
 
 
 State = dict[str, Any]
-"""Nested dicts and lists of tensors and of what JSON holds."""
+"""Nested dicts and lists of tensors and JSON values."""
 
 
 T = TypeVar("T")
 
 
 class World:
-    """One process: nothing to add, nobody to ask. `Group` is the same for several."""
+    """One process without others. `ProcessGroup` overrides the methods for several processes."""
 
     rank = 0
     size = 1
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        """Where this process computes."""
+        """The device of this process."""
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run's files, and speaks."""
+        """Whether this process writes the run's files and logs its progress."""
         return self.rank == 0
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Make each tensor its sum over ranks, which is queued on the device."""
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over ranks. The sum is queued on the device."""
 
-    def share(self, tensors: Sequence[Tensor]) -> None:
-        """Make each tensor that of rank 0."""
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by that of rank 0."""
 
-    def add_up_later(self, counts: list[int]) -> Callable[[], list[int]]:
-        """Begin to add counts over ranks; the function waits for the sums, on the host."""
+    def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
+        """Start to sum counts over ranks; return a function that waits, on the host, for the
+        sums."""
         return lambda: counts
 
-    def gathered(self, value: T) -> list[T]:
-        """That of every rank."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank."""
         return [value]
 
-    def from_main(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes, known to all; where it raises, all ranks end."""
+    def from_rank_0(self, make: Callable[[], T]) -> T:
+        """Return on all ranks what `make` returns on rank 0. If it raises, all ranks end."""
         return make()
 
     def reason(self, error: Exception) -> str | None:
-        """Why another rank is gone, where the error is that one is; None for all other errors."""
+        """Return why another rank is gone, if the error says so; None for all other errors."""
         return None
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank ends; to be called before it does."""
+        """Publish the error that ends this rank to the other ranks. Call this before the rank
+        ends."""
 
     def close(self) -> None:
-        """Leave the others, who are done too."""
+        """Leave the group. All other ranks are done too."""

@@ -1,10 +1,10 @@
-"""How a run cuts its rows into micro-batches: packed into sequences of one length, or padded.
+"""How a run's rows become micro-batches: packed into sequences of one length, or padded.
 
-With --compile every shape is compiled, so padded lengths come in a few steps, and a micro-batch
-that is short of rows is filled up: rows times length is known before training.
+With --compile, the model is compiled for each shape. So padded lengths are multiples of a large
+step, and a micro-batch with too few rows is filled up: all shapes are known before training.
 
-    --sequence-length 100 --micro-batch-tokens 1024 --compile
-    makes 64 rows of length 16, 32 of 32, ... 10 of 96, 9 of 112
+Example: --sequence-length 100 --micro-batch-tokens 1024 --compile makes 64 rows of length 16, 32
+rows of length 32, ..., 10 rows of length 96, 9 rows of length 112.
 """
 
 import math
@@ -19,7 +19,7 @@ from tokenfeed.pipeline.planning.policy import ByLength, LongRows
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
 
 if TYPE_CHECKING:
-    from tokenfeed.trainer.tasks.task import Task  # with torch, which the defaults do without
+    from tokenfeed.trainer.tasks.task import Task  # imports torch, which defaults do not need
 
 __all__ = [
     "Policy",
@@ -36,17 +36,21 @@ __all__ = [
 
 Policy = Packed | ByLength
 
-_TILE = 8  # lengths of tensor cores' tiles
+_TILE = 8  # lengths are multiples of the tiles of tensor cores
 
 
 def is_packed(config: TrainConfig, task: "Task") -> bool:
-    """Whether rows are packed: as told, or as suits the task."""
+    """Return whether rows are packed: by --batching, or as the task prefers."""
     return task.packs if config.batching == "auto" else config.batching == "packed"
 
 
 def long_rows_of(config: TrainConfig, manifest: Manifest) -> LongRows:
-    """What happens to rows longer than --sequence-length. A completion is learnt after its prompt
-    only, so such a row loses its end; a later piece would have targets and no prompt."""
+    """Return what to do with rows longer than --sequence-length.
+
+    Rows with prompts are truncated: a later piece would have targets without their prompt. Other
+    rows
+    are cut into pieces.
+    """
     has_prompts = column_of(manifest.columns, "context") is not None
     longest = max(split.longest_row for split in manifest.splits.values())
     return "truncate" if has_prompts and longest > config.sequence_length else "cut"
@@ -55,16 +59,16 @@ def long_rows_of(config: TrainConfig, manifest: Manifest) -> LongRows:
 def make_policy(
     config: TrainConfig, *, packed: bool, on_gpu: bool, long_rows: LongRows = "cut"
 ) -> Policy:
-    """The policy of a run's loader.
+    """Return the batching policy of a run's loader.
 
     Args:
-        config: How large micro-batches are.
+        config: Settings with the size of micro-batches.
         packed: Whether rows are packed.
-        on_gpu: Whether padded lengths suit tensor cores.
-        long_rows: See `long_rows_of`.
+        on_gpu: Whether padded lengths must suit tensor cores.
+        long_rows: The result of `long_rows_of`.
 
     Raises:
-        ConfigError: Sequences of that length do not fill a micro-batch.
+        ConfigError: Sequences of --sequence-length do not fill a micro-batch.
     """
     if packed:
         config.check_packed()
@@ -81,8 +85,10 @@ def make_policy(
 
 
 def padding_remedy(config: TrainConfig, task: "Task") -> str:
-    """What a run can do about padding: rows with one label cannot be packed, and what is packed
-    already leaves only the ends of rows."""
+    """Return advice against padding.
+
+    Rows with one label cannot be packed. Packed rows have padding only at their ends.
+    """
     if is_packed(config, task):
         return "raise `--sequence-length`: ends of rows are less of longer ones"
     if task.kind != "row":
@@ -94,16 +100,16 @@ def padding_remedy(config: TrainConfig, task: "Task") -> str:
 
 
 def rows_of(policy: Policy, length: int) -> int:
-    """Rows of a full micro-batch of some padded length."""
+    """Return the rows of a full micro-batch of some padded length."""
     return policy.batch_size if isinstance(policy, Packed) else policy.rows_of(length)
 
 
 def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
-    """Rows and padded length of full micro-batches, the shortest first.
+    """Return rows and padded length of each full micro-batch, shortest first.
 
     Raises:
-        ConfigError: There are too many to compile, or one has a single row, which the compiler
-            takes for something else than several.
+        ConfigError: There are too many shapes to compile, or one has a single row. The compiler
+            treats a single row differently.
     """
     found = _full_shapes(policy, longest)
     rows, length = found[-1]
@@ -121,28 +127,33 @@ def shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
 
 
 def largest_shape(policy: Policy, longest: int) -> tuple[int, int]:
-    """Rows and padded length of the micro-batch with the most slots; of equals the longest."""
+    """Return rows and padded length of the largest micro-batch; if several, of the longest one."""
     shapes = _full_shapes(policy, longest)
     return max(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
 
 
 def _full_shapes(policy: Policy, longest: int) -> list[tuple[int, int]]:
-    """The shortest first; what is packed has one length, of which all are multiples."""
+    """Return rows and padded length, shortest first. Packed rows have one length."""
     step = policy.multiple_of
     last = round_up(min(longest, policy.longest_piece), step)
     return [(rows_of(policy, length), length) for length in range(step, last + 1, step)]
 
 
 def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
-    """What --micro-batch-tokens may be for a task; evaluation packs what the task packs."""
+    """Return the values that --micro-batch-tokens may take for a task.
+
+    They also suit the evaluation, which packs rows if the task prefers it.
+    """
     packed = task.packs or is_packed(config, task)
     longest = task.manifest.split("train").longest_row
     return micro_batch_sizes(config, packed=packed, longest=longest)
 
 
 def micro_batch_sizes(config: TrainConfig, *, packed: bool, longest: int) -> list[int]:
-    """What --micro-batch-tokens may be with the same step, ascending: they divide it, and have room
-    for the longest row."""
+    """Return the values that --micro-batch-tokens may take with the same step, ascending.
+
+    Each divides the step, and has room for the longest row.
+    """
     length = config.sequence_length
     if config.step_rows is not None:
         return [rows * length for rows in _divisors(config.step_rows)]

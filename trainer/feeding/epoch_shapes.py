@@ -1,7 +1,7 @@
 """The steps and micro-batches of an epoch, estimated from the manifest alone.
 
-Rows as long as the manifest counts them are cut, sorted and packed like those of a window.
-Torch-free.
+Draws rows with the lengths in the manifest, then cuts, sorts and packs them as one window. Imports
+no torch.
 """
 
 from collections import Counter
@@ -20,28 +20,29 @@ from tokenfeed.trainer.feeding.batch_policy import Policy
 __all__ = ["EpochShapes"]
 
 _MOST_ROWS = 100_000
-"""More are not sampled."""
+"""Rows to sample at most."""
 _MOST_SHAPES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class EpochShapes:
-    """What an epoch has, about."""
+    """Estimated figures of an epoch."""
 
     steps: float
     """Optimizer steps. The last one of a window may have fewer micro-batches than the others."""
     slots: float
     """Token slots of all micro-batches."""
     tokens: float
-    """Real tokens; truncated rows lose some."""
+    """Real tokens. Truncated rows lose some."""
     shapes: dict[str, int]
-    """Micro-batches by rows x length, the most frequent."""
+    """Number of micro-batches by shape, such as "8 x 256" for 8 rows of 256 slots. Only the most
+    frequent shapes."""
 
     @classmethod
     def of_split(cls, split: SplitInfo, policy: Policy, seed: int, step_size: int) -> Self:
-        """The epoch of a split, in steps of `step_size` micro-batches.
+        """Estimate an epoch of a split, with `step_size` micro-batches per step.
 
-        Cost: that of planning a window.
+        Cost: as much as planning a window.
         """
         sampled = min(split.rows, _MOST_ROWS)
         draw = Draw(seed, seed, 0, num_windows=1)
@@ -59,7 +60,7 @@ class EpochShapes:
 
 
 def _shapes(plan: WindowPlan, policy: Policy) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and padded length of each micro-batch, shapes (M,)."""
+    """Return rows and padded length of each micro-batch, two arrays of shape (M,)."""
     rows = np.diff(plan.batch_offsets)
     lengths = plan.cut.lengths[plan.pieces]
     longest = np.maximum.reduceat(lengths, plan.batch_piece_offsets[:-1])

@@ -1,8 +1,8 @@
-"""The loaders of a run's splits, and how their batches become micro-batches of optimizer steps.
+"""The loaders of a run's splits, and how their batches form optimizer steps.
 
-A step is a step of the loader: `accumulation` micro-batches over all ranks, of which each rank has
-its share. A resumed run keeps the loader's steps. If --step-tokens was raised, several of them make
-a step.
+A step has `accumulation` micro-batches over all ranks, and each rank gets its share. A step of the
+run is a step of the loader. If a resumed run has a higher --step-tokens, it is several steps of the
+loader.
 """
 
 import itertools
@@ -33,24 +33,24 @@ from tokenfeed.trainer.feeding.batch_policy import (
 )
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Dealt", "Feeds", "check_rows", "is_apart", "step_feed"]
+__all__ = ["SplitLoaders", "StepBatch", "check_rows", "is_apart", "step_feed"]
 
 _SPLITS = ("train", "validation", "test")
-"""Those that a run reads."""
+"""The splits that a run reads."""
 
 
-class Feeds:
-    """Open the splits of a run's data sets."""
+class SplitLoaders:
+    """Opens the splits of a run's data sets."""
 
     def __init__(
         self, config: TrainConfig, task: Task, device: torch.device, dtype: torch.dtype
     ) -> None:
         """
         Args:
-            config: Says how rows become micro-batches.
-            task: Says the same where `config` leaves it open.
-            device: Where batches go.
-            dtype: What attention is computed in.
+            config: Settings of the batching.
+            task: Its preferences apply where a setting is auto.
+            device: The device that batches are moved to.
+            dtype: The number format of attention.
 
         Raises:
             ConfigError: Settings contradict each other, or the task.
@@ -60,19 +60,21 @@ class Feeds:
         self._apart, self._causal = is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
         self._training = self._policy(packed=is_packed(config, task))
-        self._whole = self._policy(packed=task.packs)
+        self._evaluation = self._policy(packed=task.packs)
         self.shape = self._shaper(self._training)
-        """Makes micro-batches of the batches of `training`."""
-        self.shape_whole = self._shaper(self._whole)
-        """The same for those of `whole`."""
+        """Makes micro-batches from the batches of `train_loader`."""
+        self.shape_evaluation = self._shaper(self._evaluation)
+        """Makes micro-batches from the batches of `evaluation_loader`."""
 
-    def training(self, phase: Phase, *, goes_on: bool) -> ShardLoader:
-        """The train split of a phase, shuffled, epoch after epoch, in steps that ranks share; data
-        that comes again in a later phase comes in another order.
+    def train_loader(self, phase: Phase, *, goes_on: bool) -> ShardLoader:
+        """Return a loader of a phase's train split: shuffled, without end, its steps shared by
+        ranks.
+
+        If data occur again in a later phase, their order is another one.
 
         Args:
-            phase: Says which data.
-            goes_on: Whether a saved state will be loaded, which has steps of its own.
+            phase: The phase with its data.
+            goes_on: Whether the caller will load a saved state, which has its own steps.
         """
         config = self._config
         return self._open(
@@ -85,46 +87,51 @@ class Feeds:
             seed=config.seed + phase.changes,
         )
 
-    def whole(self, split: str, folder: str | None = None) -> ShardLoader:
-        """A split once, of all data sets or of one, in the batches of its task. It is shuffled too,
-        each time alike: packing in the order of length would let the longest documents alone speak
-        for it."""
-        return self._open(split, self._whole, num_workers=0, epochs=1, source=folder)
+    def evaluation_loader(self, split: str, folder: str | None = None) -> ShardLoader:
+        """Return a loader that reads a split once, of all data sets or of one.
 
-    def numbered(
+        It is shuffled, always in the same way. Unshuffled, packing starts with the longest
+        documents,
+        and an evaluation of a part of the split would see no others.
+        """
+        return self._open(split, self._evaluation, num_workers=0, epochs=1, source=folder)
+
+    def evaluation_batches(
         self, split: str, most: int | None, folder: str | None = None
     ) -> Generator[tuple[int, MicroBatch], None, None]:
-        """This rank's micro-batches of `whole`, with numbers that depend on no rank.
+        """Yield this rank's micro-batches of an evaluation, with numbers independent of the rank.
 
-        At most `most` count, over all ranks. A rank gets one beyond them without targets where
-        others still compute, since no rank may be missing.
+        At most `most` micro-batches count, over all ranks. If the last ones do not suffice for all
+        ranks, the others get one without targets: all ranks must compute equally often.
         """
-        with self.whole(split, folder) as feed:
+        with self.evaluation_loader(split, folder) as feed:
             batches = iter(feed)
             for first in itertools.count(0, feed.world_size):
                 position = feed.position
                 batch = next(batches, None) if most is None or first < most else None
                 if batch is None:
                     return
-                shown = self.shape_whole(batch)
+                micro_batch = self.shape_evaluation(batch)
                 if most is not None and first + feed.rank >= most:
-                    shown = shown.without_targets()
-                yield (position.window << 32) + position.micro_batch + feed.rank, shown
+                    micro_batch = micro_batch.without_targets()
+                yield (position.window << 32) + position.micro_batch + feed.rank, micro_batch
 
     def micro_batches_of(self, tokens: int, split: SplitInfo) -> int:
-        """The micro-batches of `whole` that have about so many tokens of a split; at least one."""
-        return max(1, tokens // self._whole.tokens_per_batch(split.tokens / split.rows))
+        """Return how many micro-batches of an evaluation hold about `tokens` tokens; at least 1."""
+        return max(1, tokens // self._evaluation.tokens_per_batch(split.tokens / split.rows))
 
     def blanks(self) -> list[MicroBatch]:
-        """An empty micro-batch of every shape that `training` and `whole` give where --compile
-        fills them up: nothing is compiled later."""
+        """Return an empty micro-batch of every shape in training and evaluation with --compile.
+
+        Once the model is compiled for them, no step compiles again.
+        """
         found = self._blanks(self._training, self.shape)
-        if self._whole != self._training:
-            found += self._blanks(self._whole, self.shape_whole)
+        if self._evaluation != self._training:
+            found += self._blanks(self._evaluation, self.shape_evaluation)
         return found
 
     def largest_blank(self) -> MicroBatch:
-        """An empty micro-batch of the largest shape that `training` gives."""
+        """Return an empty micro-batch of the largest shape in training."""
         longest = self._manifest.split("train").longest_row
         return self._like(self._training, self.shape).blank_like(
             *largest_shape(self._training, longest)
@@ -181,17 +188,18 @@ class Feeds:
         )
 
     def _num_workers(self) -> int:
-        """As told, or 2 for a GPU and none on the CPU, where they would compete with training."""
+        """--num-workers, or 2 for a GPU, or 0 for the CPU, where workers would slow training
+        down."""
         if self._config.num_workers is not None:
             return self._config.num_workers
         return 0 if self._device.type == "cpu" else 2
 
 
 def check_rows(config: TrainConfig, task: Task) -> None:
-    """A label of a row is neither shared with other rows nor of a part.
+    """Reject settings that separate a row from its label.
 
     Raises:
-        ConfigError: It would be.
+        ConfigError: Rows with labels would be packed, or cut into pieces.
     """
     if task.kind != "row":
         return
@@ -210,35 +218,40 @@ def check_rows(config: TrainConfig, task: Task) -> None:
 
 
 def is_apart(config: TrainConfig, task: Task) -> bool:
-    """Whether packed documents are kept apart.
+    """Return whether packed documents are separate.
 
     Raises:
-        ConfigError: They must be, and are not to be.
+        ConfigError: The task needs separate documents, and --attention is rows.
     """
     if config.attention == "auto":
         return task.apart
     if config.attention == "rows" and not task.causal:
         raise ConfigError(
-            f"`--attention`: rows is for models that read forwards, and {task.name} looks both "
-            "ways: documents would see each other. Leave it out."
+            f"`--attention`: rows is for causal models, and {task.name} attends in both "
+            "directions: documents would see each other. Leave it out."
         )
     return config.attention == "documents"
 
 
-class Dealt(NamedTuple):
-    """A batch, and where it stands."""
+class StepBatch(NamedTuple):
+    """A batch, and its place in the step."""
 
     batch: Batch
     part: int
-    """Which micro-batch of its step, over all ranks."""
+    """The number of the micro-batch in its step, over all ranks, from 0."""
     ends_step: bool
 
 
-def step_feed(loader: ShardLoader, accumulation: int) -> Iterator[Dealt]:
-    """The batches of a loader, from the beginning of a step on.
+def step_feed(loader: ShardLoader, accumulation: int) -> Iterator[StepBatch]:
+    """Return the batches of a loader, from the start of a step on.
+
+    Example: the run began with 4 micro-batches per step, and now has 8 on 2 ranks. Then two steps
+        of
+    the loader make one of the run, and rank 1 yields the parts 1, 3, 5 and 7 of each step.
 
     Raises:
-        ConfigError: The ranks are more than the micro-batches, or these make no whole step.
+        ConfigError: A step is not a whole number of the loader's steps, or has fewer micro-batches
+            than there are ranks.
     """
     of_loader = loader.micro_batches_per_step
     if accumulation % of_loader:
@@ -252,10 +265,10 @@ def step_feed(loader: ShardLoader, accumulation: int) -> Iterator[Dealt]:
             "a step, so some would have none. Lower it, as auto does, or start "
             f"at most {of_loader} ranks."
         )
-    return _dealt(loader, accumulation // of_loader, of_loader)
+    return _step_batches(loader, accumulation // of_loader, of_loader)
 
 
-def _dealt(loader: ShardLoader, together: int, of_loader: int) -> Iterator[Dealt]:
+def _step_batches(loader: ShardLoader, together: int, of_loader: int) -> Iterator[StepBatch]:
     batches = iter(loader)
     while True:
         for nth in range(together):
@@ -263,5 +276,5 @@ def _dealt(loader: ShardLoader, together: int, of_loader: int) -> Iterator[Dealt
             while not ends:
                 batch = next(batches)
                 ends = batch.ends_step
-                yield Dealt(batch, part, ends and nth + 1 == together)
+                yield StepBatch(batch, part, ends and nth + 1 == together)
                 part += loader.world_size

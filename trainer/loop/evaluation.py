@@ -18,7 +18,7 @@ from tokenfeed.trainer.data.datasets import DataSets
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.fsdp import reshard
 from tokenfeed.trainer.distributed.world import World
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.metrics_file import MetricsFile
@@ -63,7 +63,7 @@ def evaluate(
         targets += loss.targets
     model.train()
     reshard(model)
-    world.add_up([total, targets, *(scores.sums(world) if scores else [])])
+    world.all_reduce([total, targets, *(scores.sums(world) if scores else [])])
     if not int(targets):
         return {}
     mean = float(total) / int(targets)
@@ -110,7 +110,7 @@ class Evaluator:
 
     Args:
         config: How many tokens an evaluation may have.
-        feeds: Gives the micro-batches of a split.
+        loaders: Gives the micro-batches of a split.
         learner: Has the model.
         world: The ranks, which share a split.
         should_stop: Asked before each micro-batch of a split, by all ranks alike; True ends the
@@ -120,13 +120,13 @@ class Evaluator:
     def __init__(
         self,
         config: TrainConfig,
-        feeds: Feeds,
+        loaders: SplitLoaders,
         learner: Learner,
         world: World,
         should_stop: Callable[[str], bool],
     ) -> None:
         self._data, self._config = DataSets.read(config.shards), config
-        self._feeds, self._learner, self._world = feeds, learner, world
+        self._loaders, self._learner, self._world = loaders, learner, world
         self._should_stop = should_stop
         self._is_new = True
         self.was_stopped = False
@@ -147,11 +147,11 @@ class Evaluator:
         learner, info = self._learner, self._data.manifest_of(folder).split(split)
         limit = self._most_tokens(split)
         tokens = info.tokens if limit is None else min(info.tokens, max(1, limit // folders))
-        due = self._feeds.micro_batches_of(tokens, info)
+        due = self._loaders.micro_batches_of(tokens, info)
         most = due if tokens < info.tokens else None
         if self._is_new:
             _log.info("evaluating about %s tokens of %s in %s", f"{tokens:,}", split, folder)
-        with contextlib.closing(self._feeds.numbered(split, most, folder)) as shown:
+        with contextlib.closing(self._loaders.evaluation_batches(split, most, folder)) as shown:
             watched = self._watched(shown, split, due)
             return evaluate(learner.model, learner.task, watched, learner.precision, self._world)
 

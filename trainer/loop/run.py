@@ -63,7 +63,7 @@ def _train_unless_finished(
 ) -> Report:
     """As rank 0 is told, and as it finds the folder."""
     try:
-        config, report = world.from_main(lambda: _begin(config))
+        config, report = world.from_rank_0(lambda: _begin(config))
         if report is None:
             with contextlib.closing(Trainer(config, world)) as trainer:
                 report = _train(trainer, should_stop, should_save)
@@ -117,7 +117,7 @@ def _train(
         return trainer.finish()
     except Exception:
         if trainer.saver:
-            trainer.saver.settle()
+            trainer.saver.wait_after_error()
         trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
         raise
 

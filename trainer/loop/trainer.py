@@ -19,16 +19,16 @@ from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.broadcast import shared_state
+from tokenfeed.trainer.checkpoints.checkpoint_format import broadcast_state
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.process_group import chosen_device
-from tokenfeed.trainer.distributed.step_sync import Agreement
+from tokenfeed.trainer.distributed.process_group import device_named
+from tokenfeed.trainer.distributed.step_sync import StepSync
 from tokenfeed.trainer.distributed.world import State, World
-from tokenfeed.trainer.feeding.curriculum import Course
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.curriculum import Curriculum
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.divergence import diverged, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator, Judge
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
@@ -66,16 +66,16 @@ class Trainer:
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         config.check()
         self.started_s = time.perf_counter()
-        self.world = world or World(chosen_device(config.device))
+        self.world = world or World(device_named(config.device))
         self.device = self.world.device
         keep_freed_memory(self.device)
         self.config = config = decide_micro_batch(config, self.world)
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
-        self.feeds = Feeds(config, self.task, self.device, precision.dtype)
+        self.loaders = SplitLoaders(config, self.task, self.device, precision.dtype)
         self.learner = Learner(config, self.task, precision, self.device, self.world)
-        self.course = Course(config, self.feeds, self.learner)
-        self.evaluator = Evaluator(config, self.feeds, self.learner, self.world, self._is_stopped)
+        self.curriculum = Curriculum(config, self.loaders, self.learner)
+        self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
         self.drafts: DraftReports | None = None
@@ -90,13 +90,13 @@ class Trainer:
         )
         """The rows of the latest steps, to name those of a step that was skipped."""
         self.has_named_records = False
-        self.agreement = Agreement(self.world)
+        self.agreement = StepSync(self.world)
         self.judge = Judge(self.evaluator, self.task.best_by)
         self.tracer: StepTracer | None = None
         self._should_stop: Callable[[], bool] = bool
         self.uploads = Uploads(config, self.checkpoints)
         self._resources = contextlib.ExitStack()
-        self._resources.callback(self.course.close)
+        self._resources.callback(self.curriculum.close)
         if self.saver:
             self._resources.callback(self.saver.close)
 
@@ -114,14 +114,14 @@ class Trainer:
         self._begin()
         if self.agreement.stop:
             return
-        config, task, course = self.config, self.task, self.course
-        learner, stall, shape = self.learner, self.stall, self.feeds.shape
+        config, task, curriculum = self.config, self.task, self.curriculum
+        learner, stall, shape = self.learner, self.stall, self.loaders.shape
         gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
         for step in range(self.step + 1, config.steps + 1):
-            if course.ends_before(step):
+            if curriculum.ends_before(step):
                 with stall.cause("data"):
-                    course.enter(step)
-            feed, tally, rows, ends_step = course.feed, Tally.zero(self.device), [], False
+                    curriculum.enter(step)
+            feed, tally, rows, ends_step = curriculum.feed, Tally.zero(self.device), [], False
             while not ends_step:
                 with stall.cause("data"):
                     batch, part, ends_step = next(feed)
@@ -148,7 +148,7 @@ class Trainer:
             self._save()
         if self.saver:
             self.saver.wait()
-        self.agreement.settle()
+        self.agreement.wait()
         self._gather_stall()
         report = self._report(self._final_metrics())
         if self.world.is_main:
@@ -169,7 +169,7 @@ class Trainer:
             for name in ("loss", "validation_loss", "skipped_steps")
         )
         earlier, agreement, manifest = self.earlier, self.agreement, self.task.manifest
-        remote, before = self.course.remote, earlier.remote if earlier else None
+        remote, before = self.curriculum.remote, earlier.remote if earlier else None
         remote = remote.with_another(before) if remote and before else remote or before
         stall = self.stall.report(earlier.stall if earlier else None)
         return Report(
@@ -224,10 +224,10 @@ class Trainer:
         if config.resume:
             self._resume()
         else:
-            self.course.log_phase()
+            self.curriculum.log_phase()
         log_beginning(config, self.task, self.learner, self.device, self.step)
         if config.compile:
-            self.learner.compile(self.feeds.blanks())
+            self.learner.compile(self.loaders.blanks())
         if self.metrics:
             self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
@@ -305,7 +305,7 @@ class Trainer:
         if self.saver:
             self.saver.check()
         with self.stall.cause("log"):
-            self.agreement.settle()
+            self.agreement.wait()
             skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
@@ -323,7 +323,7 @@ class Trainer:
 
     def _gather_stall(self) -> None:
         if self.world.size > 1:
-            self.stall.gather(self.world.gathered)
+            self.stall.gather(self.world.all_gather)
 
     def _evaluate(self) -> None:
         """Measure the validation split, if there is one; a resumed run takes the metrics that it
@@ -340,7 +340,7 @@ class Trainer:
 
     def _known_metrics(self, split: str) -> Metrics:
         """What metrics.jsonl has about a split at this step, on all ranks."""
-        return self.world.from_main(
+        return self.world.from_rank_0(
             lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
         )
 
@@ -377,7 +377,7 @@ class Trainer:
             vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
             optimizer=self.config.optimizer,
-            loader=self.course.state_dict(),
+            loader=self.curriculum.state_dict(),
             best=self.judge.best,
             base=self.learner.base,
             config=self.config.as_dict(),
@@ -391,24 +391,24 @@ class Trainer:
         self.has_named_records = True
         rows = self._rows_of(step)
         if self.world.is_main:
-            warn_of_skip(step, self.course.config_at(step), rows)
+            warn_of_skip(step, self.curriculum.config_at(step), rows)
 
     def _diverged(self, finding: str, step: int) -> ConfigError:
         """The error that ends the run, with the rows of a step: of the first bad one, or of the
         first one since the run was resumed."""
         if self.saver:
-            self.saver.settle()
+            self.saver.wait_after_error()
         step = max(step, self.rows_of_steps[0][0])
         rows = self._rows_of(step)
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(finding, step, self.course.config_at(step), rows, way_on)
+        return diverged(finding, step, self.curriculum.config_at(step), rows, way_on)
 
     def _rows_of(self, step: int) -> np.ndarray:
         """The rows of a late step, on all ranks."""
         own = [part for number, rows in self.rows_of_steps if number == step for part in rows]
-        return np.concatenate(self.world.gathered(np.concatenate(own)))
+        return np.concatenate(self.world.all_gather(np.concatenate(own)))
 
     def _resume(self) -> None:
         """Take over the latest checkpoint, if it is one of this model on this data."""
@@ -417,14 +417,14 @@ class Trainer:
         self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
         self.learner.base = progress.base
-        self.course.enter(progress.step, goes_on=True)
-        self.course.load_state_dict(progress.loader)
+        self.curriculum.enter(progress.step, goes_on=True)
+        self.curriculum.load_state_dict(progress.loader)
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
-        self.judge.best = self.world.from_main(lambda: self.checkpoints.best_of(progress))
+        self.judge.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
         self.agreement.begin(progress.tokens, progress.slots)
 
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
         """The checkpoint of a step, or the latest: rank 0 reads it."""
-        return shared_state(self.world, lambda: self.checkpoints.load(self.device, step))
+        return broadcast_state(self.world, lambda: self.checkpoints.load(self.device, step))

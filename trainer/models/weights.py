@@ -24,7 +24,7 @@ from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.fsdp import laid_like
+from tokenfeed.trainer.distributed.fsdp import distribute_like
 
 __all__ = [
     "EXPORT_FILE",
@@ -157,7 +157,7 @@ def load_weights(model: nn.Module, state: State, given: Collection[str]) -> None
         )
     ours = kept_state(model, given)
     model.load_state_dict(
-        {name: laid_like(ours[name], value) for name, value in state.items()}, strict=False
+        {name: distribute_like(ours[name], value) for name, value in state.items()}, strict=False
     )
 
 

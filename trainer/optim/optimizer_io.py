@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
-from tokenfeed.trainer.distributed.fsdp import laid_like
+from tokenfeed.trainer.distributed.fsdp import distribute_like
 from tokenfeed.trainer.distributed.world import State
 
 __all__ = [
@@ -84,7 +84,7 @@ def _laid_out_like(weight: Tensor, value: Any) -> Any:
     """A moment in its weight's order of memory, which fused kernels insist on."""
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
-    return laid_like(weight, value)
+    return distribute_like(weight, value)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

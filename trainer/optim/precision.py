@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import PrecisionName
-from tokenfeed.trainer.distributed.fsdp import of_all, own, with_shares
+from tokenfeed.trainer.distributed.fsdp import full_tensor, local_shard, replicated_scalars
 from tokenfeed.trainer.distributed.world import World
 
 __all__ = [
@@ -68,13 +68,13 @@ class Precision:
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = _dense_gradients(parameters)
         self._scaler.unscale_(optimizer)
-        norm = of_all(nn.utils.get_total_norm(gradients)) * scale
+        norm = full_tensor(nn.utils.get_total_norm(gradients)) * scale
         # One divisor scales and clips. The optimizer's kernel applies it to what it reads anyway.
         divisor = ((norm + 1e-6) / clip_norm).clamp(min=1.0) / scale
         optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
         # Not by `GradScaler.step`, which would wait for an optimizer that is not a fused one.
         optimizer.found_inf = self._count(norm)  # type: ignore[attr-defined]
-        with with_shares(gradients):
+        with replicated_scalars(gradients):
             optimizer.step()
         self._scaler.update()
         for parameter in parameters:
@@ -118,14 +118,14 @@ def tune_convolutions(model: nn.Module) -> None:
 def all_finite(model: nn.Module, world: World) -> bool:
     """Whether every weight is a finite number, on all ranks; waits for the device. Sums tell in a
     tenth of the time; one of finite numbers may overflow, so a look at each has the last word."""
-    weights = [own(parameter) for parameter in model.parameters()]
+    weights = [local_shard(parameter) for parameter in model.parameters()]
     sums = [weight.sum() for weight in weights]
     return _are_finite(sums, world) or _are_finite(weights, world)
 
 
 def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
-    world.add_up([bad])
+    world.all_reduce([bad])
     return not int(bad)
 
 

@@ -13,7 +13,7 @@ from tokenfeed.trainer.config.lr_schedule import rate_factor
 from tokenfeed.trainer.config.phases import Phase, phase_at, phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.fsdp import whole
+from tokenfeed.trainer.distributed.fsdp import gather_state
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
 from tokenfeed.trainer.models.build import compile_model, make_model
@@ -67,7 +67,7 @@ class Learner:
         self._given = given_weights(model, config)
         self.base = base_of(model, self._given, config) if self._world.is_main else Base()
         self.model = model.to(device)
-        self._world.share([*self.model.parameters(), *self.model.buffers()])
+        self._world.broadcast([*self.model.parameters(), *self.model.buffers()])
         recompute_layers(self.model, config.recompute)
         tune_convolutions(self.model)
         self._phases = phases_of(config)
@@ -189,8 +189,8 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on, but for the data."""
         return {
-            "model": whole(self.kept_weights(), self._world),
-            "optimizer": whole(optimizer_state(self.optimizer, self.model), self._world),
+            "model": gather_state(self.kept_weights(), self._world),
+            "optimizer": gather_state(optimizer_state(self.optimizer, self.model), self._world),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
         }

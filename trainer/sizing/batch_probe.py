@@ -18,7 +18,7 @@ from tokenfeed.pipeline.feeding.devices import accelerator
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.gradients import Tally, is_out_of_memory
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
@@ -86,7 +86,7 @@ def decide_micro_batch(
     """
     if config.micro_batch_tokens != "auto":
         return config
-    begun = world.from_main(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
+    begun = world.from_rank_0(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
     if begun is not None:
         return _decided(config, begun.micro_batch_slots, "as the run was begun")
     if config.shard_model and world.size > 1:
@@ -103,7 +103,7 @@ def decide_micro_batch(
     limit = int(SHARE_OF_MEMORY * memory.free_bytes())
     probe = _Probe(_sized(config, sizes[0]), device, memory)
     found = largest_fitting(probe.bytes_of, sizes, limit, least=task.logits_at_once)
-    found = min(world.gathered(found or 0))  # a rank may have less memory
+    found = min(world.all_gather(found or 0))  # a rank may have less memory
     del probe
     _release(memory)
     if not found:
@@ -149,8 +149,8 @@ class _Probe:
         return self._memory.peak_bytes()
 
     def _steps(self, config: TrainConfig) -> None:
-        feeds = Feeds(config, self._task, self._device, self._precision.dtype)
-        shown = feeds.largest_blank()
+        loaders = SplitLoaders(config, self._task, self._device, self._precision.dtype)
+        shown = loaders.largest_blank()
         for step in range(1, _STEPS + 1):
             tally = Tally.zero(self._device)
             for number in range(min(2, config.accumulation)):  # the third is like the second

@@ -75,7 +75,7 @@ class ScoreScores:
 
     def sums(self, world: World) -> list[Tensor]:
         """The sums, counted from one origin on all ranks; waits for the device."""
-        origins = world.gathered(self._origin.tolist() if self._has_origin else None)
+        origins = world.all_gather(self._origin.tolist() if self._has_origin else None)
         common = next((origin for origin in origins if origin is not None), None)
         if common is not None and self._has_origin:
             count, true, guess, true2, guess2, both, error2 = self._sums.tolist()

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.trainer.distributed.step_sync import Agreement
+from tokenfeed.trainer.distributed.step_sync import StepSync
 from tokenfeed.trainer.distributed.world import World
 
 Counts = tuple[int, int]
@@ -22,7 +22,7 @@ class OneOfTwo(World):
         super().__init__(torch.device("cpu"))
         self._told, self._step = told, 0
 
-    def add_up_later(self, counts: list[int]) -> Callable[[], list[int]]:
+    def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
         """What is told of a step is added to that of the rank before."""
         step, self._step = self._step, self._step + 1
         self._told[step] = [a + b for a, b in zip(self._told[step], counts, strict=True)]
@@ -35,7 +35,7 @@ def test_tokens_and_slots_of_a_step_are_those_of_all_ranks(
     steps: list[tuple[Counts, Counts]],
 ) -> None:
     told = [[0, 0, 0, 0] for _ in steps]
-    ranks = [Agreement(OneOfTwo(told)) for _ in range(2)]
+    ranks = [StepSync(OneOfTwo(told)) for _ in range(2)]
     known: list[list[Counts]] = [[], []]
     for each in steps:
         for rank, (tokens, slots), found in zip(ranks, each, known, strict=True):
@@ -43,5 +43,5 @@ def test_tokens_and_slots_of_a_step_are_those_of_all_ranks(
     whole = [tuple(map(sum, zip(*each, strict=True))) for each in steps]
     for rank, found in zip(ranks, known, strict=True):
         assert found == [(0, 0), *whole[:-1]][: len(steps)]
-        rank.settle()
+        rank.wait()
         assert (rank.tokens, rank.slots) == tuple(map(sum, zip((0, 0), *whole, strict=True)))

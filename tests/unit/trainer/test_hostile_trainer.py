@@ -17,7 +17,7 @@ from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.phases import phases_of
 from tokenfeed.trainer.config.run_config import PhaseSettings
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
@@ -286,7 +286,7 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
         run(config)
     named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
     task = make_task(config, Manifest.read(shards), CPU)
-    with Feeds(config, task, CPU, torch.float32).training(  # the same rows, by the plan
+    with SplitLoaders(config, task, CPU, torch.float32).train_loader(  # the same rows, by the plan
         phases_of(config)[0], goes_on=False
     ) as loader:
         batches = list(itertools.islice(loader, 40))

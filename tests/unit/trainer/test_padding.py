@@ -11,7 +11,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy, padding_remedy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
-from tokenfeed.trainer.feeding.loaders import Feeds
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.tasks.registry import task_of
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def remedy(config: TrainConfig) -> str:
 def takes_packing(config: TrainConfig) -> bool:
     packed = dataclasses.replace(config, batching="packed")
     try:
-        Feeds(packed, task_of(packed, CPU), CPU, torch.float32)
+        SplitLoaders(packed, task_of(packed, CPU), CPU, torch.float32)
     except ConfigError:
         return False
     return True

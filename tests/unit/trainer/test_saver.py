@@ -15,7 +15,7 @@ from training import make_config, run, write_counting
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.trainer.checkpoints import checkpoint_format
-from tokenfeed.trainer.checkpoints.async_saver import Background, Saver
+from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.config.run_config import OptimizerName
@@ -111,7 +111,7 @@ def test_an_error_of_the_disk_behind_another_error_is_logged(
     disk.opened.set()
     saver = Saver(Checkpoints(folder), 2, CPU)
     saver.save(make_meta(1), make_state(1))
-    saver.settle()
+    saver.wait_after_error()
     (record,) = caplog.records
     assert "was not saved: [Errno 28] No space left" in record.getMessage()
     assert "step-00000001" in record.getMessage()
@@ -139,20 +139,20 @@ def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, d
 def test_a_slow_disk_delays_steps_by_what_the_report_says(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, wait = checkpoint_format.write_tensors, Background.wait
+    write, wait = checkpoint_format.write_tensors, Saver.wait
     waits: list[float] = []
 
     def slow(*args: Any) -> str:
         time.sleep(0.5)
         return write(*args)
 
-    def timed(jobs: Background) -> None:
+    def timed(saver: Saver) -> None:
         started = time.perf_counter()
-        wait(jobs)
+        wait(saver)
         waits.append(time.perf_counter() - started)
 
     monkeypatch.setattr(checkpoint_format, "write_tensors", slow)
-    monkeypatch.setattr(Background, "wait", timed)
+    monkeypatch.setattr(Saver, "wait", timed)
     report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
     of_window = waits[1:3]  # behind steps 6 and 9: of the last steps, and followed by some
     charged = report.stall.causes["checkpoint"].seconds

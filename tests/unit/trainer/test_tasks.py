@@ -303,7 +303,7 @@ def score_on_ranks(*ranks: tuple[list[float], list[float]]) -> dict[str, float]:
     told: list[Any] = []
 
     class Ranks(World):
-        def gathered(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             told.append(value)
             return told[: len(ranks)]
 

@@ -184,7 +184,7 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     for batching in ("packed", "padded"):
         config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
         with contextlib.closing(Trainer(config)) as trainer:
-            batch, _, _ = next(trainer.course.feed)
+            batch, _, _ = next(trainer.curriculum.feed)
         assert not batch.starts.any()
         assert batch.num_targets == len(batch.rows) * (32 - 10)
     run(make_config(shards, tmp_path / "run", steps=1))
@@ -310,7 +310,7 @@ def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
     with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
-        feed = trainer.feeds.whole("validation")
+        feed = trainer.loaders.evaluation_loader("validation")
         lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
     assert lengths.min() < 10
     assert lengths.max() > 25
@@ -381,7 +381,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_named(
         for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
     ]
     with contextlib.closing(Trainer(make_config(shards, tmp_path / "other"))) as trainer:
-        steps = itertools.islice(trainer.course.feed, 6)
+        steps = itertools.islice(trainer.curriculum.feed, 6)
         rows = [batch.rows for batch, _, _ in steps]
     assert named == sorted({int(row) for part in rows[4:6] for row in part})
 

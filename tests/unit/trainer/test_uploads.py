@@ -313,7 +313,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_training_and_warned_of
     config = saving_config(shards, tmp_path / "run", upload=URL, steps=2)
     with pytest.raises(ConfigError) as error:
         run(config)
-    line = f"`--upload`: {URL} cannot be written (PermissionError: Access Denied). Mend this, or"
+    line = f"`--upload`: {URL} cannot be written (PermissionError: Access Denied). Make it "
     assert str(error.value).startswith(line)
     assert "\n" not in str(error.value)
     assert not config.run_dir.exists()
