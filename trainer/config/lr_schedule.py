@@ -23,14 +23,12 @@ def learning_rate(
     """Return the learning rate of a step: linear warm-up to the peak, then the schedule.
 
     `cosine` and `linear` fall to a tenth of the peak. `wsd` (warm-up, stable, decay) stays at the
-    peak
-    until the last fifth of all steps. There it falls as 1 - √x, which would reach 0 one step after
-    the
-    last. `constant` stays at the peak. The rate is above 0 at every step.
+    peak until the last fifth of all steps. There it falls as 1 - √x, which would reach 0 one step
+    after the last. `constant` stays at the peak. The rate is above 0 at every step.
 
     Example: `wsd` with steps=100, warmup_steps=10: 0.1, 0.2, ... of the peak up to step 10, the
-        peak
-    up to step 80, then 1 - √(1/21) = 0.78 of it at step 81 and 1 - √(20/21) = 0.02 at step 100.
+        peak up to step 80, then 1 - √(1/21) = 0.78 of it at step 81 and 1 - √(20/21) = 0.02 at step
+        100.
 
     Args:
         step: The step, counted from 1.

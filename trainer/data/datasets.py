@@ -132,8 +132,7 @@ class DataSets:
         """One manifest for all data sets: the first one, with the splits of all.
 
         Its train split describes an epoch: the data set that lasts longest once, the others as
-        often as
-        that takes.
+        often as that takes.
         """
         first = self.manifests[0]
         if len(self.manifests) == 1:

@@ -35,8 +35,7 @@ class MicroBatch:
     """Which slots attend to each other."""
     is_token_BT: Tensor | None = None
     """True on tokens, False on padding; None if rows are packed. Their padding comes last and has
-    no
-    label."""
+    no label."""
     token_types_BT: Tensor | None = None
     """0 or 1, the text of a pair that a token belongs to; None if rows are single texts."""
 

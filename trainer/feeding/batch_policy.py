@@ -48,8 +48,7 @@ def long_rows_of(config: TrainConfig, manifest: Manifest) -> LongRows:
     """Return what to do with rows longer than --sequence-length.
 
     Rows with prompts are truncated: a later piece would have targets without their prompt. Other
-    rows
-    are cut into pieces.
+    rows are cut into pieces.
     """
     has_prompts = column_of(manifest.columns, "context") is not None
     longest = max(split.longest_row for split in manifest.splits.values())

@@ -91,8 +91,7 @@ class SplitLoaders:
         """Return a loader that reads a split once, of all data sets or of one.
 
         It is shuffled, always in the same way. Unshuffled, packing starts with the longest
-        documents,
-        and an evaluation of a part of the split would see no others.
+        documents, and an evaluation of a part of the split would see no others.
         """
         return self._open(split, self._evaluation, num_workers=0, epochs=1, source=folder)
 
@@ -246,8 +245,7 @@ def step_feed(loader: ShardLoader, accumulation: int) -> Iterator[StepBatch]:
     """Return the batches of a loader, from the start of a step on.
 
     Example: the run began with 4 micro-batches per step, and now has 8 on 2 ranks. Then two steps
-        of
-    the loader make one of the run, and rank 1 yields the parts 1, 3, 5 and 7 of each step.
+        of the loader make one of the run, and rank 1 yields the parts 1, 3, 5 and 7 of each step.
 
     Raises:
         ConfigError: A step is not a whole number of the loader's steps, or has fewer micro-batches

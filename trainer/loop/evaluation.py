@@ -1,6 +1,6 @@
-"""Evaluate a split: its loss and scores, in the order of the plan, the same each time.
+"""Evaluate splits: the loss and the scores of the model, on the same micro-batches each time.
 
-The results go to the metrics file and the progress lines; the best step is kept.
+Results go to the metrics file and the progress lines. The best step is noted.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.metrics_file import MetricsFile
-from tokenfeed.trainer.tasks.task import BestBy, Loss, Metrics, Scores, Task
+from tokenfeed.trainer.tasks.task import Loss, Metrics, Scores, Task
 
-__all__ = ["Evaluator", "Judge", "evaluate", "over_all"]
+__all__ = ["Evaluator", "evaluate", "over_all"]
 
 _SECONDS_BETWEEN = 10.0
-"""Between two lines of progress."""
+"""Seconds between two progress lines of an evaluation."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,15 +40,16 @@ def evaluate(
     precision: Precision,
     world: World,
 ) -> Metrics:
-    """What a model makes of a split; waits for the device at its end, and where scores do. Nothing
-    where the split has no target: a mean of nothing would look like the best of all.
+    """Return the metrics of a model on a split; empty if the split has no targets.
+
+    Waits for the device at the end, and where scores need it.
 
     Args:
-        model: In training, as it is again afterwards.
-        task: Says what is asked of it.
-        micro_batches: This rank's, with their numbers.
-        precision: What the model computes in.
-        world: Whose ranks have the rest of the split.
+        model: The model, in training mode, as it is again afterwards.
+        task: The task.
+        micro_batches: This rank's micro-batches, with their numbers.
+        precision: The number format of the computation.
+        world: The ranks, which have the rest of the split.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -68,19 +69,21 @@ def evaluate(
         return {}
     mean = float(total) / int(targets)
     found = scores.result() if scores else {}
-    if math.isnan(mean):  # so are predictions, and they are worth nothing
+    if math.isnan(mean):  # then predictions are NaN too, and their scores mean nothing
         found = dict.fromkeys(found, math.nan)
     return {"loss": mean} | task.of_loss(mean) | found
 
 
 def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metrics:
-    """The metrics of several data sets as one: the mean of each by weight, and with names behind a
-    stroke those of each data set; of one alone its own.
+    """Combine the metrics of several data sets: their weighted mean, and those of each data set.
+
+    The mean has the plain name of a metric, and a data set has "metric/name". With a single data
+    set, return its metrics as they are.
 
     Args:
-        found: By folder. A data set without metrics does not count.
-        data: Has weights and names.
-        task: Says what follows from the mean loss.
+        found: Metrics by folder. Data sets with empty metrics are left out.
+        data: The data sets, with weights and names.
+        task: The task, which derives further metrics from the mean loss.
     """
     known = {folder: metrics for folder, metrics in found.items() if metrics}
     if len(found) == 1 or not known:
@@ -97,7 +100,7 @@ def over_all(found: Mapping[str, Metrics], data: DataSets, task: Task) -> Metric
 
 
 def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores | None) -> Loss:
-    """The loss; logits are asked for only where they are scored."""
+    """Return the loss. Logits are computed only if they are scored."""
     if scores is None:
         return task.loss(model, micro_batch)
     logits = model(micro_batch)
@@ -106,14 +109,14 @@ def _loss(model: nn.Module, task: Task, micro_batch: MicroBatch, scores: Scores 
 
 
 class Evaluator:
-    """Evaluate the splits of a run's data sets.
+    """Evaluates the splits of a run's data sets, and notes the best step.
 
     Args:
-        config: How many tokens an evaluation may have.
-        loaders: Gives the micro-batches of a split.
-        learner: Has the model.
+        config: Settings with the size of evaluations.
+        loaders: Yields the micro-batches of a split.
+        learner: The model and its task.
         world: The ranks, which share a split.
-        should_stop: Asked before each micro-batch of a split, by all ranks alike; True ends the
+        should_stop: Called with the split before each micro-batch, on all ranks. True ends the
             evaluation.
     """
 
@@ -127,17 +130,49 @@ class Evaluator:
     ) -> None:
         self._data, self._config = DataSets.read(config.shards), config
         self._loaders, self._learner, self._world = loaders, learner, world
-        self._should_stop = should_stop
+        self._should_stop, self._best_by = should_stop, learner.task.best_by
         self._is_new = True
         self.was_stopped = False
         """Whether an evaluation was ended before its last micro-batch."""
+        self.best: Best | None = None
+        """The best step so far."""
 
     def has(self, split: str) -> bool:
-        """Whether any data set has this split."""
+        """Return whether any data set has this split."""
         return bool(self._data.having(split))
 
+    def evaluate(self, split: str, step: int, metrics_file: MetricsFile | None) -> Metrics:
+        """Evaluate a split, and log the metrics.
+
+        Args:
+            split: The split, of all data sets that have it.
+            step: The latest step.
+            metrics_file: The file to write the metrics to; None on ranks other than 0.
+
+        Returns:
+            The metrics; empty if there is no such split, if it has no targets, or if stopped.
+        """
+        if not self.has(split):
+            return {}
+        metrics = self.metrics_of(split)
+        if self.was_stopped:
+            _log.info("step %d | the evaluation of %s was stopped", step, split)
+        elif not metrics:
+            _log.warning("the split %s has no target: nothing to evaluate", split)
+        elif metrics_file is not None:
+            metrics_file.write({"step": step} | {f"{split}_{k}": v for k, v in metrics.items()})
+            shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            _log.info("step %d | %s %s", step, split, shown)
+        return metrics
+
+    def note_best(self, step: int, metrics: Metrics) -> None:
+        """Note a step that will be saved as the best one, unless an earlier step is as good."""
+        lack, before = self._best_by.lack(metrics), self.best
+        if math.isfinite(lack) and (before is None or lack < self._best_by.lack(before.metrics)):
+            self.best = Best(step=step, metric=self._best_by.metric, metrics=metrics)
+
     def metrics_of(self, split: str) -> Metrics:
-        """The metrics of a split of all data sets that have it, as one; empty if stopped."""
+        """Return the metrics of a split over all data sets that have it; empty if stopped."""
         folders = self._data.having(split)
         found = {folder: self._metrics_on(folder, split, len(folders)) for folder in folders}
         self._is_new = False
@@ -156,7 +191,8 @@ class Evaluator:
             return evaluate(learner.model, learner.task, watched, learner.precision, self._world)
 
     def _most_tokens(self, split: str) -> int | None:
-        """The test split, evaluated once, may have as many tokens as all other evaluations."""
+        """Return the size of an evaluation. The test split is evaluated once, so it may be
+        larger."""
         config = self._config
         if config.eval_tokens is None or split != "test":
             return config.eval_tokens
@@ -165,12 +201,12 @@ class Evaluator:
     def _watched(
         self, micro_batches: Iterable[tuple[int, MicroBatch]], split: str, due: int
     ) -> Iterator[tuple[int, MicroBatch]]:
-        """Yield the micro-batches until the run is to stop; log progress now and then.
+        """Yield the micro-batches until the run is to stop. Log progress now and then.
 
         Args:
-            micro_batches: This rank's.
-            split: Of which split, for the log.
-            due: About how many all ranks have together.
+            micro_batches: This rank's micro-batches, with their numbers.
+            split: The name of the split, for the log.
+            due: Approximate number of micro-batches of all ranks.
         """
         logged_s = time.monotonic()
         for nth, numbered in enumerate(micro_batches):
@@ -182,44 +218,3 @@ class Evaluator:
                 done = min(0.99, nth * self._world.size / due)
                 _log.info("evaluating %s: %.0f %% done", split, 100 * done)
             yield numbered
-
-
-class Judge:
-    """Judges the weights of a run.
-
-    Args:
-        evaluator: Knows the splits.
-        best_by: The metric that decides, and how.
-    """
-
-    def __init__(self, evaluator: Evaluator, best_by: BestBy) -> None:
-        self._evaluator, self._best_by = evaluator, best_by
-        self.best: Best | None = None
-        """Of all steps so far."""
-
-    def metrics_of(self, split: str, step: int, told: MetricsFile | None) -> Metrics:
-        """The metrics of a split at a step; nothing where there is no such split, or no target.
-
-        Args:
-            split: Of all data sets that have it.
-            step: The latest one.
-            told: Receives the metrics as a line, which is also logged; None on ranks other than 0.
-        """
-        if not self._evaluator.has(split):
-            return {}
-        metrics = self._evaluator.metrics_of(split)
-        if self._evaluator.was_stopped:
-            _log.info("step %d | the evaluation of %s was stopped", step, split)
-        elif not metrics:
-            _log.warning("the split %s has no target: nothing to evaluate", split)
-        elif told is not None:
-            told.write({"step": step} | {f"{split}_{name}": v for name, v in metrics.items()})
-            shown = " ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            _log.info("step %d | %s %s", step, split, shown)
-        return metrics
-
-    def note(self, step: int, metrics: Metrics) -> None:
-        """Take a step that will be saved for the best one, if none did better before."""
-        lack, before = self._best_by.lack(metrics), self.best
-        if math.isfinite(lack) and (before is None or lack < self._best_by.lack(before.metrics)):
-            self.best = Best(step=step, metric=self._best_by.metric, metrics=metrics)

@@ -1,8 +1,9 @@
-"""The memory that a step on the CPU frees is kept for the next one, which takes as much.
+"""Keep the memory that a step on the CPU frees, for the next step.
 
-glibc gives large blocks back to the system and gets new pages for them, which the system clears:
-thousands a step, and a tenth of its processor time. The price is that what the largest step took
-stays with the process. Other allocators are left alone, and so is one that the environment sets.
+glibc returns large blocks to the system. The next step then gets new pages, which the system
+clears: thousands per step, in a tenth of its processor time. Keeping them means that the process
+    stays as large as its largest step. Other allocators, and glibc settings in the environment, are
+    not changed.
 """
 
 import ctypes
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["keep_freed_memory"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""As malloc.h has them."""
+"""Parameters of mallopt, as in malloc.h."""
 _LARGEST_IN_HEAP = 32 << 20
-"""The most that glibc takes; what is larger goes back at once, as before."""
+"""The largest value that glibc accepts. Larger blocks still go back at once."""
 _KEPT_BYTES = 1 << 30
 _SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed_memory(device: "torch.device") -> None:
-    """Keep up to a GiB of what is freed, where training runs on the CPU."""
+    """Keep up to 1 GiB of freed memory, if training runs on the CPU."""
     is_glibc = platform.libc_ver()[0] == "glibc"
     if device.type != "cpu" or not is_glibc or any(name in os.environ for name in _SET_BY_USER):
         return

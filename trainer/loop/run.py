@@ -1,4 +1,4 @@
-"""A run as it looks from outside: whether there is anything to train, and what its errors mean."""
+"""Run a whole training: check the folder, train, export, and explain errors."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from tokenfeed.trainer.report.trackers import check_trackers
 __all__ = ["train"]
 
 _AFTER_ERROR_S = 20.0
-"""So long is the last copy waited for where a run ends by an error."""
+"""Seconds to wait for the last upload when a run fails."""
 
 _log = logging.getLogger(__name__)
 
@@ -36,14 +36,18 @@ _log = logging.getLogger(__name__)
 def train(
     config: TrainConfig, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
 ) -> Report:
-    """Run a whole training; after each step it asks whether to stop, and whether to save. Manifests
-    are read once: the data sets of a run are what they were at its start.
+    """Train a run from start to end.
 
-    A run that is finished already trains nothing and gives its report again: schedulers start
-    commands twice.
+    Manifests are read once: a data set that is replaced while the run goes on does not matter. A
+    finished run trains nothing and returns its report, since schedulers may start a command twice.
+
+    Args:
+        config: The settings.
+        should_stop: Returns whether to stop. Called after each step.
+        should_save: Returns whether to save. Called after each step.
 
     Raises:
-        TokenfeedError: Settings, shards, checkpoint or memory do not allow it; one line says why.
+        TokenfeedError: Settings, shards, checkpoint or memory do not allow the run.
     """
     world = join_world(config.device)
     try:
@@ -61,7 +65,7 @@ def _train_unless_finished(
     should_stop: Callable[[], bool],
     should_save: Callable[[], bool],
 ) -> Report:
-    """As rank 0 is told, and as it finds the folder."""
+    """Train with rank 0's settings, unless its folder holds the finished run."""
     try:
         config, report = world.from_rank_0(lambda: _begin(config))
         if report is None:
@@ -70,7 +74,7 @@ def _train_unless_finished(
         if world.is_main:
             _export(config, report)
         return report
-    except TokenfeedError:  # some are RuntimeErrors
+    except TokenfeedError:  # first, since some of these are RuntimeErrors
         raise
     except RuntimeError as error:
         if reason := world.reason(error):
@@ -82,8 +86,10 @@ def _train_unless_finished(
 
 
 def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
-    """The settings of the run, and its report where it is finished; a restart by the launcher goes
-    on with what was begun before it."""
+    """Return the settings of the run, and its report if it is finished.
+
+    A run that the launcher restarts is resumed from its latest checkpoint.
+    """
     if config.resume == "auto":
         resume = bring_newest(config.run_dir, config.upload)
         config = dataclasses.replace(config, resume=resume)
@@ -93,7 +99,7 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
     report = _finished_report(config)
     if report is not None and _is_begun_alike(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
-        if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # killed before, or lost
+        if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # lost, or never written
             write_page(config.run_dir)
         _upload(config)
         return config, report
@@ -110,10 +116,17 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
 def _train(
     trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
 ) -> Report:
-    """Train to the report. An error waits for the checkpoint that is being written; Ctrl-C, which
-    comes here when it has come twice, does not."""
+    """Train and report. After an error, save what can be saved.
+
+    Ctrl-C is no Exception: a second one ends the run without waiting for a checkpoint.
+    """
     try:
-        _all_steps(trainer, should_stop, should_save)
+        try:
+            trainer.train(should_stop, should_save)
+        except Exception:
+            if trainer.interim:
+                trainer.interim.write_last()
+            raise
         return trainer.finish()
     except Exception:
         if trainer.saver:
@@ -122,27 +135,15 @@ def _train(
         raise
 
 
-def _all_steps(
-    trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
-) -> None:
-    """Train; where that fails, what was measured is left."""
-    try:
-        trainer.train(should_stop, should_save)
-    except Exception:
-        if trainer.drafts:
-            trainer.drafts.write_last()
-        raise
-
-
 def _export(config: TrainConfig, report: Report) -> None:
-    """Make the folder that is asked for, once all steps are trained."""
+    """Export the best weights if --export is set and all steps are trained."""
     if config.export is not None and report.finished:
         export_run(config, config.export)
         _log.info("exported to %s", config.export)
 
 
 def _upload(config: TrainConfig) -> None:
-    """Copy what an earlier session could not."""
+    """Upload what an earlier session could not upload."""
     check_upload(config)
     uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
     uploads.begin()
@@ -150,7 +151,7 @@ def _upload(config: TrainConfig) -> None:
 
 
 def _finished_report(config: TrainConfig) -> Report | None:
-    """The report of the run in this folder, if it has made all these steps and saved the last."""
+    """Return the report of the run in --run-dir, if it has trained and saved all --steps."""
     checkpoints = Checkpoints.of_run(config.run_dir)
     if checkpoints.latest() != checkpoints.path(config.steps):
         return None
@@ -159,7 +160,10 @@ def _finished_report(config: TrainConfig) -> Report | None:
 
 
 def _is_begun_alike(config: TrainConfig) -> bool:
-    """But for what changes nothing that is trained."""
+    """Return whether the run in --run-dir was started with these settings.
+
+    Settings that do not change the training may differ.
+    """
     begun = TrainConfig.of_run(config.run_dir)
     if begun is None:
         return False
@@ -207,32 +211,32 @@ def _check_folder(config: TrainConfig, *, finished: bool) -> None:
 
 
 def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
-    """What a user can do about an error of torch; None where it is a bug."""
+    """Return what a user can do about an error of torch; None if it is a bug."""
     if is_out_of_memory(error):
         return _explain_memory(config)
     if config.chooses and "does not require grad" in str(error):
         patterns = " or ".join(str(stage.trainable) for stage in config.stages)
         return (
-            f"`--trainable`={patterns}: the loss hangs on none of the weights with such names. "
-            "Choose others, of what the model computes with."
+            f"`--trainable`={patterns}: the loss does not depend on any weight with such a "
+            "name. Use a pattern that matches weights the model uses."
         )
     if config.compile and _is_of_compiler(error):
         reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
         return (
-            f"`--compile`: torch cannot compile here ({reason}). Install what it asks for (a C "
-            "compiler, mostly), or leave --compile out."
+            f"`--compile`: torch cannot compile here ({reason}). Install what it needs, usually "
+            "a C compiler, or leave --compile out."
         )
     return None
 
 
 def _is_of_compiler(error: RuntimeError) -> bool:
-    from torch._dynamo.exc import TorchDynamoException  # seconds, but that --compile has paid
+    from torch._dynamo.exc import TorchDynamoException  # already imported by --compile
 
     return isinstance(error, TorchDynamoException)
 
 
 def _explain_memory(config: TrainConfig) -> str:
-    """A saved position counts micro-batches, so their size stays what it was."""
+    """A saved position counts micro-batches. So a run that has saved cannot change their size."""
     too_large = (
         f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
     )

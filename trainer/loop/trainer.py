@@ -1,11 +1,11 @@
-"""The training loop, and what it does now and then: log, evaluate, save.
+"""The training loop, and what it does occasionally: log, evaluate, save.
 
-`Trainer.train` is the hot part: it moves tensors and decides nothing. The only call in it that can
-wait is that of the next batch; the host reads from the device at progress lines only. Everything
-occasional stands behind a step, in a bracket of the stall meter that says what it cost.
+`Trainer.train` is the hot part: it moves tensors and decides nothing. Its only call that can wait
+is the one for the next batch. The host reads from the device at progress lines only. Everything
+occasional comes after a step, in a block of the stall meter that measures its cost.
 
-Gradients are weighted by targets. Their number in a step is known only at its end, so the sum is
-corrected once, there.
+Gradients are weighted by targets. The number of a step's targets is known only at its end, so the
+sum is corrected once, there.
 """
 
 import contextlib
@@ -30,12 +30,12 @@ from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.feeding.curriculum import Curriculum
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.divergence import diverged, warn_of_skip
-from tokenfeed.trainer.loop.evaluation import Evaluator, Judge
+from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.optim.gradients import StepGradients, Tally
 from tokenfeed.trainer.optim.precision import Precision, all_finite
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.report.interim_report import DraftReports, log_beginning, remedies
+from tokenfeed.trainer.report.interim_report import InterimReports, log_beginning, remedies
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import StepTracer
@@ -54,14 +54,14 @@ _log = logging.getLogger(__name__)
 
 
 class Trainer:
-    """One run: what it trains, where it stands, what it says."""
+    """One run: its parts, its progress and its loop."""
 
     metrics: MetricsFile | None
-    """None on ranks other than 0, like `saver` and `drafts`."""
+    """None on ranks other than 0, like `saver` and `interim`."""
     stall: StallMeter[object]
     progress_log: ProgressLog
     last_norm: Tensor
-    """`train` begins these: before it the run has no folder, and measures nothing."""
+    """`train` sets these. Before, the run has no folder, and nothing is measured."""
 
     def __init__(self, config: TrainConfig, world: World | None = None) -> None:
         config.check()
@@ -78,20 +78,19 @@ class Trainer:
         self.evaluator = Evaluator(config, self.loaders, self.learner, self.world, self._is_stopped)
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
-        self.drafts: DraftReports | None = None
+        self.interim: InterimReports | None = None
         if self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
-            self.drafts = DraftReports(config.run_dir, lambda: self._report({}))
+            self.interim = InterimReports(config.run_dir, lambda: self._report({}))
         self.step = self.saved_step = self.skipped = 0
         self.earlier: Report | None = None
-        """The report of the parts of the run before this one."""
+        """The report of the earlier parts of a resumed run."""
         self.rows_of_steps = deque[tuple[int, list[np.ndarray]]](
             maxlen=MOST_SKIPPED + config.log_every
         )
-        """The rows of the latest steps, to name those of a step that was skipped."""
+        """Step and rows of the latest steps, to name the records of a skipped step."""
         self.has_named_records = False
         self.agreement = StepSync(self.world)
-        self.judge = Judge(self.evaluator, self.task.best_by)
         self.tracer: StepTracer | None = None
         self._should_stop: Callable[[], bool] = bool
         self.uploads = Uploads(config, self.checkpoints)
@@ -103,12 +102,12 @@ class Trainer:
     def train(
         self, should_stop: Callable[[], bool], should_save: Callable[[], bool] = bool
     ) -> None:
-        """Train until the last step, or until `should_stop`.
+        """Train until the last step, or until a stop is requested.
 
         Args:
-            should_stop: Whether to save and end; asked after each step, and in evaluations before
-                each micro-batch.
-            should_save: Whether to save; asked after each step.
+            should_stop: Returns whether to save and end. Called after each step, and before each
+                micro-batch of an evaluation.
+            should_save: Returns whether to save. Called after each step.
         """
         self._should_stop = should_stop
         self._begin()
@@ -140,7 +139,7 @@ class Trainer:
                 break
 
     def finish(self) -> Report:
-        """Save what a stop left unsaved; write the report. Comes after `train`."""
+        """Save what a stop left unsaved, and write the report. Call this after `train`."""
         if self.progress_log.is_behind:
             self._write_log()
         if self.saved_step != self.step:
@@ -190,7 +189,7 @@ class Trainer:
             validation_loss_last=validation[-1] if validation else None,
             task=self.task.name,
             metrics={split: dict(found) for split, found in metrics.items()},
-            best_step=self.judge.best.step if self.judge.best else None,
+            best_step=self.evaluator.best.step if self.evaluator.best else None,
             model=self.config.model,
             parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
             vocabulary_size=manifest.tokenizer.vocabulary_size,
@@ -201,24 +200,26 @@ class Trainer:
         )
 
     def _final_metrics(self) -> dict[str, Metrics]:
-        """Metrics by split: of the best weights where they are known, else of the last."""
-        best = self.judge.best
+        """Return metrics by split: of the best weights if they are known, else of the last."""
+        best = self.evaluator.best
         found = {"validation": best.metrics} if best else {}
         if self.step == self.config.steps and self.evaluator.has("test"):
             if best and best.step != self.step:
                 _, state = self._load(best.step)
                 self.learner.load_weights(state["model"])
             known = self._known_metrics("test")
-            found["test"] = known or self.judge.metrics_of("test", self.step, self.metrics)
+            found["test"] = known or self.evaluator.evaluate("test", self.step, self.metrics)
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
-        """End the loader's workers, close files and let go of the run's folder."""
+        """End the loader's workers, close files, and unlock the run's folder."""
         self._resources.close()
 
     def _begin(self) -> None:
-        """Take the run's folder, go on from its latest checkpoint if that is asked for, evaluate:
-        a broken validation split is found, and all is compiled, before the first hour is over."""
+        """Lock the run's folder, resume if requested, compile, and evaluate.
+
+        So a broken validation split is found, and everything is compiled, before the first step.
+        """
         config = self.config
         self.metrics = self._open_metrics() if self.world.is_main else None
         if config.resume:
@@ -250,7 +251,7 @@ class Trainer:
             self._trace(config.profiled_steps)
 
     def _write_config(self) -> None:
-        """Log the settings that a resumed run changes, after all checks; keep all settings."""
+        """Log the settings that a resumed run changes, after all checks. Save all settings."""
         with contextlib.suppress(ConfigError):  # a damaged config.yaml is replaced
             begun = TrainConfig.of_run(self.config.run_dir) if self.config.resume else None
             for line in self.config.changes(begun) if begun else ():
@@ -272,17 +273,17 @@ class Trainer:
         config = self.config
         saving = self.agreement.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
-            self._write_log()  # also before saving: a loss that is no number must not be kept
+            self._write_log()  # also before saving: weights after a NaN loss must not be saved
         stops = self.agreement.stop and step < config.steps
         if saving:
             self._check_weights()
-        if saving and stops:  # there may be seconds left
+        if saving and stops:  # the process may be killed within seconds
             self._save()
         try:
             if self._is_due(config.eval_every):
                 self._evaluate()
         except Exception:
-            if saving and not stops and not config.shard_model:  # its ranks save together
+            if saving and not stops and not config.shard_model:  # sharded ranks must save together
                 self._save()
             raise
         if saving and not stops:
@@ -310,8 +311,8 @@ class Trainer:
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
-                if self.drafts:
-                    self.drafts.write()
+                if self.interim:
+                    self.interim.write()
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
@@ -326,27 +327,31 @@ class Trainer:
             self.stall.gather(self.world.all_gather)
 
     def _evaluate(self) -> None:
-        """Measure the validation split, if there is one; a resumed run takes the metrics that it
-        has. Metrics of a step that is due to be saved decide whether it is the best. They come
-        before its checkpoint, which says so; a run that was told to stop saves first, and decides
-        when it is resumed."""
+        """Evaluate the validation split, if there is one, and note the best step.
+
+        A resumed run reuses the metrics in metrics.jsonl. Only a step that is due to be saved can
+        become the best one. The evaluation comes before the checkpoint, which records the best
+        step. If the run is to stop, it saves first, and the resumed run evaluates.
+        """
         metrics = self._known_metrics("validation")
         if not metrics:
             with self.stall.cause("evaluation"):
-                metrics = self.judge.metrics_of("validation", self.step, self.metrics)
+                metrics = self.evaluator.evaluate("validation", self.step, self.metrics)
         is_saved = self._is_due(self.config.save_every) and self.step > 0
         if metrics and is_saved and self._is_due(self.config.eval_every):
-            self.judge.note(self.step, metrics)
+            self.evaluator.note_best(self.step, metrics)
 
     def _known_metrics(self, split: str) -> Metrics:
-        """What metrics.jsonl has about a split at this step, on all ranks."""
+        """Return the metrics of a split at this step in metrics.jsonl, on all ranks."""
         return self.world.from_rank_0(
             lambda: self.metrics.evaluation(self.step, split) if self.metrics else {}
         )
 
     def _is_stopped(self, split: str) -> bool:
-        """Whether to end an evaluation of a split. The last checkpoint waits for the last
-        validation, so that it says which step is the best."""
+        """Return whether to end an evaluation of a split early.
+
+        The last validation always runs to its end: the last checkpoint records the best step.
+        """
         stop = self.agreement.ask(stop=self._should_stop())
         return stop and (split != "validation" or self.step < self.config.steps)
 
@@ -356,9 +361,9 @@ class Trainer:
         return self.step == self.config.steps and not self.evaluator.was_stopped
 
     def _save(self) -> None:
-        """Begin a checkpoint of everything that the next step depends on."""
+        """Start to save a checkpoint."""
         with self.stall.cause("checkpoint"):
-            state = self.learner.state_dict()  # all ranks take part
+            state = self.learner.state_dict()  # on all ranks: they gather sharded tensors
             if self.saver:
                 self.saver.save(self._meta(), state)
         self.saved_step = self.step
@@ -378,14 +383,17 @@ class Trainer:
             task=self.task.name,
             optimizer=self.config.optimizer,
             loader=self.curriculum.state_dict(),
-            best=self.judge.best,
+            best=self.evaluator.best,
             base=self.learner.base,
             config=self.config.as_dict(),
         )
 
     def _warn_of_skip(self, step: int) -> None:
-        """Name the records of the first skipped step, once a session. With fp16 a skipped step only
-        means that the scale of the loss was too large."""
+        """Log the records of the first skipped step, once per session.
+
+        With fp16 this is left out: a skipped step only means that the scale of the loss was too
+        large.
+        """
         if self.has_named_records or self.learner.precision.name == "fp16":
             return
         self.has_named_records = True
@@ -394,8 +402,10 @@ class Trainer:
             warn_of_skip(step, self.curriculum.config_at(step), rows)
 
     def _diverged(self, finding: str, step: int) -> ConfigError:
-        """The error that ends the run, with the rows of a step: of the first bad one, or of the
-        first one since the run was resumed."""
+        """Return the error that ends the run. It names the records of the first bad step.
+
+        If that step was before the run was resumed, it names those of the first step since.
+        """
         if self.saver:
             self.saver.wait_after_error()
         step = max(step, self.rows_of_steps[0][0])
@@ -406,12 +416,12 @@ class Trainer:
         return diverged(finding, step, self.curriculum.config_at(step), rows, way_on)
 
     def _rows_of(self, step: int) -> np.ndarray:
-        """The rows of a late step, on all ranks."""
+        """Return the rows of one of the latest steps, of all ranks."""
         own = [part for number, rows in self.rows_of_steps if number == step for part in rows]
         return np.concatenate(self.world.all_gather(np.concatenate(own)))
 
     def _resume(self) -> None:
-        """Take over the latest checkpoint, if it is one of this model on this data."""
+        """Load the latest checkpoint, if it fits this model and data."""
         config = self.config
         progress, state = self._load()
         self.earlier = Report.of_run(config.run_dir)
@@ -422,9 +432,9 @@ class Trainer:
         self.learner.load_state_dict(state)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
-        self.judge.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
+        self.evaluator.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
         self.agreement.begin(progress.tokens, progress.slots)
 
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
-        """The checkpoint of a step, or the latest: rank 0 reads it."""
+        """Load the checkpoint of a step, or the latest one. Only rank 0 reads files."""
         return broadcast_state(self.world, lambda: self.checkpoints.load(self.device, step))

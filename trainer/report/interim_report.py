@@ -19,7 +19,7 @@ from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["DraftReports", "log_beginning", "remedies"]
+__all__ = ["InterimReports", "log_beginning", "remedies"]
 
 _SECONDS_BETWEEN = 30.0
 _MOST_SHARE = 0.001
@@ -82,7 +82,7 @@ def log_beginning(
     _log.info("run: %s", config.run_dir)
 
 
-class DraftReports:
+class InterimReports:
     """Writes report.json while a run goes on, so that a killed run keeps what it measured.
 
     Args:

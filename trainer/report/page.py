@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenfeed.trainer.report.plots import Bars, Plot, Series, short
 from tokenfeed.trainer.report.run_folder import RunData
 from tokenfeed.trainer.report.run_report import Report
-from tokenfeed.trainer.stall.page import render_page, save_page, share_of, stall_cards
+from tokenfeed.trainer.stall.report import render_page, save_page, share_of, stall_cards
 
 __all__ = ["page_of", "write_page"]
 

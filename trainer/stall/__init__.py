@@ -6,7 +6,7 @@
     device       the device, and the clock of a GPU
     marks        the chain of marks; the latest segments, for Perfetto
     accounts     segments to idle seconds by cause: pure
-    work         stretches of work and their references
+    work         spans of work and their references
     calibration  when to hold the device up, so that the host gets ahead
     watchers     loader, collector, compiler, memory, lines that wait
     statistics   percentiles, step times, error bars

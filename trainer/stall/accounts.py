@@ -1,17 +1,19 @@
-"""The accounts of the stall: from segments of device time to idle seconds by cause. Pure.
+"""The accounts of the stall: turn segments of device time into idle seconds by cause. Pure.
 
-Segments come in order and tile the time. In a gap, no work of the training was queued, so all of
-the gap is idle. Work counts in whole stretches, up to the next gap or mark. References show in sum
-how long the stretches were idle.
+Segments come in order, without gaps between them. A segment is work, a calibration spin, or a gap:
+a
+cause during which no work of the training was queued. A gap is idle time as a whole. Segments of
+work are joined into spans, up to the next gap or mark. The idle time inside spans is not seen
+directly. It is the sum by which spans take longer than references (see `work`).
 
-The cause of idle time is not always the one during which the device idles. A host that is ahead
-hides the time of its loader. A host that waits for a value, or stops to log, loses its lead, and
-the next batch is late, although the loader is fast. So the cause that lost the lead pays for idle
-time until the lead is as long again.
+The cause of idle time is not always the one during which the device idles. A host that is ahead of
+the device hides the time of its loader. A host that waits for a value, or stops to log, loses its
+lead. Then the next batch is late, although the loader is fast. So idle time is charged to the cause
+that lost the lead, until the lead is as long as before.
 
-Example: the host is 5 ms ahead, and `.item()` takes all of the 5 ms. The next batch takes 2 ms, in
-which the device idles. `wait` pays these 2 ms, and has 3 ms left to pay. Once the host is 4 ms
-ahead again, 1 ms is left.
+Example: the host is 5 ms ahead, and `.item()` takes all of the 5 ms. The next batch takes 2 ms,
+during which the device idles. These 2 ms are charged to `wait`, and 3 ms of the lost lead remain.
+Once the host is 4 ms ahead again, only 1 ms remains.
 """
 
 from typing import NamedTuple, cast
@@ -19,291 +21,308 @@ from typing import NamedTuple, cast
 from tokenfeed.trainer.stall.causes import ABOUT, Cause, Phase
 from tokenfeed.trainer.stall.clocks import ClockMap, Moment
 from tokenfeed.trainer.stall.reading import StallReading, Sums
-from tokenfeed.trainer.stall.statistics import Batches, Histogram, StepTimes
+from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram, StepTimes
 from tokenfeed.trainer.stall.work import (
-    Kind,
-    Line,
+    Charge,
+    LinearFit,
     OpenStep,
-    Payment,
-    Stretch,
+    SpanKind,
+    WorkSpan,
     WorkSums,
     idle_seconds,
 )
 
-__all__ = ["Ledger", "LostLead", "StepEnd"]
+__all__ = ["Accounts", "LostLead", "StepEnd"]
 
 
 class LostLead:
-    """The lead that a cause has lost, and not yet won back."""
+    """The lead that a cause has lost, as far as the host has not won it back."""
 
     def __init__(self) -> None:
-        self.owner: Cause = "wait"
+        self.cause: Cause = "wait"
         self.seconds = 0.0
         self._lead_before = 0.0
 
-    def lose(self, owner: Cause, before: float, after: float) -> None:
-        """The host's lead shrank during `owner`; the larger debt stays."""
+    def record(self, cause: Cause, before: float, after: float) -> None:
+        """Record that the lead shrank during `cause`. Of two losses, the larger one is kept."""
         lost = before - max(0.0, after)
         if lost > self.seconds:
-            self.owner, self.seconds, self._lead_before = owner, lost, before
+            self.cause, self.seconds, self._lead_before = cause, lost, before
 
-    def see(self, lead: float) -> None:
-        """The host's lead is this now."""
+    def update(self, lead: float) -> None:
+        """Reduce the loss, now that the host has this lead again."""
         if self.seconds:
             self.seconds = min(self.seconds, max(0.0, self._lead_before - lead))
 
-    def pay(self, idle: float) -> float:
-        """Seconds of `idle` that the owner pays."""
+    def take(self, idle: float) -> float:
+        """Return the part of `idle` seconds that the loss explains, and reduce the loss by it."""
         paid = min(idle, self.seconds)
         self.seconds -= paid
         return paid
 
 
 _SLACK_SECONDS = 50e-6
-"""Two launches differ by less: what a batch is late beyond it, it was copied."""
+"""Time between two launches. A batch that is later than this was copied meanwhile."""
 _LEAST_LEAD_SECONDS = 30e-6
 _PYTHON_SECONDS = 12e-6
 """Host seconds of the meter's Python around a mark; `benchmarks/stall.py` measured 11.4 µs."""
 _WAITED = 1.5
-"""A host that takes so many times as long as usual for a stretch has waited in it."""
+"""If the host takes this many times as long as usual for a span, it has waited in it."""
 _QUEUED = 0.002
-"""The share of a reference that may pass before all of it is queued."""
+"""Share of a span that may run before all of the span is queued, if it is to be a reference."""
 _AHEAD = 0.25
-"""A host that is ahead by this share of a stretch at both its ends was so in between."""
+"""If the host leads by this share of a span at both ends, it led all the time."""
 _FEW_REFERENCES = 8
 _SHARE_OF_REFERENCES = 0.02
+"""Spans are calibrated until the references are this share of the spans, plus `_FEW_REFERENCES`."""
 
 
 class StepEnd(NamedTuple):
-    """What the program says of a step."""
+    """What `StallMeter.step` records about a step."""
 
     tokens: int
     slots: int
     is_measured: bool = True
-    """False where the meter itself took time of it."""
+    """False if the meter itself slowed the step down."""
     blamed: Cause | None = None
-    """What happened in it, at a time that no mark shows."""
+    """An event that happened during the step, at an unknown time."""
 
 
-class Ledger:
-    """Adds up segments to steps, and steps to what is known of a run."""
+class Accounts:
+    """Adds up segments to steps, and steps to sums of the run."""
 
     def __init__(self, *, is_beside_host: bool, skipped_steps: int) -> None:
         self._is_beside_host = is_beside_host
         self._skipped_steps = skipped_steps
-        self._map, self._debt = ClockMap(), LostLead()
+        self._map, self._lost_lead = ClockMap(), LostLead()
         self._passed = float("-inf")
-        """The earliest host time at which the device passed the latest mark."""
+        """The earliest host time at which the device can have passed the latest mark."""
         self._lead = float("-inf")
-        """How much later than the host had queued it, at least."""
-        self._lent = 0.0
-        """The part of the lead that the host has only because spins held the device up."""
-        self._open, self._sums = OpenStep(), Sums()
+        """How long before that time the host had queued the mark: the host's lead, at least."""
+        self._spin_lead = 0.0
+        """The part of the lead that the host has only because spins delayed the device."""
+        self._step, self._sums = OpenStep(), Sums()
         self._spin = 0.0
-        """How far the next stretch is made to begin behind the host."""
-        self._host_seconds: dict[Kind, float] = {}
-        """What the host usually takes for a stretch."""
-        self._waiting: set[Kind] = set()
-        """Stretches inside which the host waits for the device."""
-        self._ordinary: dict[Kind, Line] = {}
-        """What stretches of all steps that count take, waits included."""
+        """Length of a spin just before the next span; 0 without a spin."""
+        self._host_seconds: dict[SpanKind, float] = {}
+        """Usual host seconds to queue a span."""
+        self._waiting: set[SpanKind] = set()
+        """Kinds of spans inside which the host waits for the device."""
+        self._usual: dict[SpanKind, LinearFit] = {}
+        """Usual device seconds of a span, waits included."""
         self.behind_share = 0.0
-        """Of late, the share of time in which nobody knows whether the device was idle."""
-        self.batches = Batches()
+        """Share of the time in which the device may have been idle unseen; a moving average."""
+        self.batches = BatchMeans()
         self.histograms: dict[Cause, Histogram] = {}
         self.step_times = StepTimes()
 
     @property
     def waits_inside(self) -> bool:
-        """Whether the host was seen to wait for the device inside the work."""
+        """Whether the host was seen to wait for the device inside a span."""
         return bool(self._waiting)
 
     def add(self, phase: Phase, start: Moment, end: Moment) -> None:
         """Add a segment."""
         seconds = end.device - start.device
         if not self._is_beside_host:
-            self._open.seconds += seconds
+            self._step.seconds += seconds
             if phase not in ("work", "calibration"):
-                self._open.gaps[cast(Cause, phase)] += seconds
+                self._step.gaps[cast(Cause, phase)] += seconds
             return
         began, lead = self._passed, self._lead
         self._passed = self._map.add(end.device, end.earliest)
         self._lead = self._passed - end.after
-        self._open.marking += end.taken + _PYTHON_SECONDS
+        self._step.marking += end.taken + _PYTHON_SECONDS
         if phase == "work":
             self._work(start, end, began, lead)
         elif phase == "calibration":
             self._spin = seconds
-            self._lent += seconds
+            self._spin_lead += seconds
         else:
             self._gap(phase, start, end, lead)
-        self._debt.see(self._lead - self._lent)
+        self._lost_lead.update(self._lead - self._spin_lead)
 
     def mark(self) -> None:
-        """The segment before ended with a mark inside the work."""
-        self._open.marks += 1
-        name = f"mark {self._open.marks}"
-        self._close_stretch(name)
-        self._open.opener = name
+        """Handle a mark inside the work, at the end of the latest segment."""
+        self._step.marks += 1
+        name = f"mark {self._step.marks}"
+        self._close_span(name)
+        self._step.opener = name
 
     def end_step(self, step: StepEnd) -> None:
-        """The segment before ended a step."""
-        self._close_stretch("step")
+        """Handle the end of a step, at the end of the latest segment."""
+        self._close_span("step")
         self._share(step.slots)
         if step.blamed is not None:
             self._blame(step.blamed)
         if self._skipped_steps:
             self._skipped_steps -= 1
-            self._learn_references()
+            self._add_references()
         elif not step.is_measured:
-            self._learn_references()
+            self._add_references()
         else:
             self._record(step)
-        self._open = OpenStep()
+        self._step = OpenStep()
 
     def read(self) -> StallReading:
-        """All whole steps so far."""
+        """Return the sums of all whole steps so far."""
         return self._sums.read()
 
     def _gap(self, cause: Cause, start: Moment, end: Moment, lead: float) -> None:
-        """Charge a gap that began with this lead of the host."""
+        """Charge a gap. `lead` is the host's lead at its start."""
         about, seconds = ABOUT[cause], end.device - start.device
         if not about.interrupts:
-            self._close_stretch(cause)
-            self._open.has_batch |= cause == "data"
-            is_talk = cause == "communication" and not self._open.has_batch
-            self._open.opener = "step" if is_talk else cause
-        lead -= self._lent
-        regained = self._regain(self._lead)
-        if not about.drains or about.interrupts:  # else the host may have waited for the device
-            seconds += regained
-        self._open.seconds += seconds
+            self._close_span(cause)
+            self._step.has_batch |= cause == "data"
+            # Ranks that talk before the first batch do so between steps, not inside the work.
+            is_between_steps = cause == "communication" and not self._step.has_batch
+            self._step.opener = "step" if is_between_steps else cause
+        lead -= self._spin_lead
+        hidden_idle = self._idle_without_spins(self._lead)
+        if not about.drains or about.interrupts:
+            # Else the host may have waited for the device, which explains the lost lead.
+            seconds += hidden_idle
+        self._step.seconds += seconds
         copied = 0.0
         if cause == "data":
+            # A batch that was ready, but reached the device late, was copied meanwhile.
             copied = min(end.device - start.device, max(0.0, self._lead - _SLACK_SECONDS))
-        paid = 0.0 if cause == "communication" else self._debt.pay(seconds - copied)
+        paid = 0.0 if cause == "communication" else self._lost_lead.take(seconds - copied)
         if paid:
-            self._open.gaps[self._debt.owner] += paid
+            self._step.gaps[self._lost_lead.cause] += paid
         if copied:
-            self._open.gaps["copy"] += copied
-        self._open.gaps[cause] += seconds - copied - paid
+            self._step.gaps["copy"] += copied
+        self._step.gaps[cause] += seconds - copied - paid
         if about.drains:
-            self._debt.lose(cause, lead, self._lead - self._lent)
+            self._lost_lead.record(cause, lead, self._lead - self._spin_lead)
 
     def _work(self, start: Moment, end: Moment, began: float, lead: float) -> None:
-        """Add work that the device began at a host time, with this lead of the host."""
+        """Add work that the device started at host time `began`. `lead` is the host's lead then."""
         seconds = end.device - start.device
-        stretch = self._open.stretch
-        if stretch is None:
-            stretch = Stretch(self._open.opener, start.after, end, self._spin)
-            stretch.lead_before = lead
-            self._open.stretch, self._spin = stretch, 0.0
-        stretch.seconds += seconds
-        stretch.bound += min(max(0.0, end.after - began), seconds)
-        stretch.end, stretch.lead = end, self._lead
+        span = self._step.span
+        if span is None:
+            span = WorkSpan(self._step.opener, start.after, end, self._spin)
+            span.lead_before = lead
+            self._step.span, self._spin = span, 0.0
+        span.seconds += seconds
+        # After the host has queued the whole span, the device cannot idle in it: hence the bound.
+        span.bound += min(max(0.0, end.after - began), seconds)
+        span.end, span.lead = end, self._lead
 
-    def _close_stretch(self, closer: str) -> None:
-        stretch, self._open.stretch = self._open.stretch, None
-        if stretch is None:
+    def _close_span(self, closer: str) -> None:
+        span, self._step.span = self._step.span, None
+        if span is None:
             return
-        stretch.kind = kind = Kind(stretch.opener, closer)
-        lead = stretch.lead
-        least = max(_LEAST_LEAD_SECONDS, _AHEAD * stretch.seconds)
-        stretch.is_ahead = min(stretch.lead_before, lead) > least
-        stretch.is_queued = stretch.bound <= _QUEUED * stretch.seconds
-        stretch.is_queued |= stretch.is_ahead and stretch.spin > 0  # as far as the queue holds
-        waited = self._watch_host(stretch, stretch.end.after - stretch.opened, lead)
-        stretch.regained = max(0.0, self._regain(lead) - waited)
-        self._open.seconds += stretch.seconds + stretch.regained
-        self._find_payer(stretch)
-        if kind in self._waiting and not stretch.is_known:
-            self._debt.lose("wait", self._hidden_by_wait(stretch), lead - self._lent)
-        self._open.stretches.append(stretch)
+        span.kind = kind = SpanKind(span.opener, closer)
+        lead = span.lead
+        least = max(_LEAST_LEAD_SECONDS, _AHEAD * span.seconds)
+        span.is_ahead = min(span.lead_before, lead) > least
+        span.is_queued = span.bound <= _QUEUED * span.seconds
+        # Behind a spin, all kernels are queued in time, up to the length of the device's queue.
+        span.is_queued |= span.is_ahead and span.spin > 0
+        waited = self._watch_host(span, span.end.after - span.opened, lead)
+        span.hidden_idle = max(0.0, self._idle_without_spins(lead) - waited)
+        self._step.seconds += span.seconds + span.hidden_idle
+        self._find_cause(span)
+        if kind in self._waiting and not span.is_known:
+            self._lost_lead.record("wait", self._hidden_by_wait(span), lead - self._spin_lead)
+        self._step.spans.append(span)
 
-    def _regain(self, lead: float) -> float:
-        """Return the seconds that the device would have idled, had no spin lent the host a lead.
+    def _idle_without_spins(self, lead: float) -> float:
+        """Return the seconds that the device would have idled without spins.
 
-        Without the spin the lead would be shorter by what was lent, and the device would idle
-        where that is less than nothing. If the host has waited for the device instead, as in a
-        queue that is full, less was lost.
+        Without spins the lead would be shorter by `_spin_lead`. The device would idle where it
+        would be negative. If the host has waited for the device instead, as with a full queue, less
+        was lost.
+
+        Example: spins gave the host 3 ms of its lead, and the lead is now 1 ms. Without spins the
+        device would have idled for 2 ms. The other 1 ms is still to come.
         """
-        lost = max(0.0, self._lent - max(0.0, lead))
-        self._lent -= lost
+        lost = max(0.0, self._spin_lead - max(0.0, lead))
+        self._spin_lead -= lost
         return lost
 
-    def _find_payer(self, stretch: Stretch) -> None:
-        """Who lost the lead that this stretch began without."""
-        if stretch.kind.is_between:
-            stretch.payer = "other"
-        if stretch.is_known or self._debt.seconds < 0.5 * stretch.bound or not stretch.bound:
+    def _find_cause(self, span: WorkSpan) -> None:
+        """Charge a span to the cause that lost the lead, if the lost lead explains its idle
+        time."""
+        if span.kind.is_between_steps:
+            span.cause = "other"
+        if span.is_known or self._lost_lead.seconds < 0.5 * span.bound or not span.bound:
             return
-        stretch.payer = self._debt.owner
-        self._debt.pay(max(0.0, min(self._longer(stretch), stretch.bound)))
+        span.cause = self._lost_lead.cause
+        self._lost_lead.take(max(0.0, min(self._longer(span), span.bound)))
 
-    def _longer(self, stretch: Stretch) -> float:
-        """How much longer than its reference it took."""
-        reference = self._sums.reference(stretch.kind)
+    def _longer(self, span: WorkSpan) -> float:
+        """Return how much longer than its reference a span took."""
+        reference = self._sums.reference(span.kind)
         if reference is None:
-            return stretch.bound if stretch.kind.is_between else 0.0
-        return stretch.seconds - reference.total(1, stretch.slots)
+            return span.bound if span.kind.is_between_steps else 0.0
+        return span.seconds - reference.total(1, span.slots)
 
-    def _watch_host(self, stretch: Stretch, host: float, lead: float) -> float:
-        """Return for how long the host waited for the device in a stretch that took it `host`.
+    def _watch_host(self, span: WorkSpan, host: float, lead: float) -> float:
+        """Return the seconds that the host waited for the device in a span.
 
-        A host that takes longer by the time that the device was held up waits there each time.
+        A spin shows whether the host waits there: then the host takes longer by the length of the
+        spin.
+
+        Args:
+            span: The span.
+            host: Host seconds to queue the span.
+            lead: The host's lead at the end of the span.
         """
-        usual = self._host_seconds.setdefault(stretch.kind, host)
-        if not stretch.spin:
-            self._host_seconds[stretch.kind] = min(host, 1.1 * usual)
-        elif host - usual > 0.5 * stretch.spin and lead <= _LEAST_LEAD_SECONDS:
-            self._waiting.add(stretch.kind)
-            stretch.is_queued = True  # up to the wait
+        usual = self._host_seconds.setdefault(span.kind, host)
+        if not span.spin:
+            self._host_seconds[span.kind] = min(host, 1.1 * usual)
+        elif host - usual > 0.5 * span.spin and lead <= _LEAST_LEAD_SECONDS:
+            self._waiting.add(span.kind)
+            span.is_queued = True  # its kernels were queued in time, up to the wait
         else:
-            self._waiting.discard(stretch.kind)
-        if stretch.kind in self._waiting:
+            self._waiting.discard(span.kind)
+        if span.kind in self._waiting:
             return host
         return host - usual if host > _WAITED * usual else 0.0
 
-    def _hidden_by_wait(self, stretch: Stretch) -> float:
-        """The lead that a host had at the end, did it not wait: none, where it is the slower."""
-        return 0.0 if self._longer(stretch) > 0.1 * stretch.seconds else stretch.seconds
+    def _hidden_by_wait(self, span: WorkSpan) -> float:
+        """Return the lead that the host would have had without the wait; 0 if the host is
+        slower."""
+        return 0.0 if self._longer(span) > 0.1 * span.seconds else span.seconds
 
     def _share(self, slots: int) -> None:
-        """The stretches of a step are taken for equal."""
-        working = [stretch for stretch in self._open.stretches if not stretch.kind.is_between]
-        for stretch in working:
-            stretch.slots = slots / len(working)
+        """Divide the slots of a step equally among its spans of work."""
+        working = [span for span in self._step.spans if not span.kind.is_between_steps]
+        for span in working:
+            span.slots = slots / len(working)
 
-    def _learn_references(self) -> None:
-        """Learn from a step that does not count: only what was queued behind a spin."""
-        for stretch in self._open.stretches:
-            if stretch.spin and stretch.is_queued:
-                line = self._sums.queued.setdefault(stretch.kind, Line())
-                line.add(stretch.slots, stretch.seconds)
+    def _add_references(self) -> None:
+        """Add references from a step that is not measured: only spans behind a spin."""
+        for span in self._step.spans:
+            if span.spin and span.is_queued:
+                fit = self._sums.queued.setdefault(span.kind, LinearFit())
+                fit.add(span.slots, span.seconds)
 
     def _blame(self, cause: Cause) -> None:
-        """Charge what the stretches of this step took longer than usual."""
-        for stretch in self._open.stretches:
-            usual = self._ordinary.get(stretch.kind)
+        """Charge the time by which this step's spans took longer than usual to a cause."""
+        for span in self._step.spans:
+            usual = self._usual.get(span.kind)
             if usual is None:
                 continue
-            longer = stretch.seconds - usual.total(1, stretch.slots)
-            longer = min(max(0.0, longer), stretch.bound)
-            stretch.seconds -= longer
-            stretch.bound -= longer
-            self._open.gaps[cause] += longer
+            longer = span.seconds - usual.total(1, span.slots)
+            longer = min(max(0.0, longer), span.bound)
+            span.seconds -= longer
+            span.bound -= longer
+            self._step.gaps[cause] += longer
 
     def _record(self, step: StepEnd) -> None:
-        sums, seconds, gaps = self._sums, self._open.seconds, self._open.gaps
+        sums, seconds, gaps = self._sums, self._step.seconds, self._step.gaps
         sums.steps += 1
         sums.tokens += step.tokens
         sums.slots += step.slots
         sums.seconds += seconds
-        if self._lead < seconds:  # a host that is a whole step ahead loses nothing by its marks
-            sums.marking_seconds += self._open.marking
+        if self._lead < seconds:  # a host that leads by a whole step loses nothing to marks
+            sums.marking_seconds += self._step.marking
         for cause, idle in gaps.items():
             sums.gaps[cause] += idle
-        behind = sum(map(self._record_stretch, self._open.stretches))
+        behind = sum(map(self._record_span, self._step.spans))
         if seconds:
             self.behind_share += 0.1 * (behind / seconds - self.behind_share)
         self.batches.add(seconds, gaps)
@@ -311,25 +330,25 @@ class Ledger:
         for cause, idle in gaps.items():
             self.histograms.setdefault(cause, Histogram()).add(idle)
 
-    def _record_stretch(self, stretch: Stretch) -> float:
-        """Add it to its sums, and say how long it may have been idle for all that is known."""
-        self._ordinary.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
-        if stretch.is_known:
-            lines = self._sums.queued if stretch.is_queued else self._sums.ahead
-            lines.setdefault(stretch.kind, Line()).add(stretch.slots, stretch.seconds)
-        if stretch.is_queued and not stretch.regained:
+    def _record_span(self, span: WorkSpan) -> float:
+        """Add a span to the sums. Return how many of its seconds may have been idle unseen."""
+        self._usual.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
+        if span.is_known:
+            fits = self._sums.queued if span.is_queued else self._sums.ahead
+            fits.setdefault(span.kind, LinearFit()).add(span.slots, span.seconds)
+        if span.is_queued and not span.hidden_idle:
             return 0.0
-        payment = Payment(stretch.kind, stretch.payer)
-        self._sums.work[payment].add(stretch)
+        charge = Charge(span.kind, span.cause)
+        self._sums.work[charge].add(span)
         alone = WorkSums()
-        alone.add(stretch)
-        reference = self._sums.reference(stretch.kind)
-        self._open.gaps[stretch.payer] += idle_seconds(alone, reference, stretch.payer)
-        return 0.0 if stretch.is_known or not self._needs_reference(payment) else stretch.bound
+        alone.add(span)
+        reference = self._sums.reference(span.kind)
+        self._step.gaps[span.cause] += idle_seconds(alone, reference, span.cause)
+        return 0.0 if span.is_known or not self._needs_reference(charge) else span.bound
 
-    def _needs_reference(self, payment: Payment) -> bool:
-        if payment.kind.is_between:
+    def _needs_reference(self, charge: Charge) -> bool:
+        if charge.kind.is_between_steps:
             return False
-        queued = self._sums.queued.get(payment.kind)
+        queued = self._sums.queued.get(charge.kind)
         known = queued.count if queued else 0
-        return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._sums.work[payment].count
+        return known < _FEW_REFERENCES + _SHARE_OF_REFERENCES * self._sums.work[charge].count

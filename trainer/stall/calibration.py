@@ -1,61 +1,74 @@
-"""When to hold the device up for a moment, so that the host gets ahead of it.
+"""When to delay the device for a moment, so that the host gets ahead of it.
 
-All kernels of the work behind such a spin are queued before the device begins: that is how long the
-work takes by itself. The steps of a spin train like all others, and are left out of the accounts.
+A spin is a kernel that does nothing for a while. Behind a spin, all kernels of a span are queued
+before the device starts the span. So the span takes as long as the device needs for it, without
+idle time: it becomes a reference. Steps with a spin train like all others. The spin itself is left
+out of the accounts.
 
-The steps are chosen by their number: spins come every 2^n steps. If several ranks spin, they do so
-in the same steps, and wait for each other once and not by turns.
+Steps are chosen by their number: every 2^n-th step has a spin. So several ranks spin in the same
+steps, and wait for each other once, not by turns.
+
+Example: the host takes 50 ms to queue a span, and a step takes 200 ms. A spin takes 1.2 * 50 ms +
+0.2 ms = 60.2 ms. To stay below 0.3 % of the time, there must be 60.2 / (0.003 * 200) = 100.3 steps
+between spins. The next power of two is 128.
 """
 
 __all__ = ["Calibration"]
 
 _FIRST_STEP = 3
 _MOST_SHARE = 0.003
-"""Share of the time that the spins of a rank may take; those of all ranks take less than 0.5 %."""
+"""Share of the time that one rank's spins may take. The spins of all ranks take less than 0.5 %."""
 _WORTH_SHARE = 0.005
-"""Less of the time that may be idle is not worth a spin."""
+"""Spins stop while less than this share of the time may be idle unseen."""
 _MARGIN = 1.2
+"""Length of a spin, divided by the time that the host takes to queue a span."""
 _LEAST_SECONDS = 2e-4
 _MOST_SECONDS = 0.5
 
 
 class Calibration:
-    """Chooses the stretches of work to spin before, and for how long."""
+    """Chooses the spans of work to spin before, and the length of the spins."""
 
     def __init__(self, skipped_steps: int) -> None:
         self._warmup = skipped_steps
         self._steps = 0
         self._openings = 0
-        """Stretches that began in this step."""
+        """Spans that began in this step."""
         self._longest = 0.0
-        """What the host took for the longest of them."""
+        """Host seconds of the longest of these spans."""
         self._host_seconds = 0.0
-        """The same in the latest step without a spin, in which the host may wait."""
+        """Host seconds of the longest span in the latest step without a spin. It may contain
+        waits."""
         self._opened: float | None = None
         self._stepped: float | None = None
         self._step_seconds = 0.0
-        """What a step takes on average."""
+        """Usual seconds of a step, a moving average."""
         self._target: int | None = None
-        """The stretch of this step to spin before; None for each."""
+        """Number of the span in this step to spin before; None for every span."""
         self.is_due = False
         """Whether this step has a spin."""
 
     def open(self, now: float) -> float:
-        """Return the seconds to spin before the stretch that begins: mostly 0."""
+        """Return the seconds to spin before the span that begins now. Usually 0."""
         number, self._openings = self._openings, self._openings + 1
         self._opened = now
         return self._spin_seconds if self.is_due and self._target in (None, number) else 0.0
 
     def close(self, now: float) -> None:
-        """Note the end of a stretch."""
+        """Record the end of a span."""
         if self._opened is not None:
             self._longest, self._opened = max(self._longest, now - self._opened), None
 
     def end_step(self, now: float, behind_share: float) -> None:
-        """Decide about the next step, from the share of time that may have been idle in work."""
+        """Decide about the next step.
+
+        Args:
+            now: Host time.
+            behind_share: Share of the time in which the device may have been idle unseen.
+        """
         self.close(now)
         self._steps += 1
-        if self._stepped is not None:  # not in the first step, which is no measure of others
+        if self._stepped is not None:  # the first step is not typical
             self._learn(now - self._stepped)
         openings, self._stepped, self._openings, self._longest = self._openings, now, 0, 0.0
         if self._steps < self._warmup:
@@ -67,18 +80,19 @@ class Calibration:
 
     @property
     def _spin_seconds(self) -> float:
-        """Somewhat longer than the host takes for a stretch."""
+        """Length of a spin: somewhat longer than the host takes to queue a span."""
         return min(_MARGIN * self._host_seconds + _LEAST_SECONDS, _MOST_SECONDS)
 
     def _learn(self, seconds: float) -> None:
-        """Learn from a step; one that took much longer than usual counts little."""
+        """Update the averages after a step. A step that took much longer than usual counts
+        little."""
         known = self._step_seconds or seconds
         self._step_seconds = known + 0.1 * (min(seconds, 2 * known) - known)
         if not self.is_due:
             self._host_seconds = min(self._longest, 2 * (self._host_seconds or self._longest))
 
     def _period(self) -> int:
-        """Return the steps from spin to spin, a power of two."""
+        """Return the number of steps from spin to spin, a power of two."""
         steps, period = self._spin_seconds / (_MOST_SHARE * max(self._step_seconds, 1e-9)), 1
         while period < steps:
             period *= 2

@@ -20,25 +20,28 @@ Cause = Literal[
 ]
 
 Phase = Cause | Literal["work", "calibration"]
-"""What lies between two marks: the training's own work, or a cause."""
+"""What happens between two marks: the training's own work, or a cause."""
 
 
 class About(NamedTuple):
-    """A cause. Thresholds of data and launch are those of TensorFlow's input-pipeline analyzer;
-    what should cost nothing is named from 1 % on."""
+    """A cause.
+
+    The thresholds of data and launch are those of TensorFlow's input-pipeline analyzer. Causes that
+    should cost nothing are named from 1 % on.
+    """
 
     meaning: str
     """What the device waited for."""
     remedy: str
-    """What to change, in a loop of which nothing is known."""
+    """What to change, in a loop of unknown code."""
     named: float
-    """Share of the time from which advice names it."""
+    """Share of the time from which advice names the cause."""
     severe: float
-    """Share of the time from which it is severe."""
+    """Share of the time from which the cause is severe."""
     drains: bool
-    """Whether it uses up the host's lead, so that idle time that follows is charged to it."""
+    """Whether the cause uses up the host's lead, so that later idle time is charged to it."""
     interrupts: bool
-    """Whether it comes inside a stretch of work, which goes on behind it."""
+    """Whether the cause happens inside a span of work, which continues afterwards."""
 
 
 ABOUT: dict[Cause, About] = {
@@ -151,5 +154,8 @@ CAUSES: tuple[Cause, ...] = tuple(ABOUT)
 COUNTED: frozenset[Cause] = frozenset(
     {"log", "checkpoint", "evaluation", "garbage collection", "recompilation"}
 )
-"""Causes that come in few steps, each time between two marks. All of it is seen, so that none makes
-an interval wider: the steps between are a sample of a run, and these events are not."""
+"""Causes that occur in few steps, each time between two marks.
+
+Every occurrence is seen, so these causes make no interval wider. The steps between them are a
+sample of a run; these events are not.
+"""

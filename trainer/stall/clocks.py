@@ -1,13 +1,14 @@
 """The clock of a device, and the host time at which the device passed a mark.
 
-Nothing waits to compare the two clocks. A device passes no mark before the host has queued it, nor
-before the host last saw that it had not passed. So each mark gives a host time before which the
-device did not pass it. The best bound is carried from mark to mark by the device's clock, less the
-most that the clocks may drift apart.
+Comparing the two clocks must not wait for the device. The device cannot pass a mark before the host
+has queued it, nor before the latest time at which the host saw that it had not passed. So each mark
+gives a lower bound of the host time at which it was passed. A bound is carried on to later marks by
+the device's clock, less the most that the clocks may drift apart. The best bound so far counts.
 
-Example: a mark is queued at host time 5.000 on an empty queue, and the device's clock shows 90.0.
-A mark is queued at 5.001 behind a kernel of one second, and the device passes it at 91.0. It passed
-no earlier than 5.9998, so the host had queued it 0.9988 s ahead.
+Example: mark A is queued at host time 5.000 on an empty queue, and the device's clock shows 90.0
+when it passes. Mark B is queued at 5.001 behind a kernel of one second, and the device passes it at
+91.0 of its clock. Carried from A: 5.000 + 1.0 * (1 - 0.0002) = 5.9998. This is later than 5.001, so
+it counts: the device passed B no earlier than 5.9998, and the host had queued B 0.9988 s before.
 """
 
 import time
@@ -22,55 +23,55 @@ class Moment(NamedTuple):
     """A mark that the device has passed, in seconds."""
 
     device: float
-    """Device time since the first mark."""
+    """Seconds of device time since the first mark."""
     earliest: float
-    """Host time before which the device did not pass it: the mark was not queued yet, or the
-    device was asked and had not passed it."""
+    """Host time before which the device did not pass the mark: it was not queued yet, or `passed`
+    still returned False."""
     after: float
-    """Host time just after it was queued: all work before it is queued by then."""
+    """Host time just after the mark was queued. All work before the mark is queued by then."""
     taken: float
-    """Host seconds to queue it."""
+    """Host seconds taken to queue the mark."""
 
 
 class Clock(Protocol[Mark]):
-    """Puts marks into the device's queue of work, and tells the time between them."""
+    """Queues marks among a device's work, and measures the time between them."""
 
     method: str
     """One sentence for the report: what is measured, and how."""
     is_beside_host: bool
-    """Whether the device works on while the host does something else."""
+    """Whether the device works in parallel with the host."""
 
     def now(self) -> float:
-        """Host time."""
+        """Return the host time."""
         ...
 
     def mark(self) -> tuple[Mark, float, float]:
-        """Queue a mark behind all work queued so far; with host time before and after."""
+        """Queue a mark behind all work queued so far; return it with host time before and after."""
         ...
 
     def passed(self, mark: Mark) -> bool:
-        """Whether the device has reached the mark; never waits for it."""
+        """Return whether the device has reached the mark. Never waits."""
         ...
 
     def seconds(self, earlier: Mark, later: Mark) -> float:
-        """Device time between two neighbouring marks that it has passed."""
+        """Return the device time between two neighbouring marks that it has passed."""
         ...
 
     def recycle(self, mark: Mark) -> None:
-        """Take back a mark that will not be asked about again."""
+        """Take back a mark that is no longer used."""
         ...
 
     def spin(self, seconds: float) -> bool:
-        """Queue about so many seconds of work that is good for nothing; False where none can be."""
+        """Queue about this many seconds of useless work; return False if the device cannot."""
         ...
 
     def takes_marks(self) -> bool:
-        """Whether a mark may be queued just now, from any place of the program."""
+        """Return whether a mark may be queued now, at any place of the program."""
         ...
 
 
 class HostClock:
-    """The clock of a CPU: the host does the work itself, so its time is the device's time."""
+    """The clock of a CPU. The host does the work itself, so host time is device time."""
 
     method = (
         "stall on a CPU is the time that the training thread spends outside of its steps, by the "
@@ -79,51 +80,52 @@ class HostClock:
     is_beside_host = False
 
     def now(self) -> float:
-        """The time now."""
+        """Return the time."""
         return time.perf_counter()
 
     def mark(self) -> tuple[float, float, float]:
-        """The time now."""
+        """Return the time."""
         now = time.perf_counter()
         return now, now, now
 
     def passed(self, mark: float) -> bool:
-        """Always: what the host has queued, it has done."""
+        """Return True: the host has done what it has queued."""
         return True
 
     def seconds(self, earlier: float, later: float) -> float:
-        """The difference."""
+        """Return the difference."""
         return later - earlier
 
     def recycle(self, mark: float) -> None:
-        """Nothing to take back."""
+        """Do nothing."""
 
     def spin(self, seconds: float) -> bool:
-        """Never: the host would only lose time."""
+        """Return False: a spin would only cost time."""
         return False
 
     def takes_marks(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
 
 _MOST_DRIFT = 2e-4
-"""Twice what crystals differ by. A larger value costs 1 µs of lead for each 10 ms of full queue."""
+"""Relative drift between two clocks: twice the error of crystals. A larger value costs 1 µs of lead
+for each 10 ms of full queue."""
 
 
 class ClockMap:
-    """The earliest host time at which the device can have passed its latest mark."""
+    """Maps device time to host time: the earliest host time at which the device passed a mark."""
 
     def __init__(self) -> None:
         self._device = 0.0
         self._host = float("-inf")
 
     def add(self, device: float, earliest: float) -> float:
-        """Return the host time before which the device did not pass a mark.
+        """Return a host time before which the device did not pass a mark.
 
         Args:
-            device: Device time of the mark, not before that of the mark before.
-            earliest: Host time before which the device did not pass it, by the host's own account.
+            device: Device time of the mark. Must not decrease from mark to mark.
+            earliest: Host time before which the device did not pass the mark, as the host saw it.
         """
         carried = self._host + (device - self._device) * (1 - _MOST_DRIFT)
         self._device, self._host = device, max(earliest, carried)

@@ -1,7 +1,7 @@
-"""The device under a meter: its name, peak rate, energy and memory, and the clock of a GPU.
+"""The device of a meter: its name, peak rate, energy and memory, and the clock of a GPU.
 
-All of it is best effort. If a driver or a build of torch does not return a figure, the report
-leaves the figure out, and the training continues. Torch is imported when a meter is made.
+All figures are optional. If a driver or a build of torch does not provide a figure, the report
+leaves it out, and training continues. Torch is imported when a meter is made.
 """
 
 import platform
@@ -15,17 +15,17 @@ from tokenfeed.trainer.stall.clocks import Clock, HostClock
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EventClock", "Machine", "clock_of"]
+__all__ = ["EventClock", "MeteredDevice", "clock_of"]
 
 
-class Machine:
-    """One device.
+class MeteredDevice:
+    """The device that a meter measures.
 
     Args:
-        device: None for the first accelerator that is here, else the CPU.
-        operations_per_token: For the MFU.
-        devices: How many share the tokens, of which this is one.
-        clock: One that belongs to no device of torch; then there is none.
+        device: None for the first accelerator, or the CPU if there is none.
+        operations_per_token: Floating-point operations per token, for the MFU.
+        devices: Number of devices that share the tokens passed to `add`.
+        clock: A clock that belongs to no device of torch. Then `device` is ignored.
     """
 
     def __init__(
@@ -46,43 +46,46 @@ class Machine:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it is an accelerator of torch."""
+        """Whether the device is an accelerator of torch."""
         return self.device is not None and self.device.type != "cpu"
 
     @property
     def name(self) -> str:
-        """What its maker calls it."""
+        """The product name."""
         if not self.on_gpu or self.device is None:
             return f"CPU, {platform.machine()}"
         try:
             return str(_module(self.device).get_device_name(self.device))
-        except Exception:  # see above
+        except Exception:  # the name is optional
             return str(self.device)
 
     @property
     def peak_tflops(self) -> float | None:
-        """Of its dense arithmetic in half precision; None where that is not known."""
+        """Peak rate of dense arithmetic in half precision; None if unknown."""
         from tokenfeed.trainer.sensors.gpu_models import recognized
 
         return recognized(self.name, 0, "bf16").tflops if self.on_gpu else None
 
     def begin(self) -> None:
-        """What is consumed counts from now on."""
+        """Start to count energy and tokens."""
         self._tokens, self._joules_before = 0, self._energy()
 
     def add(self, tokens: int) -> None:
-        """So many tokens were trained on."""
+        """Count trained tokens."""
         self._tokens += tokens
 
     def joules_per_token(self) -> float | None:
-        """Energy of all devices, taken for alike, by tokens; None where no driver tells."""
+        """Return joules per token; None if the driver does not count energy.
+
+        All devices count as equal to this one.
+        """
         now = self._energy()
         if now is None or self._joules_before is None or not self._tokens:
             return None
         return (now - self._joules_before) * self._devices / self._tokens
 
     def allocator_statistics(self) -> Callable[[], dict[str, Any]] | None:
-        """Reads the statistics of torch's allocator; None where there is none."""
+        """Return a function that reads the statistics of torch's allocator; None without one."""
         if not self.on_gpu or self.device is None:
             return None
         device, read = (
@@ -92,8 +95,8 @@ class Machine:
         return None if read is None else lambda: dict(read(device))
 
 
-def clock_of(machine: Machine) -> Clock[Any]:
-    """The clock of a machine."""
+def clock_of(machine: MeteredDevice) -> Clock[Any]:
+    """Return the clock of a device."""
     if not machine.on_gpu or machine.device is None:
         return HostClock()
 
@@ -125,20 +128,22 @@ def _nothing() -> None:
 
 
 _CYCLES_PER_S = 1.5e9
-"""About; a spin is measured like everything else, and asked for with a margin."""
+"""Approximate clock rate of GPUs. Spins are asked for with a margin, and their length is
+measured."""
 
 
 class EventClock:
-    """Events are kept in a pool and asked with `query`, never waited for.
+    """The clock of a GPU. Events are pooled, and polled with `query`; nothing waits for them.
 
-    An elapsed time is a 32-bit float of milliseconds, exact to microseconds only when short: hence
-    neighbours only.
+    An elapsed time is a 32-bit float of milliseconds. Only short times are exact to microseconds,
+    so
+    it is read between neighbouring events.
     """
 
     method = (
-        "GPU events, not yet compared with a trace of a GPU: between events around all that queues "
-        "no work of the training, all time is idle; inside the work, idle time is what steps take "
-        "longer than steps that the host had queued before they began"
+        "GPU events, not yet compared with a trace of a GPU: between events around code that "
+        "queues no work of the training, all time is idle; inside the work, idle time is the time "
+        "by which steps take longer than steps that the host had queued before they began"
     )
     is_beside_host = True
 
@@ -146,14 +151,14 @@ class EventClock:
         from tokenfeed.pipeline.feeding.devices import accelerator
 
         self._device = device
-        """Not always the current device of the thread: loops may use several."""
+        """The device of the events. Loops may use several devices and switch the current one."""
         self._accelerator = accelerator(device)
         self._module: Any = self._accelerator.module
         self._new_event = partial(self._module.Event, enable_timing=True)
         self._pool: list[torch.Event] = []
 
     def now(self) -> float:
-        """Host time."""
+        """Return the host time."""
         return time.perf_counter()
 
     def mark(self) -> "tuple[torch.Event, float, float]":
@@ -165,11 +170,11 @@ class EventClock:
         return event, before, time.perf_counter()
 
     def passed(self, mark: "torch.Event") -> bool:
-        """Whether the event has happened."""
+        """Return whether the event has occurred."""
         return bool(mark.query())
 
     def seconds(self, earlier: "torch.Event", later: "torch.Event") -> float:
-        """GPU time between two events."""
+        """Return the GPU time between two events."""
         return float(earlier.elapsed_time(later)) / 1e3
 
     def recycle(self, mark: "torch.Event") -> None:
@@ -177,7 +182,7 @@ class EventClock:
         self._pool.append(mark)
 
     def spin(self, seconds: float) -> bool:
-        """A kernel that counts cycles; a private function of torch, which may lack it."""
+        """Queue a kernel that counts cycles: a private function of torch, which may be missing."""
         try:
             with self._module.device(self._device):
                 self._module._sleep(int(seconds * _CYCLES_PER_S))
@@ -186,9 +191,10 @@ class EventClock:
         return True
 
     def takes_marks(self) -> bool:
-        """Not while a CUDA graph is captured: an event would become a part of it."""
+        """Return False while a CUDA graph is captured: the event would become a part of the
+        graph."""
         try:
             with self._module.device(self._device):
                 return not self._module.is_current_stream_capturing()
-        except (AttributeError, RuntimeError):  # see above: none is captured
+        except (AttributeError, RuntimeError):  # a build of torch without graphs
             return True

@@ -1,13 +1,14 @@
-"""Make a report from the sums of a ledger, with advice on what to change and what that gains."""
+"""Make a report from the accounts of a meter, with advice on what to change and what it gains."""
 
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tokenfeed.pipeline.feeding.cores import usable_cores
-from tokenfeed.trainer.stall.accounts import Ledger
+from tokenfeed.trainer.stall.accounts import Accounts
 from tokenfeed.trainer.stall.causes import ABOUT, CAUSES, Cause
+from tokenfeed.trainer.stall.device import MeteredDevice
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank, slowest_rank
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import Advice, CauseReport, Interval, StallReport
@@ -23,25 +24,25 @@ REMEDIES: dict[str, str] = {
     "often, by steps of more micro-batches, or use a faster network",
     "padding": "pack rows, or sort more of them by length",
 }
-"""What to do about each cause, and about what else costs tokens."""
+"""Advice by cause, and about other things that cost tokens."""
 _MUCH_PADDING = 0.10
 _LOW_MFU = 0.30
 _LITTLE_STALL = 0.02
 _MUCH_UNSEEN = 0.05
 _MUCH_CORE_WAIT = 0.10
 _SPARE = 1.1
-"""Workers to advise, divided by those that would just keep up."""
+"""Workers to advise, divided by the workers that would just keep up."""
 
 
 def advise(
     report: StallReport, remedies: Mapping[str, str] | None = None, loader: LoaderUse | None = None
 ) -> list[Advice]:
-    """Advice on a report, the largest gain first. A cause whose interval reaches 0 gets none.
+    """Return advice on a report, largest gain first. A cause whose interval reaches 0 gets none.
 
     Args:
         report: The report.
-        remedies: What this loop can do, by cause, instead of the general advice. Besides causes:
-            `work`, `exchange` and `padding`.
+        remedies: Advice of this loop by cause, instead of the general advice. Further keys: `work`,
+            `exchange` and `padding`.
         loader: The loader that the loop waits for.
     """
     if report.stall is None:
@@ -68,10 +69,10 @@ def _on_causes(report: StallReport, remedies: Mapping[str, str]) -> Iterator[Adv
 
 
 def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
-    """How many workers would keep up.
+    """Return advice on the number of workers that would keep up.
 
-    Without workers, a loader that takes 91 % of a loop's time needs 10: the other 9 % are the time
-    in which each batch is trained on.
+    Example: without workers, a loader takes 91 % of a loop's time. Each batch then trains for the
+    other 9 %, so 91 / 9 = 10.1 workers would just keep up, and 12 are advised.
     """
     busy = num_workers or loader.share
     needed = max(num_workers + 1, math.ceil(_SPARE * busy / max(1e-9, 1 - waiting) - 1e-9))
@@ -88,10 +89,10 @@ def _loader_remedy(loader: LoaderUse, num_workers: int, waiting: float) -> str:
 
 
 def _felt(cause: Cause, report: StallReport) -> float:
-    """The share of the time that is saved without a cause.
+    """Return the share of the time that a run saves without a cause.
 
-    If a rank is late, no more than its own share of the cause: whatever the others save, they wait
-    longer for it. For communication, the exchange of gradients itself is not saved.
+    If a rank is late, this is at most the rank's own share of the cause: whatever the other ranks
+    save, they wait longer for the late one. For communication, the exchange of gradients stays.
     """
     fraction, late = report.causes[cause].fraction, _late(report)
     if late is None:
@@ -102,7 +103,8 @@ def _felt(cause: Cause, report: StallReport) -> float:
 
 
 def _remedy(cause: Cause, report: StallReport, remedies: Mapping[str, str]) -> str:
-    """What to change about a cause; about communication, what makes the slowest rank faster."""
+    """Return what to change about a cause. For communication, what makes the slowest rank
+    faster."""
     if cause != "communication" or report.slowest_rank is None:
         return remedies[cause]
     late = _late(report)
@@ -112,7 +114,8 @@ def _remedy(cause: Cause, report: StallReport, remedies: Mapping[str, str]) -> s
 
 
 def _late(report: StallReport) -> SlowestRank | None:
-    """The rank that causes most of the communication by being late, if there is one."""
+    """Return the rank that causes most of the communication by being late; None if there is
+    none."""
     slowest = report.slowest_rank
     if slowest is None or slowest.cost < 0.5 * report.causes["communication"].fraction:
         return None
@@ -120,7 +123,7 @@ def _late(report: StallReport) -> SlowestRank | None:
 
 
 def _lines(cause: Cause, report: StallReport) -> str:
-    """The source lines at which the host waits, if they were looked for."""
+    """Return the source lines at which the host waits, if they were looked for."""
     if cause != "wait":
         return ""
     waits: dict[str, float] = report.events.get("waits", {})
@@ -130,7 +133,7 @@ def _lines(cause: Cause, report: StallReport) -> str:
 
 
 def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Iterator[Advice]:
-    """What costs tokens per second and is not a stall."""
+    """Yield advice on what costs tokens per second but is no stall."""
     if report.core_wait is not None and report.core_wait >= _MUCH_CORE_WAIT:
         yield Advice(
             cause="cores",
@@ -165,27 +168,13 @@ def _beside_stall(report: StallReport, stall: float, padding_remedy: str) -> Ite
 
 
 _LEAST_ERROR = 0.001
-"""Share of the time: what latencies and rounding add up to, seen on the simulated device."""
-
-
-class _Machine(Protocol):
-    """The machine as a report needs it."""
-
-    operations_per_token: float | None
-
-    @property
-    def on_gpu(self) -> bool: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def peak_tflops(self) -> float | None: ...
-    def joules_per_token(self) -> float | None: ...
+"""Share of the time that latencies and rounding add up to, as seen on the simulated device."""
 
 
 def make_report(
     reading: StallReading,
-    ledger: Ledger,
-    machine: _Machine,
+    accounts: Accounts,
+    machine: MeteredDevice,
     *,
     method: str,
     events: dict[str, Any],
@@ -196,20 +185,20 @@ def make_report(
     remedies: Mapping[str, str],
     earlier: StallReport | None,
 ) -> StallReport:
-    """Report on a reading, with the percentiles and error bars of its ledger.
+    """Make a report from a reading, with the percentiles and error bars of its accounts.
 
     Args:
         reading: Sums of the measured steps.
-        ledger: The ledger that the reading is from.
+        accounts: The accounts behind the reading.
         machine: The device.
         method: What is measured, and how.
         events: Counts of events.
-        ranks: What each rank measured, if there are several.
+        ranks: The stall of each rank, if there are several.
         queued_steps: Calls of `step`, warm-up included.
         core_wait: Share of the time in which the training thread got no core.
-        loader: What is known about the loader that the loop waits for.
-        remedies: Advice of this loop by cause, instead of the general one.
-        earlier: The report of the parts of the run before this one.
+        loader: The loader that the loop waits for.
+        remedies: Advice of this loop by cause, instead of the general advice.
+        earlier: The report of the earlier parts of a resumed run.
     """
     seconds, tokens_per_s = reading.seconds, reading.tokens_per_s
     total = reading.fraction if reading.steps else None
@@ -217,9 +206,9 @@ def make_report(
     mfu, formula = _mfu(machine, tokens_per_s)
     report = StallReport(
         stall=total,
-        interval=_interval(None, reading, ledger, unseen),
+        interval=_interval(None, reading, accounts, unseen),
         at_most=None if total is None else min(1.0, total + unseen),
-        causes=_causes(reading, ledger),
+        causes=_causes(reading, accounts),
         steps=reading.steps,
         queued_steps=queued_steps,
         seconds=seconds,
@@ -245,11 +234,12 @@ def make_report(
 
 
 def _with_earlier(report: StallReport, earlier: StallReport) -> StallReport:
-    """One report of both parts of a run. Seconds, steps and tokens are sums, and shares are means
-    over the time. Percentiles are the larger ones. What cannot be summed is that of the later part:
-    MFU, energy, ranks.
+    """Merge the reports of both parts of a run.
 
-    Of 1 % stall in 300 s and 5 % in 100 s, 2 % remain.
+    Seconds, steps and tokens are summed. Shares are averaged over the time. Of percentiles, the
+    larger one is kept. What has no sum is taken from the later part: MFU, energy, ranks.
+
+    Example: 1 % stall in 300 s and 5 % in 100 s make 2 % in 400 s.
     """
     queued_steps = report.queued_steps + earlier.queued_steps
     if report.stall is None or earlier.stall is None:
@@ -302,7 +292,7 @@ def _mean_cause(parts: Sequence[tuple[CauseReport, float]]) -> CauseReport:
 
 
 def _mean_interval(parts: Sequence[tuple[Interval | None, float]]) -> Interval | None:
-    """The interval of a mean over the time, as of independent parts; None if a part has none."""
+    """Return the interval of a mean of independent parts; None if a part has none."""
     known = [(interval, share) for interval, share in parts if interval is not None]
     if len(known) < len(parts):
         return None
@@ -311,22 +301,23 @@ def _mean_interval(parts: Sequence[tuple[Interval | None, float]]) -> Interval |
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def _causes(reading: StallReading, ledger: Ledger) -> dict[Cause, CauseReport]:
+def _causes(reading: StallReading, accounts: Accounts) -> dict[Cause, CauseReport]:
     seconds, fractions = reading.cause_seconds, reading.cause_fractions
     return {
-        cause: _cause(cause, seconds[cause], fractions[cause], reading, ledger) for cause in CAUSES
+        cause: _cause(cause, seconds[cause], fractions[cause], reading, accounts)
+        for cause in CAUSES
     }
 
 
 def _cause(
-    cause: Cause, seconds: float, fraction: float, reading: StallReading, ledger: Ledger
+    cause: Cause, seconds: float, fraction: float, reading: StallReading, accounts: Accounts
 ) -> CauseReport:
-    tail = ledger.histograms.get(cause)
+    tail = accounts.histograms.get(cause)
     quantiles = [tail.quantile(q, reading.steps) if tail else 0.0 for q in (0.5, 0.95, 0.99)]
     return CauseReport(
         fraction=fraction,
         seconds=seconds,
-        interval=_interval(cause, reading, ledger),
+        interval=_interval(cause, reading, accounts),
         p50_s=quantiles[0],
         p95_s=quantiles[1],
         p99_s=quantiles[2],
@@ -336,30 +327,30 @@ def _cause(
 
 
 def _interval(
-    cause: Cause | None, reading: StallReading, ledger: Ledger, unseen: float = 0.0
+    cause: Cause | None, reading: StallReading, accounts: Accounts, unseen: float = 0.0
 ) -> Interval | None:
-    """Return the interval of the share of a cause, or of all of them.
+    """Return the interval of the share of a cause, or of all causes if None.
 
-    It is as wide as steps and references vary. It reaches lower by the time of the meter's marks,
-    which may keep the device waiting too, and higher by what is not seen.
+    Its width comes from the spread of steps and of references. Its lower end is lowered by the time
+    of the meter's marks, which may delay the device. Its upper end is raised by unseen idle time.
     """
-    half_width = ledger.batches.half_width(cause)
+    half_width = accounts.batches.half_width(cause)
     if not reading.seconds or half_width is None:
         return None
     fraction = reading.fraction if cause is None else reading.cause_fractions[cause]
-    of_steps = half_width * (1 - reading.counted_fraction)
-    of_references = reading.reference_error(cause) / reading.seconds
-    either_side = math.hypot(of_steps, of_references, _LEAST_ERROR if fraction else 0.0)
+    step_error = half_width * (1 - reading.counted_fraction)
+    reference_error = reading.reference_error(cause) / reading.seconds
+    either_side = math.hypot(step_error, reference_error, _LEAST_ERROR if fraction else 0.0)
     low = fraction - either_side - min(fraction, reading.marking_seconds / reading.seconds)
     return max(0.0, low), min(1.0, fraction + either_side + unseen)
 
 
-def _mfu(machine: _Machine, tokens_per_s: float) -> tuple[float | None, str | None]:
+def _mfu(machine: MeteredDevice, tokens_per_s: float) -> tuple[float | None, str | None]:
     peak, operations = machine.peak_tflops, machine.operations_per_token
     if peak is None or operations is None or not tokens_per_s:
         return None, None
     formula = (
-        f"{operations:.4g} operations a token x {tokens_per_s:,.0f} real tok/s / {peak:g} TFLOP/s, "
-        f"dense half precision of {machine.name}"
+        f"{operations:.4g} operations per token x {tokens_per_s:,.0f} real tok/s / {peak:g} "
+        f"TFLOP/s, dense half precision of {machine.name}"
     )
     return operations * tokens_per_s / (peak * 1e12), formula

@@ -1,8 +1,8 @@
-"""The chain of marks in the device's queue, whose neighbours are the ends of segments.
+"""The chain of marks in the device's queue. Two neighbouring marks enclose a segment.
 
-A mark is appended while the host runs, and costs next to nothing. A segment is added up once the
-device has passed its marks. Nothing here waits for the device. `Timeline` keeps the latest segments
-for trace.json, which Perfetto and Chrome open.
+Appending a mark costs next to nothing. A segment is added to the accounts once the device has
+passed its marks. Nothing here waits for the device. `Timeline` keeps the latest segments for
+trace.json, which Perfetto and Chrome open.
 """
 
 import json
@@ -13,11 +13,11 @@ from typing import Any
 
 from tokenfeed.pipeline.format.storage import atomic_write
 from tokenfeed.trainer.config.run_config import TRACE_FILE
-from tokenfeed.trainer.stall.accounts import Ledger, StepEnd
+from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.causes import Phase
 from tokenfeed.trainer.stall.clocks import Clock, Moment
 
-__all__ = ["Chain", "Timeline"]
+__all__ = ["MarkChain", "Timeline"]
 
 _MOST = 20_000
 _DEVICE, _STEPS = 1, 2
@@ -25,7 +25,7 @@ _TRACKS = {_DEVICE: "device: work, and what it waited for", _STEPS: "steps"}
 
 
 class Timeline:
-    """Keeps the latest segments: some megabytes."""
+    """Keeps the latest segments, in some megabytes."""
 
     def __init__(self) -> None:
         self._segments: deque[tuple[str, float, float]] = deque(maxlen=_MOST)
@@ -33,12 +33,12 @@ class Timeline:
         self._step_started = 0.0
 
     def add(self, phase: Phase, start_s: float, end_s: float) -> None:
-        """A segment of device time; they come in order and tile it."""
+        """Add a segment of device time. Segments come in order, without gaps."""
         if end_s > start_s:
             self._segments.append((phase, start_s, end_s))
 
     def end_step(self, tokens: int, end_s: float) -> None:
-        """A step of so many real tokens ended with the segment before."""
+        """Add a step that ended with the latest segment. `tokens` counts real tokens."""
         self._steps.append((tokens, self._step_started, end_s))
         self._step_started = end_s
 
@@ -64,7 +64,7 @@ def _names() -> Iterator[dict[str, Any]]:
 
 
 def _events(track: int, kept: Iterable[tuple[str, float, float]]) -> Iterator[dict[str, Any]]:
-    """Complete events; times are microseconds."""
+    """Yield complete events of Chrome's trace format. Times are in microseconds."""
     for name, start_s, end_s in kept:
         yield {
             "name": name,
@@ -77,43 +77,43 @@ def _events(track: int, kept: Iterable[tuple[str, float, float]]) -> Iterator[di
 
 
 _LINKS_AT_ONCE = 256
-"""So many segments are added up together: code that runs again at once runs several times faster
-than after a step has filled the caches with its own."""
+"""Segments to resolve at once. Code that repeats at once runs several times faster than code that
+runs after a step, which has filled the caches with its own data."""
 
 _Link = tuple[tuple[Any, float, float], Phase, StepEnd | None, bool]
-"""The mark that ends a segment, host time before and after it, what the segment is; the step that
-ends here, and whether it is a mark inside the work. Nothing dearer: one is made at each mark."""
+"""A mark with the host time before and after it, the phase of the segment that it ends, the step
+that it ends, and whether it is inside the work. A tuple, since one is made at each mark."""
 
 
-class Chain:
-    """From a first mark on; not for two threads at once, nor for a callback in between."""
+class MarkChain:
+    """The marks since the first one. Not safe for threads, nor for callbacks during `resolve`."""
 
-    def __init__(self, clock: Clock[Any], ledger: Ledger, timeline: Timeline) -> None:
-        self._clock, self._ledger, self._timeline = clock, ledger, timeline
+    def __init__(self, clock: Clock[Any], accounts: Accounts, timeline: Timeline) -> None:
+        self._clock, self._accounts, self._timeline = clock, accounts, timeline
         self._links: deque[_Link] = deque()
         self.append = self._links.append
-        """A mark that was just queued."""
+        """Appends a mark that was just queued."""
         self._last_mark: Any
         self._last_mark, before, after = clock.mark()
         self._last = Moment(0.0, before, after, after - before)
         self._device = 0.0
         self._not_passed_at = before
-        """The latest host time at which the device had not passed the first of the links."""
+        """The latest host time at which the device had not passed the first of these marks."""
 
     @property
     def is_long(self) -> bool:
-        """Whether there is enough to be added up together."""
+        """Whether enough segments wait to be resolved together."""
         return len(self._links) >= _LINKS_AT_ONCE
 
-    def add_up(self) -> None:
-        """Add up the segments whose marks have passed."""
-        links, clock, add, draw = self._links, self._clock, self._ledger.add, self._timeline.add
+    def resolve(self) -> None:
+        """Add segments whose marks the device has passed to the accounts."""
+        links, clock, add, draw = self._links, self._clock, self._accounts.add, self._timeline.add
         last_mark, last, asked = self._last_mark, self._last, clock.now()
         while links and clock.passed(links[0][0][0]):
             (mark, before, after), phase, end, is_inside = links.popleft()
             self._device += clock.seconds(last_mark, mark)
             clock.recycle(last_mark)
-            # Marks on two streams may pass in another order: time stands still until it is past.
+            # Marks on two streams may pass in another order. Then time stands still for a while.
             device = max(last.device, self._device)
             earliest = max(before, self._not_passed_at)
             moment = Moment(device, earliest, after, after - before)
@@ -121,9 +121,9 @@ class Chain:
             draw(phase, last.device, moment.device)
             last_mark, last = mark, moment
             if is_inside:
-                self._ledger.mark()
+                self._accounts.mark()
             if end is not None:
-                self._ledger.end_step(end)
+                self._accounts.end_step(end)
                 self._timeline.end_step(end.tokens, moment.device)
         if links:
             self._not_passed_at = asked

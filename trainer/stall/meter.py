@@ -1,4 +1,4 @@
-"""The meter: marks in the device's queue, put there by a loop, and what they amount to.
+"""The meter: a training loop puts marks into the device's queue, and the meter adds them up.
 
     meter = StallMeter()
     for batch in meter.watch(loader):
@@ -6,8 +6,8 @@
         meter.step(tokens=batch.num_tokens)
     print(meter.report())
 
-The marks form one chain, from the meter's making to its latest step, so causes and work sum to the
-wall time. Nothing here waits for the device.
+The marks form one chain, from the creation of the meter to its latest step. So causes and work sum
+to the wall time. Nothing here waits for the device.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.stall.accounts import Ledger, StepEnd
+from tokenfeed.trainer.stall.accounts import Accounts, StepEnd
 from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import CAUSES, Cause, Phase
 from tokenfeed.trainer.stall.clocks import Clock
-from tokenfeed.trainer.stall.device import Machine, clock_of
+from tokenfeed.trainer.stall.device import MeteredDevice, clock_of
 from tokenfeed.trainer.stall.make_report import REMEDIES, make_report
-from tokenfeed.trainer.stall.marks import Chain, Timeline
-from tokenfeed.trainer.stall.ranks import Exchange, Ranks, is_distributed
+from tokenfeed.trainer.stall.marks import MarkChain, Timeline
+from tokenfeed.trainer.stall.ranks import Exchange, RankReadings, is_distributed
 from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import StallReport
 from tokenfeed.trainer.stall.statistics import StepSeconds
@@ -40,7 +40,7 @@ from tokenfeed.trainer.stall.watchers import (
     CoreWait,
     LoaderUse,
     WaitFinder,
-    Watched,
+    WatchedLoader,
 )
 
 if TYPE_CHECKING:
@@ -52,8 +52,12 @@ WARMUP_STEPS = 5
 
 
 def warmup_steps(steps: int) -> int:
-    """How many of a session's steps to leave out: workers start, memory is allocated, kernels are
-    compiled. Of a short one half, and always the first, which follows the first evaluation."""
+    """Return how many steps at the start of a session to leave out of the measurement.
+
+    Workers start, memory is allocated, and kernels are compiled in these steps. A short session
+    leaves out half of its steps. The first step is always left out: it follows the first
+    evaluation.
+    """
     return max(1, min(WARMUP_STEPS, steps // 2))
 
 
@@ -62,27 +66,27 @@ Batch = TypeVar("Batch")
 
 
 class StallMeter(Generic[Mark]):
-    """Tells where the time of a training loop goes.
+    """Measures where the time of a training loop goes.
 
-    The window reaches from the end of the last warm-up step to the end of the latest step whose
-    marks have passed. What comes after a step belongs to the next one: what follows the last step
-    (the final checkpoint) is outside.
+    The measurement starts at the end of the last warm-up step. It ends with the latest step whose
+    marks the device has passed. What follows a step belongs to the next one, so what follows the
+    last step, such as the final checkpoint, is not measured.
 
     Each mark takes about 13 µs of the host. In steps shorter than 2 ms the marks can raise the
     stall by up to 3.4 percentage points; its interval contains this error.
 
     Args:
-        device: What the loop trains on; None for the first accelerator that is here, else the CPU.
-        skipped_steps: Warm-up to leave out.
-        operations_per_token: Floating-point operations to train on a token, for the MFU; `6 * N`
-            for a model of N parameters is a good guess, without attention: `12 * L * C * T` more
-            for L layers of width C over rows of T tokens.
-        devices: How many devices share the tokens that `step` is told.
-        calibrate: Hold the device up now and then, for less than 0.5 % of the time, to see what the
-            work takes when its kernels are queued beforehand. Without, idle time inside the work is
-            known by an upper bound.
-        clock: Another clock than the device's.
-        remedies: What reports advise, by cause, instead of general advice. Besides causes: `work`,
+        device: The device that the loop trains on. None: the first accelerator, or the CPU.
+        skipped_steps: Warm-up steps to leave out.
+        operations_per_token: Floating-point operations to train on a token, for the MFU. `6 * N` is
+            a good estimate for a model of N parameters. It leaves out attention, which adds `12 * L
+            * C * T` for L layers of width C and rows of T tokens.
+        devices: Number of devices that share the tokens passed to `step`.
+        calibrate: Delay the device now and then, for less than 0.5 % of the time, so that kernels
+            are queued beforehand. This shows how long the work takes by itself. Without it, only an
+            upper bound of idle time inside the work is known.
+        clock: A clock to use instead of the device's.
+        remedies: Advice for reports, by cause, instead of the general advice. Further keys: `work`,
             `exchange` and `padding`.
     """
 
@@ -100,20 +104,20 @@ class StallMeter(Generic[Mark]):
         devices = _whole("devices", devices, least=1)
         skipped_steps = _whole("skipped_steps", skipped_steps)
         operations_per_token = _operations(operations_per_token)
-        self._machine = Machine(device, operations_per_token, devices, clock)
+        self._machine = MeteredDevice(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         self._is_beside_host = beside = self._clock.is_beside_host
-        self._ledger = Ledger(is_beside_host=beside, skipped_steps=skipped_steps)
+        self._accounts = Accounts(is_beside_host=beside, skipped_steps=skipped_steps)
         self._timeline = Timeline()
         self._calibration = Calibration(skipped_steps) if beside and calibrate else None
-        self._chain = Chain(self._clock, self._ledger, self._timeline)
+        self._chain = MarkChain(self._clock, self._accounts, self._timeline)
         self._append, self._mark = self._chain.append, self._clock.mark
         self._left_to_skip = skipped_steps
         self._phase: Phase = "work"
         self._interrupted: Phase = "work"
         self._is_busy = False
         self._process, self._thread = os.getpid(), threading.get_ident()
-        self._ranks, self._remedies = Ranks(), _remedies(remedies)
+        self._ranks, self._remedies = RankReadings(), _remedies(remedies)
         self._queued_steps, self._core_wait = 0, CoreWait() if clock is None else None
         self._loader: LoaderUse | None = None
         self._waits = WaitFinder()
@@ -124,20 +128,21 @@ class StallMeter(Generic[Mark]):
 
     @property
     def method(self) -> str:
-        """What is measured and how, in a sentence."""
+        """One sentence: what is measured, and how."""
         return self._clock.method
 
-    def watch(self, batches: Iterable[Batch]) -> "Watched[Batch]":
-        """The same batches; to wait for one is charged to `data`."""
+    def watch(self, batches: Iterable[Batch]) -> "WatchedLoader[Batch]":
+        """Return the same batches. Waiting for a batch is charged to `data`."""
         if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
             raise checks.refusal("batches", batches, "a loader, or any other iterable")
-        watched = Watched(self, batches)
+        watched = WatchedLoader(self, batches)
         self._loader = watched.use
         return watched
 
     @contextlib.contextmanager
     def cause(self, name: Cause) -> Iterator[None]:
-        """Bracket code that queues nothing of the training; of nested brackets the inner counts."""
+        """Charge a block of code that queues no work of the training. Inner blocks take
+        precedence."""
         _check_cause("cause", name)
         outer = self.enter(name)
         try:
@@ -146,20 +151,20 @@ class StallMeter(Generic[Mark]):
             self.leave(outer)
 
     def enter(self, name: Cause) -> Phase:
-        """Open a bracket; what it returns is for `leave`."""
+        """Start a block of `cause`. Pass the result to `leave`."""
         if name not in CAUSES:
             _check_cause("enter", name)
         if self._calibration is not None:
             self._close_work(self._calibration)
         outer: Phase = self._phase
-        self._is_busy = True  # as `_cut`, whose call would cost as much again: see decision 20
+        self._is_busy = True  # inlines `_cut`: a call would take as long as its body (decision 20)
         self._append((self._mark(), outer, None, False))
         self._is_busy = False
         self._phase = name
         return outer
 
     def leave(self, outer: Phase) -> None:
-        """Close a bracket."""
+        """End a block of `cause`."""
         self._is_busy = True
         self._append((self._mark(), self._phase, None, False))
         self._is_busy = False
@@ -168,13 +173,16 @@ class StallMeter(Generic[Mark]):
             self._open_work(self._calibration)
 
     def charge(self, name: Cause) -> None:
-        """Charge the time since the mark before to a cause, where no bracket can stand."""
+        """Charge the time since the previous mark to a cause, where a block is not possible."""
         _check_cause("charge", name)
         self._cut(name)
 
     def mark(self) -> None:
-        """A mark more inside the work, as between forward and backward: it narrows the bound of
-        what cannot be seen, and lets a step of thousands of kernels be calibrated in pieces."""
+        """Set another mark inside the work, such as between forward and backward.
+
+        It narrows the bound of unseen idle time. A step of thousands of kernels can be calibrated
+        in parts.
+        """
         if self._calibration is not None:
             self._close_work(self._calibration)
         self._cut(self._phase, is_inside=True)
@@ -182,7 +190,7 @@ class StallMeter(Generic[Mark]):
             self._open_work(self._calibration)
 
     def step(self, tokens: int = 0, slots: int | None = None) -> None:
-        """Say that a step has been queued.
+        """End a step. Call this after its last kernel was queued.
 
         Args:
             tokens: Real tokens trained in it.
@@ -192,7 +200,7 @@ class StallMeter(Generic[Mark]):
             ConfigError: They are not whole numbers, or there are fewer slots than tokens.
         """
         slots = tokens if slots is None else slots
-        # A call costs more than these comparisons.
+        # These comparisons take less time than a call of `_whole`.
         if type(tokens) is not int or type(slots) is not int or not 0 <= tokens <= slots:
             tokens = _whole("tokens", tokens)
             slots = _whole("slots", slots, least=tokens)
@@ -206,24 +214,26 @@ class StallMeter(Generic[Mark]):
             self._compiler.attach()
 
     def find_waits(self, steps: int = 1) -> None:
-        """Find the lines that wait for a GPU in the next steps, which do not count; where a spin
-        shows that there are any, the meter does so by itself, once."""
+        """Find the lines that wait for a GPU during the next steps, which are not measured.
+
+        If a spin shows that there are such waits, the meter looks for them by itself, once.
+        """
         steps = _whole("steps", steps, least=1)
         if self._clock.is_beside_host:
             self._waits.begin(steps)
 
     def read(self) -> StallReading:
-        """What is known now, without waiting for the device."""
+        """Return the sums so far, without waiting for the device."""
         self._resolve()
-        return self._ledger.read()
+        return self._accounts.read()
 
     def latest_steps(self) -> StepSeconds | None:
-        """How long the steps took since this was asked before."""
+        """Return figures of the steps since the previous call; None if there are none."""
         self._resolve()
-        return self._ledger.step_times.take()
+        return self._accounts.step_times.take()
 
     def report(self, earlier: StallReport | None = None) -> StallReport:
-        """The same as a report, without waiting for the device.
+        """Return a report on the steps so far, without waiting for the device.
 
         Args:
             earlier: The report of an earlier part of the same run, which was resumed since. The
@@ -231,7 +241,7 @@ class StallMeter(Generic[Mark]):
         """
         return make_report(
             self.read(),
-            self._ledger,
+            self._accounts,
             self._machine,
             method=self.method,
             events=self._events(),
@@ -244,8 +254,9 @@ class StallMeter(Generic[Mark]):
         )
 
     def gather(self, exchange: Exchange | None = None) -> None:
-        """Exchange readings with the meters of the other ranks, for the next reports. All ranks
-        have to call it, now and then and at the end. A single process need not.
+        """Exchange readings with the meters of the other ranks, for the next reports.
+
+        All ranks must call this, now and then and at the end. A single process need not.
 
         Args:
             exchange: Returns the arguments of all ranks, in order; None for `torch.distributed`.
@@ -254,10 +265,10 @@ class StallMeter(Generic[Mark]):
             raise checks.refusal("exchange", exchange, "a function of a list of numbers, or None")
         is_alone = exchange is None and not is_distributed()
         with contextlib.nullcontext() if is_alone else self.cause("communication"):
-            self._ranks.tell(self.read(), exchange)
+            self._ranks.exchange(self.read(), exchange)
 
     def write(self, folder: Path | str) -> Path:
-        """Write the report so far and return its page; see `StallReport.write`."""
+        """Write the report so far, and return its page. See `StallReport.write`."""
         _check_folder(folder)
         return self.report().write(folder)
 
@@ -268,14 +279,16 @@ class StallMeter(Generic[Mark]):
         return self._timeline.write(Path(folder))
 
     def close(self) -> None:
-        """Stop watching the program; a meter that nothing refers to does so by itself."""
+        """Stop watching the program. A deleted meter does this by itself."""
         self._collector.close()
         self._compiler.close()
         self._waits.close()
 
     def interrupt(self, cause: Cause) -> bool:
-        """Begin an interruption, at any place of the program; return False if no mark can be set:
-        in another thread, or in a forked worker of a loader, which has no device."""
+        """Start an interruption, at any place of the program. `resume` ends it.
+
+        Return False if no mark can be set: in another thread, or in a forked worker of a loader.
+        """
         is_ours = threading.get_ident() == self._thread and os.getpid() == self._process
         if self._is_busy or not is_ours or not self._clock.takes_marks():
             return False
@@ -284,7 +297,7 @@ class StallMeter(Generic[Mark]):
         return True
 
     def resume(self) -> None:
-        """It goes on."""
+        """End an interruption."""
         self._cut(self._phase)
         self._phase = self._interrupted
 
@@ -293,13 +306,13 @@ class StallMeter(Generic[Mark]):
         self._cut(self._phase, StepEnd(tokens, slots, not waits.is_looking, self._blamed()))
         self._count(tokens)
         waits.end_step()
-        if self._ledger.waits_inside and not waits.has_looked:
+        if self._accounts.waits_inside and not waits.has_looked:
             self.find_waits()
         if calibration is not None:
-            calibration.end_step(self._clock.now(), self._ledger.behind_share)
+            calibration.end_step(self._clock.now(), self._accounts.behind_share)
 
     def _count(self, tokens: int) -> None:
-        """Energy counts from the end of the warm-up, too."""
+        """Count the tokens for energy, which is measured from the end of the warm-up."""
         self._machine.add(tokens)
         self._left_to_skip -= 1
         if self._left_to_skip == 0:
@@ -325,30 +338,30 @@ class StallMeter(Generic[Mark]):
         if spin and self._clock.spin(spin):
             self._cut("calibration")
         elif spin:
-            self._calibration = None  # of a device that cannot be held up
+            self._calibration = None  # this device cannot be delayed
 
     def _cut(self, phase: Phase, end: StepEnd | None = None, is_inside: bool = False) -> None:
-        """End a segment with a mark. Python's collector may come at any line, and is put off."""
+        """End a segment with a mark. Mark the meter as busy: the collector may run at any line."""
         self._is_busy = True
         self._append((self._mark(), phase, end, is_inside))
         self._is_busy = False
 
     def _resolve(self) -> None:
-        """Add up the segments whose marks have passed."""
+        """Add segments whose marks the device has passed to the accounts."""
         self._is_busy = True
-        self._chain.add_up()
+        self._chain.resolve()
         self._is_busy = False
 
 
 def _whole(name: str, value: object, *, least: int = 0) -> int:
-    """Return a whole number. Reject tensors: reading one would wait for its device."""
+    """Return a whole number. Reject tensors: reading a tensor would wait for its device."""
     if not isinstance(value, Integral):
-        raise checks.refusal(name, value, "a whole number; of a tensor `int(...)`, which waits")
+        raise checks.refusal(name, value, "a whole number; for a tensor `int(...)`, which waits")
     return checks.whole(name, value, least=least)
 
 
 def _operations(value: object) -> float | None:
-    """Operations of a token, where they are known."""
+    """Return operations per token, or None if unknown."""
     if value is not None and (not isinstance(value, Real) or not 0 < float(value) < math.inf):
         raise checks.refusal("operations_per_token", value, "a finite number above 0, or None")
     return None if value is None else float(value)

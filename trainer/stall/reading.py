@@ -1,4 +1,4 @@
-"""Sums of steps, and a reading of them, whose differences are readings again."""
+"""Running sums over steps, and readings of them. The difference of two readings is a reading."""
 
 import copy
 import math
@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import CAUSES, COUNTED, Cause
-from tokenfeed.trainer.stall.work import Kind, Line, Payment, WorkSums, idle_seconds
+from tokenfeed.trainer.stall.work import Charge, LinearFit, SpanKind, WorkSums, idle_seconds
 
 __all__ = ["StallReading", "Sums"]
 
@@ -15,7 +15,7 @@ _FEW = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StallReading:
-    """What whole steps after the warm-up cost, and how much of it was stall."""
+    """What the measured steps took, and how much of it was stall."""
 
     steps: int
     tokens: int
@@ -25,20 +25,20 @@ class StallReading:
     seconds: float
     """Wall time of these steps on the device's clock, stall included."""
     gaps: dict[Cause, float]
-    """Idle seconds in which nothing of the training was queued."""
-    work: dict[Payment, WorkSums] = field(default_factory=dict)
-    """Stretches of work that may have been idle in part."""
-    references: dict[Kind, Line] = field(default_factory=dict)
-    """What such stretches take when the device is not kept waiting."""
+    """Idle seconds between spans of work, by cause."""
+    work: dict[Charge, WorkSums] = field(default_factory=dict)
+    """Spans of work that may have been idle in part."""
+    references: dict[SpanKind, LinearFit] = field(default_factory=dict)
+    """Seconds that spans take on a device that never waits, by kind."""
     marking_seconds: float = 0.0
-    """Host seconds of the meter's own marks, without which the device may have idled less."""
+    """Host seconds of the meter's marks. Without the marks the device may have idled less."""
 
     @property
     def cause_seconds(self) -> dict[Cause, float]:
         """Idle seconds by cause."""
         seconds: dict[Cause, float] = {cause: self.gaps.get(cause, 0.0) for cause in CAUSES}
-        for (kind, payer), sums in self.work.items():
-            seconds[payer] += idle_seconds(sums, self.references.get(kind), payer)
+        for (kind, cause), sums in self.work.items():
+            seconds[cause] += idle_seconds(sums, self.references.get(kind), cause)
         return seconds
 
     @property
@@ -59,26 +59,29 @@ class StallReading:
 
     @property
     def unseen_seconds(self) -> float:
-        """Idle time that there may be besides, at most: inside work that has no reference."""
+        """Upper bound of further idle time: in spans without a reference."""
         return sum(
             sums.bound
-            for (kind, payer), sums in self.work.items()
-            if payer != "other" and kind not in self.references
+            for (kind, cause), sums in self.work.items()
+            if cause != "other" and kind not in self.references
         )
 
     @property
     def counted_fraction(self) -> float:
-        """Share of the wall time of causes of which every occurrence is seen."""
+        """Share of the wall time that goes to causes of which every occurrence is seen."""
         fractions = self.cause_fractions
         return sum(fractions[cause] for cause in COUNTED)
 
     def reference_error(self, cause: Cause | None = None) -> float:
-        """Return how far the idle seconds inside work, which are differences, may be off: of a
-        cause, or of all of them."""
-        counts: dict[Kind, float] = defaultdict(float)
-        bounds: dict[Kind, float] = defaultdict(float)
-        for (kind, payer), sums in self.work.items():
-            if kind in self.references and cause in (None, payer):
+        """Return the error of the idle seconds inside work, which are differences from references.
+
+        Args:
+            cause: A cause, or None for all causes.
+        """
+        counts: dict[SpanKind, float] = defaultdict(float)
+        bounds: dict[SpanKind, float] = defaultdict(float)
+        for (kind, cause), sums in self.work.items():
+            if kind in self.references and cause in (None, cause):
                 counts[kind] += sums.count
                 bounds[kind] += sums.bound
         squares = (
@@ -88,7 +91,7 @@ class StallReading:
         return math.sqrt(sum(squares))
 
     def since(self, earlier: "StallReading") -> "StallReading":
-        """The part of this reading that came after an earlier one of the same meter."""
+        """Return the part of this reading after an earlier one of the same meter."""
         return StallReading(
             steps=self.steps - earlier.steps,
             tokens=self.tokens - earlier.tokens,
@@ -99,8 +102,8 @@ class StallReading:
                 for cause, seconds in self.gaps.items()
             },
             work={
-                payment: sums.less(earlier.work.get(payment, WorkSums()))
-                for payment, sums in self.work.items()
+                charge: sums.less(earlier.work.get(charge, WorkSums()))
+                for charge, sums in self.work.items()
             },
             references=self.references,
             marking_seconds=self.marking_seconds - earlier.marking_seconds,
@@ -109,7 +112,7 @@ class StallReading:
 
 @dataclass(slots=True)
 class Sums:
-    """What a reading is of: it grows by steps, and fields mean what they mean there."""
+    """Running sums behind a reading. Fields have the meaning of those of `StallReading`."""
 
     steps: int = 0
     tokens: int = 0
@@ -117,23 +120,22 @@ class Sums:
     seconds: float = 0.0
     marking_seconds: float = 0.0
     gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
-    work: defaultdict[Payment, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
-    queued: dict[Kind, Line] = field(default_factory=dict)
-    """What stretches take that were queued as a whole before they began, also in steps that do not
-    count."""
-    ahead: dict[Kind, Line] = field(default_factory=dict)
-    """What stretches take where the host was ahead at both ends."""
+    work: defaultdict[Charge, WorkSums] = field(default_factory=lambda: defaultdict(WorkSums))
+    queued: dict[SpanKind, LinearFit] = field(default_factory=dict)
+    """References from spans whose kernels were all queued before they began. Includes steps that
+    are not measured."""
+    ahead: dict[SpanKind, LinearFit] = field(default_factory=dict)
+    """References from spans at both ends of which the host was ahead."""
 
-    def reference(self, kind: Kind) -> Line | None:
-        """Return what stretches of a kind take when the device is not kept waiting: by those that
-        were queued as a whole, unless these are few."""
+    def reference(self, kind: SpanKind) -> LinearFit | None:
+        """Return the reference of a kind of spans, preferably from spans behind a full queue."""
         queued, ahead = self.queued.get(kind), self.ahead.get(kind)
         if queued is None or (queued.count < _FEW and ahead is not None):
             return ahead
         return queued
 
     def read(self) -> StallReading:
-        """The sums as they are now; what is added later does not change the reading."""
+        """Return the sums as they are now. Later additions do not change the reading."""
         return StallReading(
             steps=self.steps,
             tokens=self.tokens,
@@ -141,7 +143,7 @@ class Sums:
             seconds=self.seconds,
             marking_seconds=self.marking_seconds,
             gaps=dict(self.gaps),
-            work={payment: copy.copy(sums) for payment, sums in self.work.items()},
+            work={charge: copy.copy(sums) for charge, sums in self.work.items()},
             references={
                 kind: copy.copy(line)
                 for kind in self.queued.keys() | self.ahead.keys()

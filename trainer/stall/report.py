@@ -1,15 +1,22 @@
 """The report of a meter: report.json for programs, lines of text and a page for people."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenfeed.pipeline.facts import facts
 from tokenfeed.pipeline.format.storage import atomic_write
+from tokenfeed.trainer.config.run_config import PAGE_FILE, REPORT_FILE
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.ranks import RankStall, SlowestRank
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
 
 __all__ = [
     "TAILS",
@@ -28,14 +35,18 @@ __all__ = [
     "main_of",
     "not_measured",
     "rank_table",
+    "render_page",
+    "save_page",
+    "share_of",
     "shown_causes",
     "slowest_line",
     "speed_parts",
+    "stall_cards",
     "stall_facts",
 ]
 
 TAILS = {"p50_s": "p50", "p95_s": "p95", "p99_s": "p99", "max_s": "max"}
-"""Seconds of a cause in a step: field of `CauseReport` and heading."""
+"""Seconds per step of a cause: field of `CauseReport`, and its heading."""
 _NAME, _COLUMN = 18, 10
 _SHOWN_FROM = 5e-5
 """A smaller share would show as 0.00 %, so it gets no line."""
@@ -54,19 +65,19 @@ class CauseRow(NamedTuple):
     tails: tuple[str, ...] = ("",) * len(TAILS)
     """Seconds in a step, as `TAILS`."""
     likely: str = ""
-    """Likely range of the share."""
+    """The 95 % interval of the share."""
     gain: str = ""
     meaning: str = ""
 
 
 def stall_facts(report: "StallReport") -> dict[str, str]:
-    """The stall with a table of its causes, and the slowest rank with a table of the ranks."""
+    """Return the stall with a table of its causes, and the slowest rank with a table of ranks."""
     stall = [headline(report), *cause_table(report)]
     return {"stall": "\n".join(stall), "ranks": "\n".join(rank_table(report))}
 
 
 def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
-    """Tokens per second, padding, MFU and energy, as far as they are known."""
+    """Return tokens per second, padding, MFU and energy, as far as they are known."""
     parts = []
     if report.real_tokens_per_s is not None:
         parts.append(f"{report.real_tokens_per_s:,.0f} real tok/s")
@@ -80,12 +91,12 @@ def speed_parts(report: "StallReport", padding: float | None) -> list[str]:
 
 
 def advice(report: "StallReport") -> str:
-    """One line for each piece of advice."""
+    """Return one line for each piece of advice."""
     return "\n".join(f"{piece.text} ({gain_words(piece.gain)})" for piece in report.advice)
 
 
 def gain_words(gain: float | None) -> str:
-    """A gain in tokens per second: 0.07 is 7 % faster, 9.8 is 10.8 times as fast."""
+    """Describe a gain in tokens per second: 0.07 is 7 % faster, 9.8 is 10.8 times as fast."""
     if gain is None:
         return "gain not known"
     if gain >= 1:
@@ -94,14 +105,14 @@ def gain_words(gain: float | None) -> str:
 
 
 def not_measured(report: "StallReport") -> str:
-    """Why there is no stall."""
+    """Return why the stall is unknown."""
     if not report.queued_steps:
         return "not measured: `meter.step()` was never called. Call it after each optimizer step"
     return f"not measured: {report.queued_steps:,} steps so far, all of them warm-up"
 
 
 def shown_causes(report: "StallReport") -> "dict[Cause, CauseReport]":
-    """Causes large enough to show in a table, the largest first."""
+    """Return the causes that are large enough to show in a table, largest first."""
     shown: list[Any] = [
         (name, part) for name, part in report.causes.items() if part.fraction >= _SHOWN_FROM
     ]
@@ -109,7 +120,7 @@ def shown_causes(report: "StallReport") -> "dict[Cause, CauseReport]":
 
 
 def slowest_line(report: "StallReport") -> str:
-    """The rank that the others wait for, and why."""
+    """Describe the rank that the others wait for, and why."""
     if report.slowest_rank is None:
         return "the slowest rank is not known: some rank has not measured a step yet"
     slowest = late_rank(report)
@@ -122,13 +133,13 @@ def slowest_line(report: "StallReport") -> str:
 
 
 def late_rank(report: "StallReport") -> SlowestRank | None:
-    """The slowest rank, if the others lose time to it."""
+    """Return the slowest rank, if the others lose time to it."""
     slowest = report.slowest_rank
     return None if slowest is None or slowest.cost < _LEAST_COST else slowest
 
 
 def main_of(rank: RankStall) -> str:
-    """The largest cause of a rank's own stall, with its seconds per step."""
+    """Return the largest cause of a rank's own stall, with its seconds per step."""
     own = {cause: idle for cause, idle in rank.causes.items() if cause != "communication"}
     if not own:
         return ""
@@ -137,7 +148,7 @@ def main_of(rank: RankStall) -> str:
 
 
 def main_cause(fractions: Mapping[str, float]) -> str:
-    """The largest cause in a few words; empty if it is negligible."""
+    """Return the largest cause in a few words; empty if it is negligible."""
     name = max(fractions, key=fractions.__getitem__, default="")
     if not name or fractions[name] < 10 * _SHOWN_FROM:
         return ""
@@ -145,7 +156,7 @@ def main_cause(fractions: Mapping[str, float]) -> str:
 
 
 def headline(report: "StallReport") -> str:
-    """The stall in a line."""
+    """Return the stall in a line."""
     if report.stall is None:
         return not_measured(report)
     bar = ""
@@ -159,7 +170,7 @@ def headline(report: "StallReport") -> str:
 
 
 def cause_rows(report: "StallReport") -> list[CauseRow]:
-    """One row for each cause that shows, the largest first, and one for the work.
+    """Return a row for each cause that shows, largest first, and a row for the work.
 
     Empty without a measured step.
     """
@@ -186,7 +197,7 @@ def _cause_row(name: Cause, part: "CauseReport") -> CauseRow:
 
 
 def cause_table(report: "StallReport") -> list[str]:
-    """The rows of the causes as lines of text. Empty if no cause shows."""
+    """Return the rows of the causes as lines of text; empty if no cause shows."""
     rows = cause_rows(report)
     if len(rows) < 2:
         return []
@@ -199,7 +210,7 @@ def cause_table(report: "StallReport") -> list[str]:
 
 
 def rank_table(report: "StallReport") -> list[str]:
-    """The slowest rank and why, then a line for each rank, the slowest first."""
+    """Return the slowest rank and why, then a line for each rank, slowest first."""
     ranks = [each for each in report.ranks if each.steps]
     if not ranks:
         return []
@@ -224,8 +235,6 @@ def _short(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 5e-5 else "0"
 
 
-REPORT_FILE = "report.json"
-
 Interval = tuple[float, float]
 
 
@@ -237,19 +246,19 @@ class CauseReport:
     """Share of the wall time, 0 to 1."""
     seconds: float
     interval: Interval | None
-    """Held the fraction in 95 of 100 simulated runs; None after too few steps."""
+    """95 % interval of the fraction, as tested on simulated runs; None after too few steps."""
     p50_s: float
-    """Seconds per step: half of the steps have no more. The next two are other percentiles."""
+    """Median seconds per step. The next two fields are other percentiles."""
     p95_s: float
     p99_s: float
     max_s: float
     speed_up: float
-    """Tokens per second without this cause, divided by today's, at least: 1.05 is 5 % more."""
+    """Tokens per second without this cause, divided by today's, at least. 1.05 is 5 % more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """One thing to change."""
+    """A piece of advice: one thing to change."""
 
     cause: str
     is_severe: bool
@@ -266,9 +275,9 @@ class StallReport:
     """Share of the wall time in which the device had nothing of the training to run, 0 to 1; None
     before the first measured step."""
     interval: Interval | None
-    """Held the stall in 95 of 100 simulated runs; None after too few steps."""
+    """95 % interval of the stall, as tested on simulated runs; None after too few steps."""
     at_most: float | None
-    """The stall plus all idle time that there can be inside work that could not be calibrated."""
+    """The stall plus all possible idle time inside work that could not be calibrated."""
     causes: dict[Cause, CauseReport]
     """Every cause. Their fractions sum to the stall."""
     steps: int
@@ -282,29 +291,28 @@ class StallReport:
     padding: float | None
     """Share of token slots that held no token; None if `step` got no tokens."""
     mfu: float | None
-    """Floating-point operations of the training divided by those that the device could do; None if
-    either is not known."""
+    """Model FLOP/s utilization: operations of the training, divided by what the device could do in
+    that time. None if either is unknown."""
     mfu_formula: str | None
     joules_per_token: float | None
     core_wait: float | None
-    """Share of the time in which the training thread was ready to run and got no core; None where
-    the system does not count it."""
+    """Share of the time in which the training thread was ready to run but got no core; None if the
+    system does not count it."""
     device: str
     on_gpu: bool
     method: str
     events: dict[str, Any]
     """Counts of events. `waits` has the waits per step by source line, if they were looked for."""
     ranks: list[RankStall]
-    """What each rank had measured at the latest `gather`; empty for a single process."""
+    """The stall of each rank at the latest `gather`; empty for a single process."""
     slowest_rank: SlowestRank | None
     """The rank that the others wait for."""
     advice: list[Advice]
 
     def __str__(self) -> str:
-        shown = _shown(self)
-        speed = ", ".join(speed_parts(shown, self.padding)) or "no tokens were passed to `step`"
-        end = {"speed": speed, "device": f"{self.device}; {self.method}", "advice": advice(shown)}
-        return facts(stall_facts(shown) | end)
+        speed = ", ".join(speed_parts(self, self.padding)) or "no tokens were passed to `step`"
+        end = {"speed": speed, "device": f"{self.device}; {self.method}", "advice": advice(self)}
+        return facts(stall_facts(self) | end)
 
     def write(self, folder: Path | str) -> Path:
         """Write report.json and report.html into a folder, each atomically.
@@ -312,14 +320,108 @@ class StallReport:
         Returns:
             The page, report.html.
         """
-        from tokenfeed.trainer.stall.page import render_page, save_page  # needs jinja2
-
         Path(folder).mkdir(parents=True, exist_ok=True)
         content = json.dumps({"stall": asdict(self)}, indent=1)
         atomic_write(Path(folder) / REPORT_FILE, content.encode() + b"\n")
         return save_page(Path(folder), render_page(Path(folder), self))
 
 
-def _shown(report: Any) -> Any:
-    """Return the report. Pyright knows this file by two names, and takes them for two types."""
-    return report
+def render_page(
+    folder: Path,
+    stall: "StallReport",
+    *,
+    cards: Mapping[str, str] | None = None,
+    plots: Sequence[Any] = (),
+    report: Any = None,
+    config: Any = None,
+) -> str:
+    """Return the page of a run or of a loop as text.
+
+    Args:
+        folder: The folder of the run, as the page shows it.
+        stall: A StallReport.
+        cards: The figures at the top, by name. Default: the figures of the stall report.
+        plots: Objects with a title, an explanation and an SVG.
+        report: The Report of a run by `train`; None for a loop that only has a meter.
+        config: The settings of the run, as YAML.
+    """
+    return (
+        _environment()
+        .get_template("page.html")
+        .render(
+            folder=str(folder),
+            report=report,
+            stall=stall,
+            cards=stall_cards(stall) if cards is None else cards,
+            ranks=[rank for rank in stall.ranks if rank.steps],
+            late=late_rank(stall),
+            plots=plots,
+            config=config,
+        )
+    )
+
+
+def save_page(folder: Path, page: str) -> Path:
+    """Write report.html into a folder, atomically, and return its path."""
+    path = folder / PAGE_FILE
+    atomic_write(path, page.encode(errors="backslashreplace"))  # a path may not be UTF-8
+    return path
+
+
+def stall_cards(stall: "StallReport") -> dict[str, str]:
+    """Return the figures of a stall report, by name, as the page shows them."""
+    speed = stall.real_tokens_per_s
+    return {
+        "stall": share_of(stall.stall),
+        "real tokens a second": "not measured" if speed is None else f"{speed:,.0f}",
+        "padding": share_of(stall.padding),
+        "MFU": share_of(stall.mfu),
+        "steps": f"{stall.steps:,}",
+    }
+
+
+def share_of(value: float | None) -> str:
+    """Return a share in percent; empty if it was not measured."""
+    return "" if value is None else f"{value:.2%}"
+
+
+@cache
+def _environment() -> "Environment":
+    """Return the templates of this folder and the functions that they call. Escapes values."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # only for pages: slow to import
+
+    made = Environment(
+        loader=PackageLoader("tokenfeed.trainer.stall", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters |= {"format_as": format, "sentence": _sentence, "code": _code}
+    made.globals |= {
+        "tails": TAILS.values(),
+        **{
+            function.__name__: function
+            for function in (
+                cause_rows,
+                gain_words,
+                headline,
+                main_of,
+                not_measured,
+                slowest_line,
+            )
+        },
+    }
+    return made
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _code(text: str) -> "Markup":
+    """Mark up text between backticks as code."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub("`([^`]*)`", r"<code>\1</code>", str(escape(text))))

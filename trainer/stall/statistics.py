@@ -1,9 +1,14 @@
-"""Percentiles of seconds, seconds per step, and error bars of shares of time, in bounded memory.
+"""Percentiles of seconds, seconds per step, and error bars of shares, in bounded memory.
 
-Error bars come from batch means. Steps that follow each other are alike, so single steps would
-promise too narrow a bar. Batches of many steps are nearly independent. When there are too many
-batches, neighbours are merged. Causes of which every occurrence is seen are left out, with their
-time: the steps between them are the sample.
+Error bars come from batch means. Neighbouring steps are alike, so the spread of single steps would
+promise too narrow a bar. The means of batches of many steps are nearly independent. When there are
+too many batches, neighbours are merged. Causes of which every occurrence is seen are left out, with
+their time: the sample is the steps between them.
+
+Example: 8 batches take 10 s each, and idle for 1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 1.2 and 0.8 s, which
+    is a share of 10 %. The deviations from 1.0 s have 0.18 s² as their sum of squares. With 7
+    degrees of freedom, Student's quantile is 2.36. The half-width is 2.36 * √(8/7 * 0.18) / 80 =
+    1.3 %.
 """
 
 import math
@@ -12,14 +17,15 @@ from dataclasses import dataclass, field
 
 from tokenfeed.trainer.stall.causes import COUNTED, Cause
 
-__all__ = ["Batches", "Histogram", "StepSeconds", "StepTimes", "student"]
+__all__ = ["BatchMeans", "Histogram", "StepSeconds", "StepTimes", "student"]
 
 _LEAST_SECONDS = 1e-7
 _WIDTH = math.log(1.04)
 
 
 class Histogram:
-    """Values of at least 0, kept to within 2 %; the largest is kept as it is."""
+    """Counts values of at least 0 in bins 4 % wide, so a quantile is within 2 %. The largest value
+    is exact."""
 
     def __init__(self) -> None:
         self._counts: Counter[int] = Counter()
@@ -35,7 +41,8 @@ class Histogram:
         self.largest = max(self.largest, value)
 
     def quantile(self, share: float, total: int) -> float:
-        """The value that `share` of `total` values do not exceed; those never added are 0."""
+        """Return the value that `share` of `total` values do not exceed. Values never added are
+        0."""
         left = share * total - (total - self._counts.total())
         if left <= 0:
             return 0.0
@@ -66,8 +73,8 @@ class _Batch:
         return sum(self.idle.values()) if cause is None else self.idle.get(cause, 0.0)
 
 
-class Batches:
-    """Sums of seconds and idle seconds over batches of steps."""
+class BatchMeans:
+    """Seconds and idle seconds, summed over batches of steps."""
 
     def __init__(self) -> None:
         self._size = 1
@@ -84,8 +91,10 @@ class Batches:
             self._merge()
 
     def half_width(self, cause: Cause | None) -> float | None:
-        """Return half of the interval that holds the share of a cause, or of all of them, in 95 of
-        100 runs, as a share of the time less that of counted causes. None for few steps."""
+        """Return the half-width of the 95 % interval of a share; None after too few steps.
+
+        The share is that of a cause, or of all causes if None, in the time without counted causes.
+        """
         count = len(self._batches)
         if count < _LEAST_BATCHES:
             return None
@@ -95,6 +104,7 @@ class Batches:
         return student(count - 1) * math.sqrt(count / (count - 1) * squares) / total
 
     def _merge(self) -> None:
+        # Twice the steps per batch, half the batches.
         self._size *= 2
         pairs = zip(self._batches[::2], [*self._batches[1::2], None], strict=False)
         merged = []
@@ -106,7 +116,7 @@ class Batches:
 
 
 def student(freedom: float) -> float:
-    """Student's 97.5 % quantile, by the expansion of Cornish and Fisher."""
+    """Return the 97.5 % quantile of Student's distribution, by the Cornish-Fisher expansion."""
     return 1.96 + 2.372 / freedom + 2.823 / freedom**2
 
 
@@ -115,25 +125,26 @@ _LATEST = 4096
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
-    """Of some steps."""
+    """Median and maximum of the seconds of some steps."""
 
     p50: float
     max: float
 
 
 class StepTimes:
-    """Takes the seconds of one step after the other."""
+    """Seconds per step."""
 
     def __init__(self) -> None:
         self.all = Histogram()
         self._latest: deque[float] = deque(maxlen=_LATEST)
 
     def add(self, seconds: float) -> None:
-        """One step more."""
+        """Add a step."""
         self.all.add(seconds)
         self._latest.append(seconds)
 
     def take(self) -> StepSeconds | None:
-        """Of the steps since this was asked before, the latest thousands at most; None of none."""
+        """Return figures of the steps since the last call, at most the latest 4,096; None if
+        none."""
         seconds, self._latest = sorted(self._latest), deque(maxlen=_LATEST)
         return StepSeconds(seconds[len(seconds) // 2], seconds[-1]) if seconds else None

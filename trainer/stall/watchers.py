@@ -1,6 +1,6 @@
 """Watch what a step does not report: loader, collector, compiler, memory, and waits for the GPU.
 
-All watchers use public functions of Python and torch where these exist. What is missing is not
+All watchers use public functions of Python and torch if these exist. What is missing is not
 watched. Watchers of callbacks keep a weak reference to their meter, and close when it is deleted.
 """
 
@@ -23,33 +23,29 @@ __all__ = [
     "CollectorWatch",
     "CompilerWatch",
     "CoreWait",
-    "Interrupted",
     "LoaderUse",
     "WaitFinder",
-    "Watched",
+    "WatchedLoader",
 ]
 
 _OLDEST_GENERATION = 2
-"""Others take microseconds, and come often."""
+"""Collections of younger generations take microseconds, and are frequent."""
 _SECONDS_BETWEEN_POLLS = 0.05
 
 
-class Interrupted(Protocol):
-    """What is told of interruptions."""
+class _Meter(Protocol):
+    """The methods of `StallMeter` that watchers call."""
 
-    def interrupt(self, cause: Any) -> bool:
-        """The program has stopped working; False where no mark can tell when."""
-        ...
-
-    def resume(self) -> None:
-        """It goes on."""
-        ...
+    def enter(self, name: Cause) -> Phase: ...
+    def leave(self, outer: Phase) -> None: ...
+    def interrupt(self, cause: Cause) -> bool: ...
+    def resume(self) -> None: ...
 
 
 class CollectorWatch:
-    """Tells of full collections of Python's garbage."""
+    """Charges full collections of Python's garbage collector."""
 
-    def __init__(self, meter: Interrupted) -> None:
+    def __init__(self, meter: _Meter) -> None:
         self._meter = weakref.ref(meter)
         self._is_open = False
         self.count = 0
@@ -74,19 +70,19 @@ class CollectorWatch:
 
 
 class CompilerWatch:
-    """Tells when torch.compile compiles; it is not imported for that."""
+    """Charges compilations of torch.compile. Does not import torch.compile itself."""
 
-    def __init__(self, meter: Interrupted) -> None:
+    def __init__(self, meter: _Meter) -> None:
         self._meter = weakref.ref(meter)
         self._handler: Any = None
         self._is_open = False
         self.count = 0
         weakref.finalize(meter, self.close).atexit = False
         self.is_blamed = False
-        """Whether it compiled where no mark could tell: in a thread of autograd."""
+        """Whether torch compiled where no mark can be set: in a thread of autograd."""
 
     def attach(self) -> None:
-        """Begin to watch, once the program has imported the compiler."""
+        """Start to watch, once the program has imported the compiler."""
         if self._handler is not None or "torch._dynamo" not in sys.modules:
             return
         try:
@@ -120,38 +116,38 @@ class CompilerWatch:
 
 
 class AllocatorWatch:
-    """Knows when torch asked the driver for memory, which may wait for all work to end."""
+    """Polls whether torch asked the driver for memory, which may wait for all work to end."""
 
     def __init__(self, read: Callable[[], dict[str, Any]] | None) -> None:
-        """Args: `read` gives the statistics of torch's allocator; None where there are none."""
+        """Args: `read` returns the statistics of torch's allocator. None: nothing to watch."""
         self._read = read
         self._last: tuple[int, int] | None = None
         self._next_poll = 0.0
         self._count = self._retries = 0
 
     def counts(self) -> dict[str, int]:
-        """How often memory was asked for, and had to be given back before."""
+        """Return how often memory was allocated, and how often memory was freed before."""
         return {"allocations": self._count, "allocation_retries": self._retries}
 
     def poll(self, now: float) -> bool:
-        """Whether it did since the poll before."""
+        """Return whether memory was allocated since the previous poll."""
         if self._read is None or now < self._next_poll:
             return False
         self._next_poll = now + _SECONDS_BETWEEN_POLLS
         try:
             stats = self._read()
-        except Exception:  # a part of torch that builds and devices may lack: never a run's end
+        except Exception:  # some builds and devices lack statistics, which must not end a run
             self._read = None
             return False
-        seen = int(stats.get("num_device_alloc", 0)), int(stats.get("num_alloc_retries", 0))
-        before, self._last = self._last or seen, seen
-        self._count += seen[0] - before[0]
-        self._retries += seen[1] - before[1]
-        return seen != before
+        found = int(stats.get("num_device_alloc", 0)), int(stats.get("num_alloc_retries", 0))
+        before, self._last = self._last or found, found
+        self._count += found[0] - before[0]
+        self._retries += found[1] - before[1]
+        return found != before
 
 
 class CoreWait:
-    """Share of the time in which a thread is ready to run and gets no core.
+    """Share of the time in which a thread is ready to run but gets no core.
 
     Linux counts these nanoseconds for each thread, in /proc/PID/task/TID/schedstat.
     """
@@ -161,7 +157,8 @@ class CoreWait:
         self._began_s, self._waited_before_s = time.perf_counter(), self._waited_s()
 
     def share(self) -> float | None:
-        """The share since this was made, for the thread that made it; None if it is not known."""
+        """Return the share since this object was made, for the thread that made it; None if
+        unknown."""
         before, now = self._waited_before_s, self._waited_s()
         seconds = time.perf_counter() - self._began_s
         if before is None or now is None or seconds <= 0:
@@ -179,7 +176,7 @@ _MESSAGE = "called a synchronizing CUDA operation"
 
 
 class WaitFinder:
-    """Counts waits by their lines."""
+    """Counts, by source line, the waits for the GPU that torch warns about."""
 
     def __init__(self) -> None:
         self._lines: Counter[str] = Counter()
@@ -189,28 +186,28 @@ class WaitFinder:
 
     @property
     def is_looking(self) -> bool:
-        """Whether this step is looked at."""
+        """Whether the current step is examined."""
         return self._left > 0
 
     @property
     def has_looked(self) -> bool:
-        """Whether any step was looked at."""
+        """Whether any step was examined, or will be."""
         return self._steps + self._left > 0
 
     def begin(self, steps: int) -> None:
-        """Look at so many steps from here on."""
+        """Examine this many steps from now on."""
         self._left = steps
         if self._caught is not None:
             return
         self._set_mode("warn")
         self._caught = warnings.catch_warnings()
         self._caught.__enter__()
-        warnings.filterwarnings("always", message=_MESSAGE)  # also where warnings are errors
+        warnings.filterwarnings("always", message=_MESSAGE)  # even if warnings are errors
         self._show = warnings.showwarning
         warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
 
     def end_step(self) -> None:
-        """A step is over."""
+        """Count an examined step. After the last one, stop."""
         if not self._left:
             return
         self._left -= 1
@@ -219,11 +216,11 @@ class WaitFinder:
             self.close()
 
     def found(self) -> dict[str, float]:
-        """Waits a step by `file:line`, the most frequent first."""
+        """Return the waits per step by `file:line`, most frequent first."""
         return {line: count / self._steps for line, count in self._lines.most_common()}
 
     def close(self) -> None:
-        """Leave torch and its warnings as they were."""
+        """Restore the settings of torch and of warnings."""
         if self._caught is None:
             return
         self._caught.__exit__(None, None, None)
@@ -243,7 +240,7 @@ class WaitFinder:
         try:
             self._mode_before = cuda.get_sync_debug_mode()
             cuda.set_sync_debug_mode(mode)
-        except (AttributeError, RuntimeError):  # a build of torch without it
+        except (AttributeError, RuntimeError):  # a build of torch without sync debug mode
             self._mode_before = None
 
 
@@ -254,14 +251,14 @@ _END: Any = object()
 
 @dataclass(slots=True)
 class LoaderUse:
-    """What a loader takes of the time of a loop."""
+    """How much of a loop's time a loader takes."""
 
     name: str
-    """Its class."""
+    """The name of its class."""
     num_workers: int | None
-    """None if the loader does not say."""
+    """None if the loader has no such attribute."""
     batch_size: int | None
-    """Items in a batch; None if the loader does not say."""
+    """Items in a batch; None if the loader has no such attribute."""
     _count: int = 0
     _seconds: float = 0.0
     _began_s: float = 0.0
@@ -269,7 +266,7 @@ class LoaderUse:
 
     @classmethod
     def of_loader(cls, loader: object) -> "LoaderUse":
-        """The use of a loader that has given no batch yet."""
+        """Return the use of a loader that has not yielded a batch yet."""
         workers, rows = getattr(loader, "num_workers", None), getattr(loader, "batch_size", None)
         return cls(
             type(loader).__name__,
@@ -279,16 +276,16 @@ class LoaderUse:
 
     @property
     def batch_seconds(self) -> float:
-        """Seconds in `next` per batch, without the first, for which workers start."""
+        """Mean seconds in `next` per batch. Leaves out the first batch, for which workers start."""
         return self._seconds / max(1, self._count - 1)
 
     @property
     def share(self) -> float:
-        """Share of the time from the first to the latest batch that was spent in `next`."""
+        """Share of the time in `next`, from the first to the latest batch."""
         return self._seconds / max(1e-9, self._ended_s - self._began_s)
 
     def add(self, began_s: float, ended_s: float) -> None:
-        """Add a batch."""
+        """Add a batch, with the host time before and after `next`."""
         if self._count:
             self._seconds += ended_s - began_s
         else:
@@ -296,15 +293,8 @@ class LoaderUse:
         self._count, self._ended_s = self._count + 1, ended_s
 
 
-class _Meter(Protocol):
-    """The meter's brackets."""
-
-    def enter(self, name: Cause) -> Phase: ...
-    def leave(self, outer: Phase) -> None: ...
-
-
-class Watched(Generic[Batch]):
-    """A loader whose batches are timed. Every other attribute is the loader's own."""
+class WatchedLoader(Generic[Batch]):
+    """A loader whose batches are timed. Every other attribute is that of the loader."""
 
     def __init__(self, meter: _Meter, batches: Iterable[Batch]) -> None:
         self._meter, self._batches = meter, batches
@@ -329,9 +319,9 @@ class Watched(Generic[Batch]):
             yield batch
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # as far as the loader knows
+        return len(self._batches)  # type: ignore[arg-type]  # raises if the loader has no length
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a copy that is being made has no batches yet
+        if name.startswith("__"):  # a copy under construction has no `_batches` yet
             raise AttributeError(name)
         return getattr(self.__dict__["_batches"], name)

@@ -1,9 +1,14 @@
-"""Stretches of the training's work: how long they take, and how long they would take of a device
-that is never kept waiting.
+"""Spans of work: how long they take, and how long they take on a device that never waits.
 
-A stretch before which the host got ahead, and stayed ahead, is a reference: the device had its
-kernels when it wanted them. What the others took longer, in sum, was idle. The sum is clipped and
-no single stretch: clipping each would count noise as stall.
+A span is a reference if the host got ahead of the device before it and stayed ahead: the device had
+each kernel in time. Idle time inside the other spans is the time by which they take longer than
+references, as a sum. The sum is clipped at 0, not each span: clipping each one would count noise as
+stall.
+
+Example: references of a kind take 10 ms for 1,000 slots. Three other spans of 1,000 slots take 9,
+    11
+and 13 ms, which is 33 ms, or 3 ms longer than 3 references. So 3 ms were idle. Clipping each span
+would count 0 + 1 + 3 = 4 ms.
 """
 
 import math
@@ -15,105 +20,106 @@ from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.clocks import Moment
 from tokenfeed.trainer.stall.statistics import student
 
-__all__ = ["Kind", "Line", "OpenStep", "Payment", "Stretch", "WorkSums", "idle_seconds"]
+__all__ = ["Charge", "LinearFit", "OpenStep", "SpanKind", "WorkSpan", "WorkSums", "idle_seconds"]
 
 _WORK_FOLLOWS = ("data", "communication")
 _OPEN = 0.1
-"""So much of what was seen once or twice may be chance."""
+"""Relative error of a reference that was seen only once or twice."""
 
 
-class Kind(NamedTuple):
-    """Between which two things a stretch lies; those of a kind run the same kernels."""
+class SpanKind(NamedTuple):
+    """What comes before and after a span. Spans of one kind run the same kernels."""
 
     opener: str
     closer: str
 
     @property
-    def is_between(self) -> bool:
-        """Whether it lies between steps, where hardly anything is queued."""
+    def is_between_steps(self) -> bool:
+        """Whether the span lies between steps, where hardly any work is queued."""
         return self.opener == "step" or (self.closer == "data" and self.opener not in _WORK_FOLLOWS)
 
 
-class Payment(NamedTuple):
-    """Who pays for the idle time of stretches of a kind."""
+class Charge(NamedTuple):
+    """The cause that the idle time of some spans of a kind is charged to."""
 
-    kind: Kind
-    payer: Cause
+    kind: SpanKind
+    cause: Cause
 
 
 @dataclass(slots=True)
-class Stretch:
-    """Work between two marks, less the interruptions in it."""
+class WorkSpan:
+    """Work between two marks, without the interruptions in it. Times are in seconds."""
 
     opener: str
     opened: float
-    """Host time, as all that follows."""
+    """Host time at its start."""
     end: Moment
-    """So far."""
+    """The latest mark."""
     spin: float = 0.0
-    """How far it was made to begin behind the host."""
-    kind: Kind = field(default=Kind("", ""))
+    """Length of the spin just before the span; 0 without a spin."""
+    kind: SpanKind = field(default=SpanKind("", ""))
     seconds: float = 0.0
     bound: float = 0.0
-    """No more of it was idle: after that long, all of it was queued."""
-    regained: float = 0.0
-    """How much longer it had been idle without the spins before."""
+    """Upper bound of its idle time: after this long, the host had queued all of it."""
+    hidden_idle: float = 0.0
+    """Idle time that the device would have had before the span, if earlier spins had not hidden
+    it."""
     lead_before: float = 0.0
-    """Of the host, when the device began."""
+    """The host's lead when the device started the span."""
     lead: float = 0.0
-    """At the end so far."""
+    """The host's lead at the latest mark."""
     is_queued: bool = False
-    """Whether the host had queued all of it when the device began: then nothing of it was idle."""
+    """Whether the host had queued all of it when the device started. Then none of it was idle."""
     is_ahead: bool = False
-    """Whether the host was ahead of the device at both ends: then hardly any of it was idle."""
-    payer: Cause = "launch"
+    """Whether the host was ahead of the device at both ends. Then hardly any of it was idle."""
+    cause: Cause = "launch"
     slots: float = 0.0
 
     @property
     def is_known(self) -> bool:
-        """Whether it is taken for idle nowhere."""
+        """Whether the span is a reference."""
         return self.is_queued or self.is_ahead
 
 
 @dataclass(slots=True)
 class OpenStep:
-    """What has come of a step that is not over."""
+    """The figures of a step that has not ended."""
 
     seconds: float = 0.0
     marking: float = 0.0
-    """Host seconds of marks that the host was not ahead of."""
+    """Host seconds of the meter's marks."""
     gaps: defaultdict[Cause, float] = field(default_factory=lambda: defaultdict(float))
-    """Idle seconds."""
-    stretches: list[Stretch] = field(default_factory=list)
-    """Of work; those that are over."""
-    stretch: Stretch | None = None
-    """The one that is not."""
+    """Idle seconds between spans."""
+    spans: list[WorkSpan] = field(default_factory=list)
+    """Finished spans of work."""
+    span: WorkSpan | None = None
+    """The unfinished span."""
     opener: str = "step"
-    """What the next one begins behind."""
+    """What comes before the next span."""
     marks: int = 0
-    """Inside the work."""
+    """Number of marks inside the work."""
     has_batch: bool = False
-    """Whether one was asked for."""
+    """Whether the loop has asked for a batch."""
 
 
 @dataclass(slots=True)
 class WorkSums:
-    """Stretches of one kind and one payer, in sum."""
+    """Sums of spans of one kind that are charged to one cause."""
 
     count: float = 0.0
     slots: float = 0.0
     seconds: float = 0.0
     bound: float = 0.0
 
-    def add(self, stretch: Stretch) -> None:
-        """Add one."""
+    def add(self, span: WorkSpan) -> None:
+        """Add a span."""
         self.count += 1
-        self.slots += stretch.slots
-        self.seconds += stretch.seconds + stretch.regained
-        self.bound += stretch.bound + stretch.regained
+        self.slots += span.slots
+        self.seconds += span.seconds + span.hidden_idle
+        self.bound += span.bound + span.hidden_idle
 
     def less(self, other: "WorkSums") -> "WorkSums":
-        """What came after an earlier state."""
+        """Return the sums of the spans after an earlier state of these sums."""
         return WorkSums(
             self.count - other.count,
             self.slots - other.slots,
@@ -123,8 +129,8 @@ class WorkSums:
 
 
 @dataclass(slots=True)
-class Line:
-    """Seconds as a line of slots, by least squares, from sums."""
+class LinearFit:
+    """Seconds as a linear function of slots: a fit by least squares, kept as sums."""
 
     count: float = 0.0
     x: float = 0.0
@@ -143,13 +149,17 @@ class Line:
         self.yy += seconds * seconds
 
     def total(self, count: float, slots: float) -> float:
-        """Seconds of so many stretches of so many slots together."""
+        """Return the seconds of `count` spans that have `slots` slots together."""
         intercept, slope = self._coefficients()
         return intercept * count + slope * slots
 
     def half_width(self, count: float) -> float:
-        """Return half of the interval that holds, in 95 of 100 cases, how much longer than by this
-        line `count` other stretches take: the line is as uncertain as they vary."""
+        """Return the error of `total` for `count` other spans, in seconds.
+
+        In 95 of 100 cases the sum of the spans differs from `total` by less. The error has two
+        parts:
+        the spans vary, and so does the fit, as far as its own points vary.
+        """
         if self.count < 3:
             return count * _OPEN * self.y / self.count
         intercept, slope = self._coefficients()
@@ -167,10 +177,13 @@ class Line:
         return (self.y - slope * self.x) / self.count, slope
 
 
-def idle_seconds(sums: WorkSums, reference: Line | None, payer: Cause) -> float:
-    """What of these stretches was idle; without a reference nothing is known of work, and between
-    steps there is none."""
+def idle_seconds(sums: WorkSums, reference: LinearFit | None, cause: Cause) -> float:
+    """Return the idle seconds of spans.
+
+    Without a reference, the idle time of work is unknown and counts as 0. Between steps there is
+    hardly any work, so all of it may count.
+    """
     if reference is None or not reference.count:
-        return sums.bound if payer == "other" else 0.0
+        return sums.bound if cause == "other" else 0.0
     longer = sums.seconds - reference.total(sums.count, sums.slots)
     return min(max(0.0, longer), sums.bound)

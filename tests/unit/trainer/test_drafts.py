@@ -92,7 +92,7 @@ def test_drafts_are_rare_and_a_full_disk_stops_none_but_is_said_once(
 
     monkeypatch.setattr(Report, "write", full)
     monkeypatch.setattr(run_report.time, "perf_counter", lambda: now[0])
-    drafts = run_report.DraftReports(tmp_path, lambda: report)
+    drafts = run_report.InterimReports(tmp_path, lambda: report)
     for _ in range(100):
         drafts.write()
         now[0] += 1.0

@@ -24,9 +24,9 @@ from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.clocks import ClockMap
 from tokenfeed.trainer.stall.make_report import advise
 from tokenfeed.trainer.stall.report import cause_table, headline
-from tokenfeed.trainer.stall.statistics import Batches, Histogram
+from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
 from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
-from tokenfeed.trainer.stall.work import Line
+from tokenfeed.trainer.stall.work import LinearFit
 
 seconds = st.floats(0.0, 100.0)
 
@@ -58,22 +58,22 @@ def test_clock_map_never_overstates_a_lead_whatever_the_drift(drift: float) -> N
 
 
 def test_a_debt_is_paid_once_and_forgotten_when_the_lead_is_back() -> None:
-    debt = LostLead()
-    debt.lose("log", 5.0, 0.0)
-    assert debt.pay(2.0) == 2.0
-    assert debt.pay(9.0) == 3.0
-    assert debt.pay(1.0) == 0.0
-    debt.lose("log", 5.0, 0.0)
-    debt.see(4.0)
-    assert debt.pay(9.0) == 1.0
-    debt.lose("wait", 5.0, 5.0)
-    assert debt.pay(9.0) == 0.0
+    lost_lead = LostLead()
+    lost_lead.record("log", 5.0, 0.0)
+    assert lost_lead.take(2.0) == 2.0
+    assert lost_lead.take(9.0) == 3.0
+    assert lost_lead.take(1.0) == 0.0
+    lost_lead.record("log", 5.0, 0.0)
+    lost_lead.update(4.0)
+    assert lost_lead.take(9.0) == 1.0
+    lost_lead.record("wait", 5.0, 5.0)
+    assert lost_lead.take(9.0) == 0.0
 
 
 def test_the_interval_of_batch_means_holds_the_mean_of_correlated_steps() -> None:
     held = 0
     for seed in range(200):
-        draw, state, batches, idle = random.Random(seed), 0.0, Batches(), 0.0
+        draw, state, batches, idle = random.Random(seed), 0.0, BatchMeans(), 0.0
         for _ in range(1000):
             state = 0.8 * state + draw.gauss(0, 1)
             batches.add(1.0, {"data": 0.1 + 0.01 * state})
@@ -85,7 +85,7 @@ def test_the_interval_of_batch_means_holds_the_mean_of_correlated_steps() -> Non
 
 
 def test_few_steps_have_no_interval_and_many_take_bounded_memory() -> None:
-    batches = Batches()
+    batches = BatchMeans()
     for _ in range(7):
         batches.add(1.0, {"data": 0.5})
     assert batches.half_width("data") is None
@@ -98,7 +98,7 @@ def test_few_steps_have_no_interval_and_many_take_bounded_memory() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0.0, 10.0)), min_size=5))
 def test_a_line_is_that_of_least_squares(points: list[tuple[int, float]]) -> None:
-    line = Line()
+    line = LinearFit()
     for slots, taken in points:
         line.add(float(slots), taken)
     x, y = np.array([p[0] for p in points], float), np.array([p[1] for p in points])
