@@ -104,16 +104,16 @@ def file_xxh3(path: Path) -> str:
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
 
 
-def hold(file: IO[Any] | int) -> bool:
-    """Hold an open, writable file, or its descriptor, until it is closed or the process ends.
+def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
+    """Lock an open file, or its descriptor, until it is closed or the process ends.
 
-    False where another process, or this one by another opening, holds it. A system or file system
-    without such locks keeps nobody out.
+    Return False if another process holds it, or this process by another descriptor. Several may
+    hold a shared lock at the same time. A system or file system without locks lets all in.
     """
     if fcntl is None:
         return True
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in _HELD_BY_ANOTHER
     return True

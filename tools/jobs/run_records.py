@@ -1,6 +1,6 @@
 """What an unfinished run has done, kept in its output: a folder or a store.
 
-    .parts/job.json       the recipe of the run, and the number of its parts
+    .parts/job.json       the recipe of the run
     .parts/plan.json      what takes reading the corpus to know: units, labels, tokenizer
     .parts/audit.json     the comparison of the engines at the beginning of the run
     .parts/00012.json     a finished unit; written after the unit's shards
@@ -45,7 +45,6 @@ __all__ = [
     "differences",
     "is_begun",
     "kept_plan",
-    "parts_in",
     "planning_alone",
     "remove_records",
     "versions",
@@ -131,7 +130,7 @@ _ALL = JobPart(0, 1)
 
 
 class RunRecords(Generic[ResultT]):
-    """The records of a run in an output; a run that is no part locks its folder until closed."""
+    """The records of a run in an output. They lock a folder until closed; parts share the lock."""
 
     def __init__(self, output: Place, kind: type[ResultT]) -> None:
         """Use `begin`."""
@@ -168,19 +167,14 @@ class RunRecords(Generic[ResultT]):
         records = cls(output, kind)
         records.made_folders = output.prepare()
         try:
-            if part is None and isinstance(output, LocalStore):
-                records._lock = _held(output)
-            records.is_new = _create_job(output, _named(recipe), part.count if part else None)
+            if isinstance(output, LocalStore):
+                records._lock = _held(output, is_shared=part is not None)
+            records.is_new = _create_job(output, _named(recipe))
             if records.is_new and output.exists(MANIFEST_FILE):
                 raise ConfigError(
                     f"{output}: already holds a finished data set, which another run has just made."
                 )
             check_recipe(output, recipe)
-            if part and (begun := parts_in(output)) not in (part.count, None):
-                raise ConfigError(
-                    f"{output}: was begun in {begun} parts, and this is one of {part.count}. Say "
-                    f"`--part I/{begun}`, or give another folder."
-                )
             records._load(part or _ALL)
         except BaseException:
             if records.is_new:
@@ -327,7 +321,7 @@ def claimed(output: LocalStore, recipe: dict[str, Any]) -> Iterator[None]:
     output.prepare()
     lock = _held(output)
     try:
-        if not _create_job(output, recipe, None) and not _is_job(output, recipe):
+        if not _create_job(output, recipe) and not _is_job(output, recipe):
             raise ConfigError(f"{output}: holds an unfinished run. Give another place.")
         try:
             yield
@@ -375,12 +369,6 @@ def is_begun(output: Place) -> bool:
     return output.exists(JOB_FILE)
 
 
-def parts_in(output: Place) -> int | None:
-    """The number of parts that a run was begun in; None if it was begun without."""
-    count: int | None = _job_of(output)["parts"]
-    return count
-
-
 def remove_records(output: Place, *, job_first: bool = False) -> None:
     """Delete the records of a run. A kill leaves an unfinished run, or with `job_first` none."""
     names = {f"{PARTS_FOLDER}/{name}" for name in output.names(PARTS_FOLDER)}
@@ -411,22 +399,27 @@ def _named(recipe: dict[str, Any]) -> dict[str, Any]:
     return recipe | {"the packages": versions()}
 
 
-def _held(output: LocalStore) -> int | None:
-    """Lock a folder, to spare work: two runs of one command write the same bytes."""
+def _held(output: LocalStore, *, is_shared: bool = False) -> int | None:
+    """Lock a folder and return the descriptor that holds the lock.
+
+    Parts of a run share the lock. The lock saves work and protects nothing: two runs of one command
+    write the same bytes.
+    """
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return None
     descriptor = os.open(output.folder, os.O_RDONLY)
-    if hold(descriptor):
+    if hold(descriptor, is_shared=is_shared):
         return descriptor
     os.close(descriptor)
-    raise ConfigError(f"{output}: another run is writing here. Wait for it or end it.")
+    raise ConfigError(
+        f"{output}: another run is writing here, or a part of a run. Wait for it or end it."
+    )
 
 
-def _create_job(output: Place, recipe: dict[str, Any], count: int | None) -> bool:
+def _create_job(output: Place, recipe: dict[str, Any]) -> bool:
     """Create job.json unless it exists. Return whether this call wrote it."""
     own = os.urandom(8).hex()  # a store compares contents: no two processes write the same
-    job = {"parts": count, "recipe": recipe, "by": own}
-    return output.create(JOB_FILE, json.dumps(job).encode())
+    return output.create(JOB_FILE, json.dumps({"recipe": recipe, "by": own}).encode())
 
 
 def _is_job(output: Place, recipe: dict[str, Any]) -> bool:
@@ -448,9 +441,11 @@ def _job_of(output: Place) -> dict[str, Any]:
         raise ConfigError(
             f"{output}: another run has finished it, or was withdrawn, meanwhile."
         ) from None
+    except IsADirectoryError:
+        content = b""
     with contextlib.suppress(ValueError, RecursionError):
         job = json.loads(content)
-        if isinstance(job, dict) and isinstance(job.get("recipe"), dict) and "parts" in job:
+        if isinstance(job, dict) and isinstance(job.get("recipe"), dict):
             return job
     raise ConfigError(
         f"{output.path(JOB_FILE)}: is damaged, so what was begun there is unknown. Give another "

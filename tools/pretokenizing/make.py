@@ -9,18 +9,17 @@ import logging
 import time
 from typing import Any
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError, TokenizerError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.store import Place
 from tokenfeed.tools.corpus.sources import Corpus
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
-from tokenfeed.tools.jobs.run_records import RunRecords, is_begun, parts_in, remove_records
+from tokenfeed.tools.jobs.run_records import RunRecords, remove_records
 from tokenfeed.tools.pretokenizing.commit import REJECTS_FILE, commit
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.pretokenizing.part import begin_writing
 from tokenfeed.tools.pretokenizing.prepare import Listed, Prepared
-from tokenfeed.tools.pretokenizing.runner import EngineRefused, UnitsMissing, run_units
+from tokenfeed.tools.pretokenizing.runner import EngineRefused, run_units
 from tokenfeed.tools.pretokenizing.summary import Summary
 
 __all__ = ["make_dataset"]
@@ -103,10 +102,6 @@ def _encode(
     try:
         begin_writing(prepared, records)
         settings = run_units(run, records)
-    except UnitsMissing as missing:
-        if records.is_new:
-            records.remove()
-        raise _parts_missing(output, missing) from None
     except TokenizerError as error:  # another command may do better, here too
         if isinstance(error, EngineRefused) or not records.results:
             withdraw(output, records, inputs.splits)
@@ -119,18 +114,6 @@ def _encode(
     manifest = commit(settings, inputs.corpus.sources, run.tokenizer, run.audit, results)
     remove_records(output, job_first=True)
     return manifest
-
-
-def _parts_missing(output: Place, missing: UnitsMissing) -> TokenfeedError:
-    """Which parts have to be run again, as far as anything says how many there are."""
-    count = parts_in(output) if is_begun(output) else None
-    if not count:
-        return TokenfeedError(f"{output}: {missing}. Repeat the command without `--finish`.")
-    parts = sorted({number % count for number in missing.numbers})
-    return TokenfeedError(
-        f"{output}: {missing}, of part{'s' if parts[1:] else ''} {','.join(map(str, parts))} of "
-        f"{count}. Run `--part I/{count}` for each of them, then `--finish` again."
-    )
 
 
 def _no_document(corpus: Corpus, results: list[UnitResult]) -> CorpusError:

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, state_of
@@ -41,8 +42,8 @@ class PartSummary:
             return f"part {self.part} of {self.out}: the data set is already finished"
         resumed = f", {self.resumed_units:,} of them before" if self.resumed_units else ""
         return (
-            f"part {self.part} of {self.out}: {self.units:,} units finished{resumed}, in "
-            f"{self.seconds:,.1f} s; `--finish` makes the data set when all parts are done"
+            f"part {self.part} of {self.out}: {count_of(self.units, 'unit')} finished{resumed}, in "
+            f"{self.seconds:,.1f} s; `--finish` makes the data set when the parts have ended"
         )
 
 
@@ -64,12 +65,14 @@ def make_part(options: Options) -> PartSummary:
         _, num_units = recognise(output, listed.recipe)
         num_units = resumed_units = sum(map(part.has, range(num_units)))
     else:
-        with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
-            prepared = Prepared.from_listed(listed)
-            records = RunRecords.begin(output, listed.recipe, UnitResult, part)
-            begin_writing(prepared, records)
-        num_units, resumed_units = len(prepared.run.units), len(records.results)
-        run_units(prepared.run, records)
+        with contextlib.ExitStack() as stack:
+            with planning_alone(output) if listed.plan is None else contextlib.nullcontext():
+                prepared = Prepared.from_listed(listed)
+                begun = RunRecords.begin(output, listed.recipe, UnitResult, part)
+                records = stack.enter_context(begun)
+                begin_writing(prepared, records)
+            num_units, resumed_units = len(prepared.run.units), len(records.results)
+            run_units(prepared.run, records)
     return PartSummary(
         out=str(output),
         part=str(options.part),

@@ -152,7 +152,6 @@ def _plan_run(
         falls_back=falls_back,
         runner=options.runner,
         part=JobPart.from_text(options.part) if options.part else None,
-        finishes=options.finish,
     )
 
 

@@ -41,7 +41,7 @@ from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
 from tokenfeed.tools.pretokenizing.inputs import Inputs
 
-__all__ = ["EngineRefused", "Run", "UnitsMissing", "is_small", "run_units"]
+__all__ = ["EngineRefused", "Run", "is_small", "run_units"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,22 +66,12 @@ class Run:
     """Whose workers encode: those of this machine, or of a cluster."""
     part: JobPart | None = None
     """Which units are to be encoded; None for all."""
-    finishes: bool = False
-    """Whether no unit is to be encoded: parts have done that."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """Those that are to be done."""
         units = self.inputs.units
         return units if self.part is None else tuple(u for u in units if self.part.has(u.number))
-
-
-class UnitsMissing(TokenfeedError):
-    """Units that are not done where all ought to be."""
-
-    def __init__(self, numbers: list[int]) -> None:
-        super().__init__(f"{len(numbers):,} units are not finished")
-        self.numbers = numbers
 
 
 class EngineRefused(TokenizerError):
@@ -102,7 +92,6 @@ def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
     Raises:
         EngineRefused: The engine is wrong or missing, and the run may not fall back to another.
         CorpusError: There are more rejects than allowed.
-        UnitsMissing: Some units are not done, and this run is to do none.
         KeyboardInterrupt: With a line that says what is kept.
     """
     with _saying_what_is_kept(len(run.units), records):
@@ -172,8 +161,6 @@ def _encode_all(
         FastEngine.check(run.tokenizer)  # before it may write over what the reference has made
     _check(run, settings, records, *done.values())
     missing = [unit for unit in run.units if unit.number not in done]
-    if missing and run.finishes:
-        raise UnitsMissing([unit.number for unit in missing])
     has_audit = not settings.audits or run.part is not None
     if not missing and (has_audit or run.audit.take_over(records.kept_audit())):
         return settings

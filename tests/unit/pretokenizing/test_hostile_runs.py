@@ -199,12 +199,6 @@ def check(tokenizer: str | None = None, **options: Any) -> None:
     Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
 
 
-@pytest.mark.parametrize("paths", [("", "out"), ("corpus", ""), ("a", "", "out")])
-def test_an_empty_path_is_refused(paths: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match="a path is empty"):
-        check(paths=paths)
-
-
 @pytest.mark.parametrize("name", ["tokenizer.json", "."])
 def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "tokenizer.json")

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from machines import make, part, with_fast_engine
 from tokenizers import Tokenizer
 
-from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
 
 
@@ -85,40 +87,63 @@ def test_parts_in_any_order_repeated_and_killed_give_the_bytes_of_one_run(
         assert files_of(out) == undisturbed
 
 
-def test_finishing_too_early_names_the_parts_and_leaves_them_as_they_are(
-    lines: Path, tmp_path: Path, tokenizer: Path
+def test_finish_encodes_units_of_missing_parts(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
 ) -> None:
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match="holds nothing to finish"):
         make(lines, out, tokenizer, finish=True)
-    for index in (1, 3):
-        part(f"{index}/5", lines, out, tokenizer)
-    before = files_of(out)
-    with pytest.raises(TokenfeedError, match=r"not finished, of parts 0,2,4 of 5\. Run"):
-        make(lines, out, tokenizer, finish=True)
-    assert files_of(out) == before
+    done = sum(part(f"{index}/5", lines, out, tokenizer, validation=0.1).units for index in (1, 3))
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == done < made.units
+    assert files_of(out) == undisturbed
+    assert part("1/5", lines, out, tokenizer, validation=0.1).already_finished
+    assert make(lines, out, tokenizer, validation=0.1, finish=True).already_finished
+
+
+def test_finish_encodes_damaged_unit_again(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    units = part("0/1", lines, out, tokenizer, validation=0.1).units
     record = next((out / ".parts").glob("0*1.json"))
     shard = next(iter(json.loads(record.read_bytes())["result"]["shards"].values()))["file"]
     (out / shard).write_bytes(b"not as it was left")
-    for index in (0, 2, 4):
-        part(f"{index}/5", lines, out, tokenizer)
-    with pytest.raises(TokenfeedError, match=r"1 units are not finished, of part 1 of 5"):
-        make(lines, out, tokenizer, finish=True)
-    assert part("1/5", lines, out, tokenizer).resumed_units == 1
-    make(lines, out, tokenizer, finish=True)
-    again = part("1/5", lines, out, tokenizer)
-    assert again.already_finished
-    assert make(lines, out, tokenizer, finish=True).already_finished
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == units - 1
+    assert files_of(out) == undisturbed
 
 
-def test_a_part_of_another_command_or_another_number_of_parts_is_refused(
+def test_finish_encodes_nothing_that_parts_of_other_counts_have_done(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    part("0/3", lines, out, tokenizer, validation=0.1)
+    for index in range(2):
+        part(f"{index}/2", lines, out, tokenizer, validation=0.1)
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == made.units
+    assert files_of(out) == undisturbed
+
+
+def test_finish_is_rejected_while_a_part_is_at_work(
     lines: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
     out = tmp_path / "out"
     part("0/3", lines, out, tokenizer)
+    recipe = json.loads((out / ".parts/job.json").read_bytes())["recipe"]
+    recipe.pop("the packages")
+    with RunRecords.begin(LocalStore(out), recipe, UnitResult, JobPart(1, 3)):
+        part("2/3", lines, out, tokenizer)
+        with pytest.raises(ConfigError, match="writing here, or a part of a run"):
+            make(lines, out, tokenizer, finish=True)
+    make(lines, out, tokenizer, finish=True)
+
+
+def test_part_of_another_command_is_rejected(lines: Path, tmp_path: Path, tokenizer: Path) -> None:
+    out = tmp_path / "out"
+    part("0/3", lines, out, tokenizer)
     before = files_of(out)
-    with pytest.raises(ConfigError, match="was begun in 3 parts, and this is one of 4"):
-        part("0/4", lines, out, tokenizer)
     with pytest.raises(ConfigError, match=r"--shard-size was 30000, is 40000"):
         part("1/3", lines, out, tokenizer, shard_size="40KB")
     with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
@@ -189,10 +214,6 @@ def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
     others = [index for index in range(3) if index != lying % 3]
     for index in (*others, lying % 3):
         part(f"{index}/3", corpus, out, tokenizer)
-    with pytest.raises(TokenfeedError, match=f"of parts {others[0]},{others[1]} of 3"):
-        make(corpus, out, tokenizer, finish=True)
-    for index in others:
-        part(f"{index}/3", corpus, out, tokenizer)
     make(corpus, out, tokenizer, finish=True)
     assert files_of(out) == files_of(tmp_path / "plain")
 
@@ -213,7 +234,6 @@ def test_every_unit_is_of_exactly_one_part(count: int, number: int) -> None:
     [
         ({"part": "0/2", "finish": True}, "`--part 0/2` and `--finish`: leave one"),
         ({"part": "0/2", "runner": "dask"}, "`--runner dask` and `--part 0/2`: leave one"),
-        ({"finish": True, "workers": 2}, "`--workers`: has no effect beside `--finish`"),
         ({"runner": "dask", "workers": 2}, "`--workers`: has no effect beside `--runner dask`"),
     ],
 )
@@ -236,7 +256,15 @@ def test_standard_input_is_of_one_machine(tmp_path: Path, tokenizer: Path) -> No
         part("0/2", Path("-"), tmp_path / "out", tokenizer)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"parts": 2}', '{"recipe": {}}'])
+def test_job_file_that_is_a_folder_is_named(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "out/.parts/job.json").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"out/\.parts/job\.json: is damaged"):
+        make(lines, tmp_path / "out", tokenizer)
+    with pytest.raises(ConfigError, match=r"out/\.parts/job\.json: is damaged"):
+        part("0/2", lines, tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"by": "x"}'])
 def test_a_job_that_is_damaged_is_told(
     lines: Path, tokenizer: Path, tmp_path: Path, content: str
 ) -> None:

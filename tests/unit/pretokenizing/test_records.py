@@ -158,15 +158,16 @@ def test_resume_with_other_packages_is_refused(
         make(lines, tmp_path / "out", tokenizer)
 
 
-def test_part_and_another_command_begun_at_once_exclude_each_other(
+def test_parts_of_two_commands_begun_without_locks_exclude_each_other(
     lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other command begins when the part has found an empty folder, and not claimed it yet."""
+    """The other part begins when the first has found an empty folder, and not claimed it yet."""
+    monkeypatch.setattr(storage, "fcntl", None)
     out, create = tmp_path / "out", LocalStore.create
 
     def late(output: LocalStore, *arguments: Any) -> Any:
         patched.undo()
-        interrupt(monkeypatch, lines, out, tokenizer)
+        part("0/2", lines, out, tokenizer)
         return create(output, *arguments)
 
     with monkeypatch.context() as patched:
