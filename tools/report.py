@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from msgspec import Meta
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from tokenfeed.pipeline.facts import facts
-from tokenfeed.tools.shell.console import parse_words, print_json, run_command
+from tokenfeed.tools.shell.command_line import parse_command
+from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.trainer.config.run_config import PAGE_FILE
 from tokenfeed.trainer.report.compare import Row, compare
 from tokenfeed.trainer.report.page import write_page
@@ -24,7 +25,7 @@ __all__ = ["Compare", "Show", "main"]
 
 log = logging.getLogger(__name__)
 
-Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+RunFolder = Annotated[Path, Meta(title="RUN", description="a path")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +33,7 @@ class Show:
     """Print the report of a run, and write its page, report.html, again. `report compare RUN RUN`
     puts two runs side by side."""
 
-    run_dir: Run
+    run_dir: RunFolder
     """Folder of a run of `train` (finished, killed or under way) or of a StallMeter's report."""
     json: bool = False
     """Print report.json."""
@@ -59,9 +60,9 @@ class Compare:
     """Put two runs side by side: figures, stall by cause, and the settings that differ. Losses are
     compared at the last step that both have."""
 
-    one: Run
+    one: RunFolder
     """Folder of a run."""
-    other: Run
+    other: RunFolder
     """Folder of the other run. Changes are relative to the first run."""
     json: bool = False
     """Print the comparison as JSON."""
@@ -99,8 +100,8 @@ def main() -> None:
 def _run() -> int:
     words = sys.argv[1:]
     if words[:1] == ["compare"]:
-        return parse_words(lambda: tyro.cli(Compare, prog="report compare", args=words[1:])).run()
-    return parse_words(lambda: tyro.cli(Show, prog="report", args=words)).run()
+        return parse_command(Compare, "report compare", words[1:]).run()
+    return parse_command(Show, "report", words).run()
 
 
 if __name__ == "__main__":

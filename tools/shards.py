@@ -18,8 +18,8 @@ def main() -> None:
 def _command() -> int:
     own_process()
     with signals_held():  # extension modules turn an interruption into an ImportError
-        from tokenfeed.tools.data_sets.command import run_subcommand
-    return run_subcommand()
+        from tokenfeed.tools.data_sets.command import run_shards
+    return run_shards()
 
 
 if __name__ == "__main__":

@@ -161,9 +161,9 @@ def _given() -> dict[str, Any]:
     """The settings of the command line, over the file and the preset that it names."""
     options = read_command_line(
         Command,
-        GROUPS,
         "train",
         _DESCRIPTION,
+        groups=GROUPS,
         reversible=[name for name, kind in FILE_KINDS.items() if kind is bool],
         other_names=_OTHER_NAMES,
     )

@@ -72,7 +72,6 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]+")
 OF_OTHERS = {
     *("--check", "--peer-python"),  # benchmarks
     *("--help", "--stat", "--strict"),
-    "--from",  # no name for a field
     "--index-url",  # pip
     *("--nproc-per-node", "--standalone", "--max-restarts", "--nnodes"),  # torchrun
     *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id"),

@@ -110,7 +110,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
             "`--workers`: expected a whole number of at least 1 or auto",
         ),
         ((corpus, out, "--vocab-size", "10"), 2, "`--vocab-size`: expected a whole number from 25"),
-        ((corpus,), 2, "two paths are needed"),
+        ((corpus,), 2, "`OUT` is missing: expected CORPUS... OUT"),
         ((corpus, corpus / "00.txt", *given), 2, "is not a folder"),
         ((corpus, corpus, *given), 2, "already holds other data (00.txt)"),
     ]

@@ -73,7 +73,7 @@ def test_commands_of_shards_keep_signatures_secret(
     (out / "train/00000.arrow").unlink()
     said(shards.main, "repair", out, "--corpus", f"{url}{SIGNED}")
     (out / "train/00000.arrow").unlink()
-    said(shards.main, "repair", out, "--from", signed)
+    said(shards.main, "repair", out, "--mirror", signed)
     state = {"no": "state"}
     (tmp_path / "state.json").write_text(json.dumps(state))
     said(shards.main, "explain", signed, "--state", tmp_path / "state.json", expect=1)

@@ -54,17 +54,22 @@ from tokenfeed.tools.corpus.remote_sources import (
     saved_entries,
 )
 
-__all__ = ["Corpus", "find_corpus", "is_split_name", "matching"]
+__all__ = ["Corpus", "find_corpus", "is_reserved", "is_split_name", "matching"]
 
 _SPLIT = re.compile(r"\w[\w.-]*")
-_NO_SPLITS = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
-"""Files beside the folders of splits. Names that end like a temporary file are cleared away."""
+_FILES_OF_OUTPUT = (MANIFEST_FILE, TOKENIZER_FILE, "sources.jsonl", "rejects.jsonl")
+"""Files beside the folders of splits."""
+
+
+def is_reserved(name: str) -> bool:
+    """Whether the output uses a name for a file, on file systems that ignore case too."""
+    name = name.lower()
+    return name in _FILES_OF_OUTPUT or name.endswith(TEMPORARY_SUFFIX)
 
 
 def is_split_name(name: str) -> bool:
     """Whether a split may have this name: it becomes a folder of the output."""
-    is_ours = name in _NO_SPLITS or name.endswith(TEMPORARY_SUFFIX)
-    return bool(_SPLIT.fullmatch(name)) and not is_ours
+    return bool(_SPLIT.fullmatch(name)) and not is_reserved(name)
 
 
 def matching(patterns: Sequence[str], path: str, root: str) -> list[bool]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
@@ -25,12 +24,13 @@ from tokenfeed.pipeline.format.schema import (
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import Store, open_store
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
 
 __all__ = ["Cat", "DataSet", "longest_row"]
 
-DataSet = tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="OUT")]]
-"""As it was typed: `Path` would take a slash from `s3://bucket/data`."""
+DataSet = Annotated[str, text("OUT")]
+"""A data set, as it was typed: `Path` would remove a slash from `s3://bucket/data`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,11 @@ class Cat:
 
     out: DataSet
     """Output folder of `pretokenize`, or an address that a store is registered for."""
-    split: str = "train"
+    split: Annotated[str, text("NAME")] = "train"
     """Split to read."""
-    start: int = 0
+    start: WholeNumber = 0
     """First row, counted from 0 within the split."""
-    rows: int = 5
+    rows: WholeNumber = 5
     """Rows to print."""
     json: bool = False
     """Print a JSON object per row."""

@@ -2,9 +2,6 @@
 copy it elsewhere, repair it, and show what a step of a training run held."""
 
 from dataclasses import dataclass
-from typing import Any
-
-import tyro
 
 from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -15,9 +12,10 @@ from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.repair import Repair
 from tokenfeed.tools.data_sets.verify import find_problems
-from tokenfeed.tools.shell.console import parse_words, print_json
+from tokenfeed.tools.shell.command_line import run_subcommand
+from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_subcommand"]
+__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,21 +50,18 @@ class Verify:
         return 1 if problems else 0
 
 
-def run_subcommand() -> int:
+def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
-    command: Any = parse_words(
-        lambda: tyro.extras.subcommand_cli_from_dict(
-            {
-                "inspect": Inspect,
-                "verify": Verify,
-                "cat": Cat,
-                "copy": Copy,
-                "repair": Repair,
-                "explain": Explain,
-            },
-            prog="shards",
-            description="Show, check, copy or repair a data set that `pretokenize` made.",
-            config=(tyro.conf.FlagCreatePairsOff,),
-        )
+    return run_subcommand(
+        "shards",
+        "Show, check, print, copy or repair a data set of `pretokenize`, or explain a step of a "
+        "run.",
+        {
+            "inspect": Inspect,
+            "verify": Verify,
+            "cat": Cat,
+            "copy": Copy,
+            "repair": Repair,
+            "explain": Explain,
+        },
     )
-    return int(command.run())

@@ -14,8 +14,6 @@ from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
-import tyro
-
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
 from tokenfeed.pipeline.format.manifest import (
     MADE_BY_FILE,
@@ -29,6 +27,7 @@ from tokenfeed.pipeline.remote.threads import few_threads
 from tokenfeed.tools.data_sets.fetch import DataFile, data_files, fetch, remove_leftovers
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import claimed, is_begun
+from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
 __all__ = ["Copied", "Copy", "copy_data_set"]
@@ -65,9 +64,9 @@ class Copied:
 class Copy:
     """Copy a finished data set, from and to folders and stores; the same command continues."""
 
-    source: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FROM")]]
+    source: Annotated[str, text("FROM")]
     """A finished data set: a folder or an address."""
-    to: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="TO")]]
+    to: Annotated[str, text("TO")]
     """A new folder or address, or that of a copy to be completed."""
     json: bool = False
     """Print the result as JSON."""

@@ -13,7 +13,6 @@ from typing import Annotated, Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
-import tyro
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
@@ -31,7 +30,9 @@ from tokenfeed.pipeline.planning.state import (
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.reader import WindowReader
+from tokenfeed.tools.shell.command_line import WholeNumber, text
 from tokenfeed.tools.shell.console import print_json
+from tokenfeed.trainer.config.values import NotNegative, Positive
 
 __all__ = ["Explain", "SavedState"]
 
@@ -99,22 +100,27 @@ _MOST_WINDOWS = 100_000
 class Explain:
     """Name the files, records and tokens that a step of a run was made of."""
 
-    out: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="OUT...")]]
+    out: tuple[Annotated[str, text("OUT...")], ...]
     """Output folders of `pretokenize`, or addresses: of a mixture all, in its order."""
-    state: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    state: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
     """What `state_dict()` gave, as JSON, or a checkpoint of `train`."""
-    step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
+    step: WholeNumber | None = None
     """Which step: of a checkpoint by its number in the run; of a state 1 is the next one, 0 the one
     before. By default the next one."""
-    rank: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
+    rank: NotNegative | None = None
     """Only what this rank got, of so many as `--world-size` says. By default all of the step."""
-    world_size: int = 1
+    world_size: Positive = 1
     """Ranks that shared each step."""
     json: bool = False
     """Print a JSON object per micro-batch."""
 
     def run(self) -> int:
-        """Print them."""
+        """Print the micro-batches of the step."""
+        if self.state is None:
+            raise ConfigError(
+                "`--state` is needed: expected a checkpoint of `train`, or a file with what "
+                "`state_dict()` returned, as JSON."
+            )
         saved = SavedState.read(self.state)
         ranks = self._ranks(saved.num_streams)
         state = own_stream(saved.state, ranks.stream)

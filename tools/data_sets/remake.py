@@ -78,7 +78,7 @@ def remake(
     """
     shards = [info for info in damaged if isinstance(info, ShardInfo)]
     problems = [
-        f"{folder / info.file}: is made of the whole corpus. Restore it by `--from MIRROR`."
+        f"{folder / info.file}: is made of the whole corpus. Restore it by `--mirror PLACE`."
         for info in damaged
         if info not in (*shards, manifest.tokenizer)
     ]
@@ -102,7 +102,7 @@ def _recipe(folder: Path) -> _Recipe:
     if not (folder / MADE_BY_FILE).exists():
         raise ConfigError(
             f"{folder}: has no {MADE_BY_FILE}, which says by what options it was made. Copy that "
-            "file from where the data set was made, or repair by `--from MIRROR`."
+            "file from where the data set was made, or repair by `--mirror PLACE`."
         )
     try:
         return msgspec.convert(made_by(LocalStore(folder)), _Recipe)
@@ -119,7 +119,7 @@ def _tokenizer(folder: Path, manifest: Manifest, recipe: _Recipe) -> bytes:
         return content
     raise ConfigError(
         f"{path}: is damaged or lost, and {named or 'a tokenizer that was trained'} does not give "
-        "it again. Restore it by `--from MIRROR`."
+        "it again. Restore it by `--mirror PLACE`."
     )
 
 
@@ -164,7 +164,7 @@ def _options(
 def _damaged_recipe(folder: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"{folder / MADE_BY_FILE}: does not say by what options the data set was made ({error}). "
-        "Copy that file from where it was made, or repair by `--from MIRROR`."
+        "Copy that file from where it was made, or repair by `--mirror PLACE`."
     )
 
 

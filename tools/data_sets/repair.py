@@ -3,10 +3,11 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import (
@@ -22,6 +23,7 @@ from tokenfeed.tools.data_sets.fetch import (
     remove_leftovers,
 )
 from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
 __all__ = [
@@ -37,15 +39,11 @@ class Repair:
     had.
     """
 
-    out: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="OUT")]]
+    out: Annotated[Path, Meta(title="OUT", description="a path")]
     """Output folder of `pretokenize`."""
-    corpus: Annotated[
-        tuple[str, ...], tyro.conf.arg(metavar="CORPUS...", help_behavior_hint="")
-    ] = ()
+    corpus: tuple[tuple[Annotated[str, text("CORPUS...")], ...], ...] = ()
     """The folders and files that the data set was made of, in the same order."""
-    mirror: Annotated[
-        str | None, tyro.conf.arg(name="from", metavar="MIRROR", help_behavior_hint="")
-    ] = None
+    mirror: Annotated[str, text("PLACE")] | None = None
     """A copy of the data set: a folder, or an address that a store is registered for."""
     json: bool = False
     """Print the result as JSON."""
@@ -55,7 +53,7 @@ class Repair:
         if bool(self.corpus) == bool(self.mirror):
             raise ConfigError(
                 "`shards repair` needs one of `--corpus CORPUS...`, to make shards again, and "
-                "`--from MIRROR`, to fetch them."
+                "`--mirror PLACE`, to fetch them."
             )
         if re.match("[a-z][a-z0-9+.-]*:/", str(self.out)):
             raise ConfigError(
@@ -79,7 +77,7 @@ class Repair:
             from tokenfeed.tools.data_sets.remake import remake  # reads a corpus, unlike the others
 
             infos = [file.info for file in damaged]
-            problems = remake(self.out, manifest, self.corpus, infos)
+            problems = remake(self.out, manifest, tuple(chain.from_iterable(self.corpus)), infos)
         return len(damaged), problems
 
     def _say(self, num_damaged: int, problems: list[str]) -> None:

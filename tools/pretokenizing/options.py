@@ -18,12 +18,12 @@ from tokenfeed.pipeline.format.store import Place, open_place
 from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
-from tokenfeed.tools.corpus.sources import is_split_name
+from tokenfeed.tools.corpus.sources import is_reserved, is_split_name
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, TaskEncoder
 from tokenfeed.tools.encoding.training import SMALLEST_VOCABULARY
 from tokenfeed.tools.jobs.executors import Runner, check_installed
 from tokenfeed.tools.jobs.run_records import JobPart
-from tokenfeed.tools.shell.command_line import read_command_line
+from tokenfeed.tools.shell.command_line import read_command_line, text
 from tokenfeed.trainer.config.values import NotNegative, Positive, check_types, flag_of
 
 __all__ = ["Options", "fields_of_tasks", "input_formats", "parse_options", "records_of_tasks"]
@@ -59,11 +59,6 @@ _VocabSize = Annotated[
 _Share = Annotated[float, Meta(ge=0, lt=1, title="SHARE", description="a share from 0 up to 1")]
 
 
-def _text(placeholder: str) -> Meta:
-    """Metadata of a text: how the help shows its value."""
-    return Meta(title=placeholder, description="text")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """Tokenize a corpus once, into checksummed shards that a training run streams.
@@ -71,30 +66,30 @@ class Options:
     The same command continues a run that was interrupted.
     """
 
-    paths: tuple[str, ...]
+    paths: tuple[Annotated[str, text("CORPUS... OUT")], ...]
     """Files, and folders to search for files; then a new or empty folder for the data set, or the
     folder of an interrupted run. Each may be the address of a store, like s3://BUCKET/PATH."""
     task: Task = "lm"
     """What a record is."""
-    field: tuple[tuple[Annotated[str, _text("NAME=FIELD ...")], ...], ...] = ()
+    field: tuple[tuple[Annotated[str, text("NAME=FIELD ...")], ...], ...] = ()
     """Names of the fields or columns that the task reads, if they differ from the names below.
     Names in brackets are read only if given here. Labels and tags are names or whole numbers."""
-    tokenizer: Annotated[str, _text("FILE|FOLDER|HUB-ID")] | None = None
+    tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
     """A tokenizer.json, a folder that contains one, the address of either, or a hub id, with
     @REVISION if you like. Default: train a tokenizer on a sample of the corpus."""
     vocab_size: _VocabSize = 32_768
     """Number of ids of a tokenizer that is trained."""
-    end_token: Annotated[str, _text("TOKEN")] | None = None
+    end_token: Annotated[str, text("TOKEN")] | None = None
     """Token after every document and completion. Default: found by its usual names."""
     add_special_tokens: bool = False
     """Put the tokenizer's template, like [CLS] ... [SEP], around each row."""
-    split: tuple[Annotated[str, _text("NAME=GLOB")], ...] = ()
+    split: tuple[Annotated[str, text("NAME=GLOB")], ...] = ()
     """Put the files whose names or paths match GLOB into the split NAME. Can be given several
     times."""
     validation: _Share | None = None
     """Share of the other records for the validation split, chosen by a hash of their text. Default:
     0.01 and at most about 10 M tokens, or 0 if --split is given."""
-    exclude: tuple[Annotated[str, _text("GLOB")], ...] = ()
+    exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False
     """Stop at the first rejected record."""
@@ -109,16 +104,16 @@ class Options:
     runner: Runner = "local"
     """Where to encode: processes of this machine, or the workers of a Ray or Dask cluster. They
     must share CORPUS, and OUT if it is a folder. The output does not depend on it."""
-    part: Annotated[str, _text("I/N")] | None = None
+    part: Annotated[str, text("I/N")] | None = None
     """Encode only part I, counted from 0, of N parts: for job arrays on machines that share CORPUS,
-    and OUT if it is a folder. --finish makes the data set of all parts."""
+    and OUT if it is a folder. --finish makes the data set when the parts have ended."""
     finish: bool = False
-    """Encode nothing. Make the data set from the output of all parts."""
+    """Make the data set from the output of all parts. Encode what the parts did not finish."""
     special_tokens_in_text: Literal["plain", "split"] = "plain"
     """How to encode the text of a special token inside a document: as plain text, or as its id."""
-    shard_size: Annotated[str, _text("SIZE|auto")] = "auto"
+    shard_size: Annotated[str, text("SIZE|auto")] = "auto"
     """Text in a shard, like 256MB. auto: a 64th of the input, from 8MB to 256MB."""
-    max_record: Annotated[str, _text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
+    max_record: Annotated[str, text("SIZE")] = f"{MAX_RECORD_BYTES // 10**6}MB"
     """Largest record, measured in its file. Larger records are rejected while they are read."""
     verify_ids: bool = False
     """Encode everything with tokenizers too and compare the ids. Takes as long as without
@@ -187,12 +182,6 @@ class Options:
             ConfigError: Names the option.
         """
         self._check_fields()
-        if len(self.paths) < 2:
-            raise ConfigError(
-                "two paths are needed: CORPUS... (folders or files) and OUT (a folder)."
-            )
-        if "" in self.paths:
-            raise ConfigError("a path is empty: expected CORPUS... OUT. Is a shell variable unset?")
         check_types(self)
         self._check_together()
         for given in self.split:
@@ -201,6 +190,11 @@ class Options:
                 raise ConfigError(
                     f"`--split` {name[:40]}...: the name has {len(os.fsencode(name))} bytes, at "
                     f"most {_LONGEST_SPLIT} fit into the name of a folder."
+                )
+            if is_reserved(name):
+                raise ConfigError(
+                    f"`--split` {given!r}: the output uses the name {name} itself. Choose another "
+                    "name."
                 )
             if not is_split_name(name) or not glob:
                 raise ConfigError(
@@ -269,7 +263,7 @@ class Options:
                 f"`-`: only this machine has standard input, and `{used[0]}` needs files that all "
                 "machines share. Write it to a file there."
             )
-        if "workers" in given and not self.part:
+        if "workers" in given and "runner" in given:
             raise ConfigError(f"`--workers`: has no effect beside `{used[0]}`. Leave it out.")
 
     def _is_given(self, field: "dataclasses.Field[Any]") -> bool:
@@ -290,10 +284,9 @@ def parse_options() -> Options:
     """Read the command line."""
     given = read_command_line(
         Options,
-        _GROUPS,
         "pretokenize",
         f"{inspect.getdoc(Options)} {input_formats()}",
-        paths="CORPUS... OUT",
+        groups=_GROUPS,
         more_help={"task": f" {records_of_tasks()}", "field": f" {fields_of_tasks()}"},
     )
     return Options(**given)

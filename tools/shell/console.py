@@ -6,7 +6,6 @@ interruption, 143 for SIGTERM. Any other exception is a bug of ours and keeps it
 file imports little, so that the handler for Ctrl-C is installed at once.
 """
 
-import contextlib
 import io
 import json
 import logging
@@ -15,20 +14,18 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.remote.address import without_secrets
 
-__all__ = ["log_to_stderr", "parse_words", "print_json", "run_command"]
+__all__ = ["log_to_stderr", "print_json", "run_command"]
 
 _FAILED, _USAGE, _PIPE_CLOSED, _BY_SIGNAL = 1, 2, 141, 128
 _NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory")
 """Messages of the dynamic loader if there is no memory for a library."""
 _NO_THREAD = "can't start new thread"
 """Python's message when the system refuses a thread."""
-
-Parsed = TypeVar("Parsed")
 
 _received: list[int] = []
 """Signals received so far."""
@@ -81,57 +78,6 @@ def run_command(body: Callable[[], int | None]) -> NoReturn:
 def print_json(value: Any) -> None:
     """Print one JSON value on one line of stdout, for scripts."""
     print(json.dumps(value))
-
-
-def parse_words(parse: Callable[[], Parsed]) -> Parsed:
-    """Call a parser of tyro, and turn its error boxes of several lines into one line.
-
-    Raises:
-        ConfigError: The words on the command line cannot be parsed.
-    """
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(shown):
-            return parse()
-    except SystemExit as ended:
-        if not ended.code:  # after --help
-            raise
-        raise ConfigError(_one_line(shown.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """Return the first paragraph of tyro's error box, the nearest option, and where to find help.
-
-    Lines separate the paragraphs. Text that is indented further describes options and is left out.
-    Without UTF-8, the box has no sides, and its title is the first paragraph.
-    """
-    import re  # rarely needed
-
-    has_sides = box.startswith("╭")
-    inside = [line for line in box.splitlines() if line[:1] not in "╭╰"]
-    lines = [line.strip("│")[1 if has_sides else 2 :].rstrip() for line in inside]
-    found = [
-        " ".join(line.strip() for line in part.splitlines() if not line.startswith(" " * 8))
-        for part in re.split("(?m)^[─-]+$", "\n".join(lines))
-    ][0 if has_sides else 1 :]
-    missing = re.match(r"Missing value for argument '(.*?)'", found[0].strip())
-    said = f"{found[0].strip().rstrip('.:')}."
-    if missing and missing[1].startswith("--"):
-        said = f"`{missing[1]}`: expected a value."
-    elif missing:  # so tyro calls the word behind an unknown option
-        said = f"`{missing[1]}` is missing, or the option before it is unknown."
-    if wrong := re.match(
-        r"Error parsing (--[\w-]+):.* for int\(\) with base 10: ['\"](.*)['\"]", said
-    ):
-        said = f"`{wrong[1]}`: expected a whole number, like 3, got {wrong[2]}."
-    for part in map(str.strip, found[1:]):
-        if part.startswith("Perhaps you meant:"):
-            said += f" Did you mean {part.removeprefix('Perhaps you meant:').strip()}?"
-        elif part.startswith("Available"):
-            said += f" {part}."
-        elif helped := re.search(r"helptext, \w+:? (.*--help)", part):
-            said += f" See {helped[1]}."
-    return said
 
 
 def log_to_stderr() -> None:

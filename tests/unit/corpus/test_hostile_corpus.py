@@ -213,10 +213,17 @@ def test_a_split_may_have_a_dot_in_its_name(tmp_path: Path) -> None:
     paths = ("in", "out")
     for name in ("train.clean", "rejects.jsonlx", "manifest.json5"):
         Options(paths=paths, split=(f"{name}=*.txt",)).check()
-    for name in ("", ".", "..", ".hidden", "-x", "a/b", "manifest.json", "rejects.jsonl", "x.tmp"):
+    for name in ("", ".", "..", ".hidden", "-x", "a/b"):
         assert not is_split_name(name)
         with pytest.raises(ConfigError, match="expected a name and a pattern"):
             Options(paths=paths, split=(f"{name}=*.txt",)).check()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "Rejects.JSONL", "tokenizer.JSON", "x.TMP"])
+def test_split_named_like_file_of_output_is_rejected(name: str) -> None:
+    assert not is_split_name(name)
+    with pytest.raises(ConfigError, match=f"the output uses the name {name} itself"):
+        Options(paths=("in", "out"), split=(f"{name}=*.txt",)).check()
 
 
 @pytest.mark.parametrize("pattern", ["train", "./train", "train/*", "{here}/saved/train", "*ain"])

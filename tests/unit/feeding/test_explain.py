@@ -174,7 +174,7 @@ def test_a_step_that_is_too_far_is_refused_at_once(
     with open_loader(folder, **plan) as loader:
         state = loader.state_dict()
     path.write_text(json.dumps(state))
-    for step in (10**9, 10**15, 10**30):
+    for step in (10**9, 10**15):
         (line,) = explain(folder, path, "--step", step, expect=2).splitlines()
         assert re.search(
             rf"`--step` {step}: is some [\d,]+ windows from where .* nearer to it", line

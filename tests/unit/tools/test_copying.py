@@ -293,7 +293,7 @@ def test_a_store_that_does_not_answer_is_waited_for_once(
     remote.proxy.seen.clear()
     for words in (
         ["verify", remote.store.name],
-        ["repair", tmp_path / "out", "--from", remote.store.name],
+        ["repair", tmp_path / "out", "--mirror", remote.store.name],
     ):
         result = call(main, *words, expect=1)
         assert result.stdout == ""

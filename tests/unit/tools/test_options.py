@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -12,6 +13,7 @@ from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import pretokenize, report, shards
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.data_sets.repair import Repair
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
 from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
@@ -19,6 +21,7 @@ from tokenfeed.tools.pretokenizing.options import (
     parse_options,
     records_of_tasks,
 )
+from tokenfeed.tools.shell.command_line import parse_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +72,29 @@ def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> N
             "a o --task foo",
             "`--task`: expected one of lm, classify",
         ),
-        (shards.main, "inspct o", "Unrecognized options: inspct, o. Available subcommands:"),
-        (shards.main, "verify", "Missing from shards verify: OUT. See shards verify --help."),
-        (report.main, "", "Missing from report: RUN. See report --help."),
-        (report.main, "--jsn run", "`run-dir` is missing, or the option before it is unknown. See"),
         (
-            shards.main,
-            "cat o --rows abc",
-            "`--rows`: expected a whole number, like 3, got abc. See",
+            pretokenize.main,
+            "a",
+            "`OUT` is missing: expected CORPUS... OUT. See pretokenize",
         ),
+        (shards.main, "", "expected a command: inspect, verify, "),
+        (shards.main, "inspct o", "Unknown command `inspct`. Did you mean inspect? See shards"),
+        (shards.main, "verify", "`OUT` is missing. See shards verify --help."),
+        (shards.main, "copy a", "`TO` is missing: expected FROM TO. See shards copy --help."),
+        (shards.main, "copy a b c", "`c`: unexpected word, expected FROM TO. See shards copy"),
+        (shards.main, "cat o --rows", "`--rows`: expected a value. See shards cat --help."),
+        (shards.main, "cat o --json=1", "`--json=1`: --json takes no value. See shards cat"),
+        (shards.main, "cat o --rows abc", "`--rows`: expected a whole number, got abc."),
         (
             shards.main,
             "explain o --state s --step 1.5",
-            "`--step`: expected a whole number, like 3, got 1.5.",
+            "`--step`: expected a whole number, got 1.5.",
         ),
-        (report.main, "run --jsn", "Unrecognized options: --jsn. Did you mean --json"),
+        (shards.main, "explain o", "`--state` is needed: expected"),
+        (report.main, "", "`RUN` is missing. See report --help."),
+        (report.main, "--jsn run", "Unknown option `--jsn`. Did you mean --json? See report"),
+        (report.main, "run --jsn", "Unknown option `--jsn`. Did you mean --json? See report"),
+        (report.main, "compare a", "`RUN` is missing: expected RUN RUN. See report compare"),
     ],
 )
 @pytest.mark.parametrize("columns", ["40", "80", "300"])
@@ -101,7 +112,7 @@ def test_wrong_words_are_one_line(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "two paths are needed"),
+        ("", "`CORPUS...` is missing: expected CORPUS... OUT."),
         ("--workers abc", "`--workers`: expected a whole number of at least 1 or auto, got abc."),
         ("--workers 0", "`--workers`: expected a whole number of at least 1 or auto, got 0."),
         ("--validation 1", "`--validation`: expected a share from 0 up to 1, got 1."),
@@ -122,6 +133,33 @@ def test_pretokenize_rejects_wrong_value_in_one_line(
         parse_options().check()
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (pretokenize.main, ["", "out"]),
+        (report.main, [""]),
+        (report.main, ["compare", "a", ""]),
+        (shards.main, ["verify", ""]),
+        (shards.main, ["copy", "", "out"]),
+    ],
+)
+def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
+    assert "error: a path is empty: expected " in call(main, *words, expect=2).stderr
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_shards_help_lists_every_command(word: str) -> None:
+    shown = call(shards.main, word).stdout
+    for name in ("inspect", "verify", "cat", "copy", "repair", "explain"):
+        assert f"\n{name} " in shown
+
+
+def test_repeated_option_with_words_takes_all_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["out", "--corpus", "a", "b", "--json", "--corpus", "c"]
+    command = parse_command(Repair, "shards repair", words)
+    assert (command.out, command.corpus, command.json) == (Path("out"), (("a", "b"), ("c",)), True)
 
 
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:

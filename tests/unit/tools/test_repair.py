@@ -104,7 +104,7 @@ def test_what_is_damaged_is_fetched_from_a_mirror(
         names = [name for name in names if name.name not in ("manifest.json", ".made_by.json")]
         for name in data.draw(st.sets(st.sampled_from(names), min_size=1)):
             data.draw(st.sampled_from(DAMAGE))(out / name)
-        repair(out, "--from", made["lm"])
+        repair(out, "--mirror", made["lm"])
         assert files_of(out) == files_of(made["lm"])
 
 
@@ -149,7 +149,7 @@ def test_a_damaged_mirror_replaces_nothing(made: dict[str, Path], tmp_path: Path
         shutil.copytree(made["lm"], folder)
         (folder / "train/00000.arrow").unlink()
         (folder / "train/00001.arrow").write_bytes(folder.name.encode())
-    said = repair(out, "--from", mirror, expect=1)
+    said = repair(out, "--mirror", mirror, expect=1)
     assert "mirror/train/00000.arrow: not found" in said
     assert "mirror/train/00001.arrow: the file has checksum" in said
     assert (out / "train/00001.arrow").read_bytes() == b"out"
@@ -161,11 +161,11 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     out = tmp_path / "out"
     shutil.copytree(made["lm"], out)
     assert "needs one of `--corpus" in repair(out, expect=2)
-    assert "`shards copy` from a whole" in repair(Path("s3://a/b"), "--from", out, expect=2)
+    assert "`shards copy` from a whole" in repair(Path("s3://a/b"), "--mirror", out, expect=2)
     (out / "train/00000.arrow").unlink()
     (out / "sources.jsonl").unlink()
     said = repair(out, "--corpus", records, expect=1)
-    assert "sources.jsonl: is made of the whole corpus. Restore it by `--from" in said
+    assert "sources.jsonl: is made of the whole corpus. Restore it by `--mirror" in said
     assert "damaged or lost: 2, repaired: 1" in said
     (out / "train/00000.arrow").unlink()
     (out / ".made_by.json").unlink()
@@ -178,7 +178,7 @@ def test_repair_removes_what_killed_repair_left(made: dict[str, Path], tmp_path:
     (out / ".repair-0abc1def/train").mkdir(parents=True)
     (out / ".repair-0abc1def/train/00000.arrow").touch()
     (out / "train/00000.arrow.0123456789abcdef.tmp").touch()
-    assert "nothing to repair" in repair(out, "--from", made["lm"])
+    assert "nothing to repair" in repair(out, "--mirror", made["lm"])
     assert files_of(out) == files_of(made["lm"])
     assert not (out / ".repair-0abc1def").exists()
 
