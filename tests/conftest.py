@@ -11,31 +11,33 @@ import numpy as np
 import pytest
 
 # Before their import: an assertion of a helper tells its values then.
-pytest.register_assert_rewrite(
-    "command", "corpora", "data_sets", "delivery", "plain", "simulated", "states", "training"
-)
+pytest.register_assert_rewrite("support")
 
-from command import WORDS, texts
-from data_sets import (
+from hypothesis import settings
+from support.corpora import WORDS, texts
+from support.data_sets import (
     VOCABULARY_SIZE,
     MakeDataset,
     WriteDataset,
+    make_documents,
     random_rows,
     rows_of_ids,
     write_rows,
 )
-from documents import make_documents
-from false_engine import trained
-from hypothesis import settings
+from support.false_engine import trained
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.format.schema import Task, task_columns
 
 if TYPE_CHECKING:
-    from simulated import SimulatedCuda
+    from support.simulated_cuda import SimulatedCuda
 
 # Else each of the hundreds of processes that tests start would compile the package anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Programs of tests find `support`.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin where tests share cores
 
 gc.disable()  # until all is imported: a fifth of that time
@@ -117,7 +119,10 @@ def make_dataset(tmp_path: Path) -> MakeDataset:
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Rows of real lengths, in three shards and several windows."""
-    from delivery import realistic_lengths, small_batches  # with torch, which some tests never need
+    from support.delivery import (  # with torch, which some tests never need
+        realistic_lengths,
+        small_batches,
+    )
 
     small_batches(monkeypatch)
     return make_dataset(realistic_lengths(), num_shards=3)
@@ -136,7 +141,7 @@ def both_splits(
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator["SimulatedCuda"]:
     """A CUDA device that is simulated."""
-    from simulated import simulate
+    from support.simulated_cuda import simulate
 
     with simulate(monkeypatch) as cuda:
         yield cuda

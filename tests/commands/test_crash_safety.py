@@ -12,17 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import (
-    COMMAND,
-    error_of,
-    files_of,
-    records_in,
-    run,
-    run_json,
-    texts,
-    write_ballast,
-    write_long_corpus,
-)
+from support.commands import COMMAND, error_of, records_in, run, run_json
+from support.corpora import texts, write_ballast, write_long_corpus
+from support.data_sets import files_of
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.jobs.run_records import RunRecords

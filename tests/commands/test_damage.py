@@ -4,18 +4,16 @@ import json
 from pathlib import Path
 
 import pytest
-import warm
-from delivery import MakeDataset, realistic_lengths
-from places import SUPPORT
+from support import warm
+from support.delivery import MakeDataset, realistic_lengths
 
 DAMAGE = """
 import json, random, re, sys
 from pathlib import Path
 
 folder, first, count, num_workers = Path(sys.argv[1]), *map(int, sys.argv[2:5])
-sys.path.insert(0, sys.argv[5])
 
-from delivery import open_loader, spans, tokens_of
+from support.delivery import open_loader, spans, tokens_of
 from tokenfeed import Padded
 from tokenfeed.pipeline.errors import ManifestError, ShardFormatError, TokenfeedError
 
@@ -83,7 +81,7 @@ def damage(folder: Path, first: int, count: int, num_workers: int = 0) -> dict[s
 
     Only flips that Arrow itself ignores may pass: padding between buffers, and the like.
     """
-    ended = warm.run(["-c", DAMAGE, folder, first, count, num_workers, SUPPORT], timeout=280)
+    ended = warm.run(["-c", DAMAGE, folder, first, count, num_workers], timeout=280)
     assert (ended.returncode, ended.stderr) == (0, "")
     outcomes: dict[str, int] = json.loads(ended.stdout)
     assert sum(outcomes.values()) == count

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from delivery import (
-    Ranks,
-    Span,
-    joined,
-    realistic_lengths,
-    times_delivered,
-)
-from places import SUPPORT
+from support.delivery import Ranks, Span, joined, realistic_lengths, times_delivered
 
 from tokenfeed import Padded
 
@@ -30,7 +23,7 @@ import json, os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from delivery import open_loader, spans
+from support.delivery import open_loader, spans
 from tokenfeed import Padded
 
 folder, state_file, log = map(Path, sys.argv[1:])
@@ -59,7 +52,6 @@ for number, batch in enumerate(loader):
 dist.destroy_process_group()
 """
 
-PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
 Step = tuple[list[int], int, list[Span]]
 
@@ -73,7 +65,7 @@ def launch(
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return subprocess.Popen(
         [*command, f"--nproc-per-node={ranks}", str(script), str(folder), str(state), str(log)],
-        env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"} | environment,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -21,9 +21,8 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-import warm
-import warm_commands
 import yaml
+from support import ROOT, warm
 
 import tokenfeed
 from tokenfeed.tools.data_sets.cat import Cat
@@ -31,7 +30,6 @@ from tokenfeed.tools.data_sets.command import Explain, Inspect, Repair, Verify
 from tokenfeed.tools.pretokenizing.options import Options
 from tokenfeed.tools.train_settings import Command
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ROOMS, MORE_ROOMS = ("pipeline/format", "pipeline/remote"), ("pipeline", "tools")
 """Whose source files are the corpus, cut into documents: every run of a page reads all of it, so it
@@ -142,7 +140,7 @@ def write_lines(path: Path, records: list[dict[str, object]]) -> None:
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder of the commands, which start warm."""
     folder = tmp_path_factory.mktemp("commands") / "bin"
-    with warm_commands.serve(folder):
+    with warm.serve_commands(folder):
         yield folder
 
 

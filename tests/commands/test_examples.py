@@ -17,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import warm
-from places import ROOT
 from pyarrow import feather
+from support import ROOT, warm
 
 from tokenfeed import Manifest, Packed, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError

@@ -3,11 +3,14 @@
 import json
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from command import COMMAND, files_of, records_in, texts
+from support.commands import COMMAND, records_in
+from support.corpora import random_texts, texts, write_batches
+from support.data_sets import files_of
 
 from tokenfeed.pipeline.format.manifest import Manifest
 
@@ -75,3 +78,33 @@ def test_a_killed_run_continues_only_with_the_same_standard_input(
         done = feed(data, folder, *options)
         assert done.returncode == 0, done.stderr
     assert files_of(out) == files_of(tmp_path / "undisturbed")
+
+
+CUT_SHORT = """
+import os, sys
+from pathlib import Path
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.pipeline.errors import CorpusError
+
+path = sys.argv[1]
+sources = find_corpus((path,), out=Path(path + ".out"), field="text").sources
+(unit,) = cut_units(sources, 10**9)
+records = read_records(unit.parts[0], {"text": FieldKind.TEXT})
+next(records)
+os.truncate(path, os.path.getsize(path) // 2)
+try:
+    list(records)
+except CorpusError as error:
+    print(error)
+"""
+
+
+def test_an_arrow_file_cut_short_under_the_reader_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    write_batches(tmp_path / "a.arrow", random_texts(), None)
+    command = [sys.executable, "-c", CUT_SHORT, str(tmp_path / "a.arrow")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.returncode
+    assert "a.arrow: changed while the corpus was read" in done.stdout

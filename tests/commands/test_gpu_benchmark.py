@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import warm
-from places import ROOT
-from training import write_labelled
+from support import ROOT, warm
+from support.training import write_labelled
 
 from tokenfeed.trainer.tasks.registry import TASKS
 

@@ -1,30 +1,35 @@
 """One epoch is every token once, in one order, whatever the workers; errors are one line."""
 
+import copy
 import json
+import pickle
+import subprocess
+import sys
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from delivery import (
+from support.delivery import (
     POLICIES,
     MakeDataset,
     Span,
-    eventually,
     flip_bit,
     open_loader,
     realistic_lengths,
     row_tokens,
-    run_script,
     small_batches,
     spans,
     times_delivered,
     tokens_of,
 )
+from support.processes import eventually, run_script
 
-from tokenfeed import Padded, ShardLoader
+from tokenfeed import Mixture, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ShardFormatError
+from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()
@@ -224,3 +229,110 @@ gc.disable()
         folder,
         num_workers,
     )
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_relative_folder_is_found_after_the_working_directory_changed(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, num_workers: int
+) -> None:
+    folders = [make_dataset([9] * 20), make_dataset([9] * 20)]
+    monkeypatch.chdir(folders[0].parent)
+    names = [folder.name for folder in folders]
+    with open_loader(Mixture(dict.fromkeys(names, 0.5)), num_workers=num_workers) as loader:  # type: ignore[arg-type]
+        monkeypatch.chdir("/")
+        assert sum(batch.num_tokens for batch in loader) == 360
+        assert list(loader.stats().epoch_tokens) == names
+
+
+OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
+
+
+ROUNDS = 12
+
+
+@pytest.fixture
+def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
+
+
+def test_a_number_of_workers_that_was_set_stays(
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuner, "suggest", lambda self, num_workers: 1)
+    with open_loader(small_folder, num_workers="auto", **OPTIONS) as loader:
+        next(iter(loader))
+        loader.num_workers = 2
+        for _ in islice(loader, ROUNDS):
+            assert loader.num_workers == 2
+
+
+def copied_by_pickle(anything: Any) -> Any:
+    return pickle.loads(pickle.dumps(anything))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_is_copied_while_it_runs(
+    small_folder: Path, num_workers: int, copied: Any
+) -> None:
+    with open_loader(small_folder, num_workers=num_workers, **OPTIONS) as loader:
+        next(iter(loader))
+        with copied(loader) as other:
+            rest = [spans(batch) for batch in islice(other, ROUNDS)]
+        assert rest == [spans(batch) for batch in islice(loader, ROUNDS)]
+
+
+SCRIPT = """
+import json, sys
+from dataclasses import dataclass
+from tokenfeed import Padded, ShardLoader
+from tokenfeed.pipeline.errors import LoaderError
+
+def local():
+    @dataclass(frozen=True)
+    class Mine(Padded):
+        pass
+    return Mine
+
+@dataclass(frozen=True)
+class Mine(Padded):
+    pass
+
+said = []
+for kind in (Mine, local()):
+    for workers in (0, 1):
+        with_ = ShardLoader(sys.argv[1], batching=kind(64), num_workers=workers)
+        try:
+            said.append(sum(len(batch.rows) for batch in with_))
+        except LoaderError as error:
+            said.append(str(error))
+print(json.dumps(said))
+"""
+
+
+@pytest.fixture
+def tiny_folder(make_dataset: MakeDataset) -> Path:
+    return make_dataset(np.arange(1, 20))
+
+
+def test_a_policy_that_workers_cannot_import_ends_in_one_line_with_a_remedy(
+    tiny_folder: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = subprocess.run(
+        [sys.executable, script, tiny_folder],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert ended.stderr == ""
+    alone, by_worker, local_alone, local_by_worker = json.loads(ended.stdout)
+    assert alone == local_alone == 19
+    for line in (by_worker, local_by_worker):
+        assert line.startswith("loader workers cannot import the policy or store of the loader")
+        assert "Mine" in line
+        assert "\n" not in line
+        assert line.endswith("in a separate module, or read in this process (`num_workers`=0).")

@@ -14,17 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from command import (
-    COMMAND,
-    files_of,
-    kill_at,
-    run,
-    run_json,
-    start,
-    write_ballast,
-    write_long_corpus,
-)
-from slurm import can_run_slurm, slurm
+from support.commands import COMMAND, kill_at, run, run_json, start
+from support.corpora import write_ballast, write_long_corpus
+from support.data_sets import files_of
+from support.installed_servers import can_run_slurm, slurm
 
 SHARDS = ("--shard-size", "30KB", "--validation", "0.1")
 

@@ -6,12 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import named_cuda
 import pytest
 import torch
-from hub_models import save_model
-from places import SUPPORT
-from training import RUNS, make_config, write_every_task
+from support import PROGRAMS, named_cuda
+from support.hub_models import save_model
+from support.training import RUNS, make_config, write_every_task
 
 from tokenfeed.trainer.sensors.gpu_models import GPUS
 from tokenfeed.trainer.sizing.dry_run import Planned
@@ -74,7 +73,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, data: Path) -> dict[str, Seen
     for name in HUB:
         hub = cases[name].pop("hub")
         cases[name]["model"] = f"hf:{save_model(folder / hub, 'CausalLM', hub)}"
-    program = [sys.executable, "-W", "error", str(SUPPORT / "on_named_cuda.py")]
+    program = [sys.executable, "-W", "error", str(PROGRAMS / "on_named_cuda.py")]
     ended = subprocess.run(
         [*program, str(named_cuda.build(folder)), json.dumps(cases)],
         capture_output=True,

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command import files_of, texts
-from fasta import FASTA, write_fasta
+from support.corpora import FASTA, texts, write_fasta
+from support.data_sets import files_of
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cache_reader import digest_of, maker_of
-from data_sets import MakeDataset, WriteDataset
-from delivery import eventually, open_loader, realistic_lengths, small_batches, spans
-from fault_proxy import Fault
-from places import SUPPORT
-from ranged_folder import RangedFolder, cached_files
-from remote_stores import FAST, remote_store
-from training import make_config, run, write_counting
+from support import PROGRAMS
+from support.data_sets import MakeDataset, WriteDataset
+from support.delivery import open_loader, realistic_lengths, small_batches, spans
+from support.object_server import FAST, Fault, remote_store
+from support.processes import eventually
+from support.programs.cache_reader import digest_of, maker_of
+from support.stores import RangedFolder, cached_files
+from support.training import make_config, run, write_counting
 
 from tokenfeed import Fixed, Mixture
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
@@ -65,7 +65,7 @@ class Readers:
         said = [store.folder, store.log, cache, bound, delay_s]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, SUPPORT / "cache_reader.py", *map(str, [*said, seed, epochs])],
+                [sys.executable, PROGRAMS / "cache_reader.py", *map(str, [*said, seed, epochs])],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-import warm
-from command import run, texts
+from support import warm
+from support.commands import run
+from support.corpora import texts
 
 POORER = """
 import datasets, errno, mmap, msgspec, numpy, os, psutil, pyarrow.ipc, safetensors.torch, shutil

@@ -8,7 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from support import ROOT
 
 from tokenfeed.pipeline.format.manifest import FileInfo
 from tokenfeed.pipeline.planning.policies import Padded

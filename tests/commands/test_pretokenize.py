@@ -10,17 +10,10 @@ from unittest import mock
 
 import pyarrow as pa
 import pytest
-from command import (
-    COMMAND,
-    error_of,
-    files_of,
-    run,
-    run_json,
-    texts,
-    write_ballast,
-    write_long_corpus,
-)
 from pyarrow import csv, parquet
+from support.commands import COMMAND, error_of, run, run_json
+from support.corpora import texts, write_ballast, write_long_corpus
+from support.data_sets import files_of
 
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.units import Unit

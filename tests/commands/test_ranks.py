@@ -1,7 +1,6 @@
 """Training on several ranks is training on one: the same rows in every step, the same losses."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -12,16 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-import warm
-from places import SUPPORT
-from training import RUNS, load_weights, read_metrics, write_every_task
+from support import PROGRAMS, warm
+from support.training import RUNS, load_weights, read_metrics, write_every_task
 
 from tokenfeed.trainer.report.run_folder import RunData
 
-PROGRAM = SUPPORT / "ranked_training.py"
-PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+PROGRAM = PROGRAMS / "ranked_training.py"
 SETTINGS: dict[str, Any] = {
-    "model": "training:double_model",
+    "model": "support.training:double_model",
     "sequence_length": 32,
     "micro_batch_tokens": 64,
     "step_tokens": 256,  # four micro-batches: three ranks need fillers
@@ -32,7 +29,7 @@ SETTINGS: dict[str, Any] = {
     "keep": 9,
 }
 ALIKE = ["lm packed", "classify padded", "masked packed"]
-IN_FP32 = {"classify padded": {"model": "training:small_model"}}
+IN_FP32 = {"classify padded": {"model": "support.training:small_model"}}
 LATE_S = 0.1
 KILLS = 100
 KEYS = ("loss", "gradient_norm", "validation_loss", "tokens", "learning_rate")
@@ -78,7 +75,7 @@ def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shares = settings_of("lm packed", shards, folder / "lm packed" / "shares")
     runs += [(2, shares | {"shard_model": True, "late": (1, LATE_S)})]
     changing = settings_of("lm packed", shards, folder / "lm packed" / "changing")
-    changing["model"] = "training:dropping_double_model"
+    changing["model"] = "support.training:dropping_double_model"
     runs += [(1, changing | {"run_dir": folder / "dropping"})]
     runs += [(2, changing | {"ends": ("stop", 1, 1)})]
     runs += [(3, changing | {"resume": True, "ends": ("stop", 2, 2)})]
@@ -169,7 +166,7 @@ SHARDED = {
     "lm packed": (2, {}),
     "classify padded": (4, {}),
     "masked packed": (3, {"recompute": "full", "in_chunks": True}),
-    "tag padded": (2, {"model": "training:frozen_model"}),
+    "tag padded": (2, {"model": "support.training:frozen_model"}),
 }
 
 
@@ -218,10 +215,9 @@ def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path
 @pytest.mark.long
 @pytest.mark.slow
 def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path: Path) -> None:
-    program = [sys.executable, str(SUPPORT / "killed_ranks.py")]
+    program = [sys.executable, str(PROGRAMS / "killed_ranks.py")]
     result = subprocess.run(
         [*program, str(shards / "lm"), str(tmp_path), str(KILLS)],
-        env=os.environ | {"PYTHONPATH": PATHS},
         capture_output=True,
         text=True,
     )
@@ -243,8 +239,12 @@ def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
     folder = hub.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
     cases: dict[str, dict[str, Any]] = {
         "adapters": {"model": f"hf:{folder}", "lora": 4},
-        "compiled": {"compile": True, "micro_batch_tokens": 128, "model": "training:small_model"},
-        "muon": {"optimizer": "muon", "model": "training:small_model"},
+        "compiled": {
+            "compile": True,
+            "micro_batch_tokens": 128,
+            "model": "support.training:small_model",
+        },
+        "muon": {"optimizer": "muon", "model": "support.training:small_model"},
     }
     runs: list[Run] = []
     for name, more in cases.items():

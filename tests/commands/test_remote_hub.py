@@ -12,9 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from command import files_of, texts
-from hub_server import HubServer, hub_server
-from places import SUPPORT
+from support import PROGRAMS
+from support.corpora import texts
+from support.data_sets import files_of
+from support.hub_server import HubServer, hub_server
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.store import open_store
@@ -53,7 +54,7 @@ def started(hub: HubServer, home: Path, *words: object, expect: int = 0) -> str:
 
 def read(hub: HubServer, home: Path, url: str = URL) -> list[str]:
     hub.seen.clear()
-    return started(hub, home, SUPPORT / "remote_program.py", "hub", url).splitlines()
+    return started(hub, home, PROGRAMS / "remote_program.py", "hub", url).splitlines()
 
 
 def test_a_file_of_the_hub_is_downloaded_once_however_busy_the_hub_is(

@@ -9,8 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from command import COMMAND, files_of, run, start, texts, write_ballast
-from remote_stores import Remote, remote_store
+from support.commands import COMMAND, run, start
+from support.corpora import texts, write_ballast
+from support.data_sets import files_of
+from support.object_server import Remote, remote_store
 
 pytest.importorskip("obstore")
 

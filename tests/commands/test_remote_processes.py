@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fault_proxy import Fault
-from places import SUPPORT
-from remote_stores import FAST, Remote, remote_store
-from training import make_config, run, write_labelled
+from support import PROGRAMS
+from support.object_server import FAST, Fault, Remote, remote_store
+from support.training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import own_process as process
@@ -35,7 +34,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
 
 def program(*arguments: str) -> list[str]:
     result = subprocess.run(
-        [sys.executable, SUPPORT / "remote_program.py", *arguments],
+        [sys.executable, PROGRAMS / "remote_program.py", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -82,7 +81,7 @@ def test_a_child_that_dies_is_one_line(remote: Remote, monkeypatch: pytest.Monke
 
 def test_a_child_ends_with_its_parent(remote: Remote) -> None:
     remote.proxy.always = Fault("503")
-    command = [sys.executable, SUPPORT / "remote_program.py", "read", remote.store.name]
+    command = [sys.executable, PROGRAMS / "remote_program.py", "read", remote.store.name]
     with subprocess.Popen(command) as parent:
         while not remote.proxy.seen:
             time.sleep(0.01)

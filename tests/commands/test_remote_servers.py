@@ -8,11 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import servers
-from command import files_of
-from fault_proxy import FAULTS, Fault, FaultProxy, fault_proxy
-from machines import make
-from remote_stores import FAST, keeps_conditions, set_endpoint
+from support import installed_servers as servers
+from support.data_sets import files_of
+from support.object_server import (
+    FAST,
+    FAULTS,
+    Fault,
+    FaultProxy,
+    fault_proxy,
+    keeps_conditions,
+    set_endpoint,
+)
+from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
 from tokenfeed.pipeline.remote import own_process as process

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training import make_config, run, write_every_task
+from support.training import make_config, run, write_every_task
 
 SCRIPT = [sys.executable, "-m", "tokenfeed.tools.report"]
 

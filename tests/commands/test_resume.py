@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
-from delivery import (
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from support.delivery import (
     POLICIES,
     MakeDataset,
     check_elastic_run,
@@ -11,9 +13,8 @@ from delivery import (
     realistic_lengths,
     small_batches,
     spans,
+    state_after,
 )
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.planning.policy import Batching
@@ -66,3 +67,8 @@ def test_a_micro_batch_that_a_window_lacks_is_refused(folder: Path, num_workers:
     loader.load_state_dict(loader.state_dict() | {"micro_batch": 10**6})
     with loader, pytest.raises(ResumeError, match="window 0 has no micro-batch 1000000"):
         list(loader)
+
+
+def test_runs_that_delivered_the_same_have_no_difference(folder: Path) -> None:
+    state = state_after(folder, 30)
+    assert open_loader(folder).compare(state, state_after(folder, 30, num_workers=1)) is None

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from command import call, files_of, run
-from object_server import ObjectServer, StoredObject, object_server
+from support.commands import call, run
+from support.data_sets import files_of
+from support.object_server import ObjectServer, StoredObject, object_server
 
 from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools import report, shards, train

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import files_of
-from fault_proxy import fault_proxy
-from object_server import StoredObject, object_server
+from support.data_sets import files_of
+from support.object_server import StoredObject, fault_proxy, object_server
 
 from tokenfeed.pipeline.format.manifest import Manifest
 

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import warm
-from places import SUPPORT
-from training import write_labelled
+from support import PROGRAMS, warm
+from support.training import write_labelled
 
-PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 SECONDS, STEPS = 0.2, 20
 
 
 def python(*words: object) -> str:
-    ended = warm.run(words, env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"})
+    ended = warm.run(words, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -42,7 +40,7 @@ def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_pa
     shards = write_labelled(tmp_path / "lm", "lm", count=150)
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run_dir = tmp_path / "run"
-    python(*launcher, SUPPORT / "late_rank.py", shards, run_dir, 1, SECONDS, STEPS)
+    python(*launcher, PROGRAMS / "late_rank.py", shards, run_dir, 1, SECONDS, STEPS)
     slept = statistics.mean(json.loads((run_dir / "slept.json").read_text()))
     assert_late(json.loads((run_dir / "report.json").read_text())["stall"], slept, late=1)
     told = python("-m", "tokenfeed.tools.report", run_dir)
@@ -53,7 +51,7 @@ def test_of_two_ranks_under_torchrun_the_one_whose_loader_sleeps_is_named(tmp_pa
 
 @pytest.mark.slow
 def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: Path) -> None:
-    *told, found = python(SUPPORT / "foreign_ranks.py", 0.1, 15, tmp_path).splitlines()
+    *told, found = python(PROGRAMS / "foreign_ranks.py", 0.1, 15, tmp_path).splitlines()
     seen = json.loads(found)
     assert_late(seen["stall"], seen["slept"], late=1)
     assert any("rank 1 keeps the others waiting: data" in line for line in told)
@@ -63,7 +61,7 @@ def test_a_loop_that_is_not_ours_gathers_what_its_ranks_have_measured(tmp_path: 
 def test_steps_waiting_for_a_late_rank_is_communication(tmp_path: Path) -> None:
     """What keeps the first rank waiting is the sum of targets inside `next`, not its loader."""
     shards = write_labelled(tmp_path / "lm", "lm", count=150)
-    found = python(SUPPORT / "event_ranks.py", shards, tmp_path, 0.03).splitlines()[-1]
+    found = python(PROGRAMS / "event_ranks.py", shards, tmp_path, 0.03).splitlines()[-1]
     stall = json.loads(found)
     assert [each["rank"] for each in stall["ranks"]] == [0, 1]
     quick = stall["ranks"][0]

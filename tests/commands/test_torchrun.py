@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from places import SUPPORT
-from training import load_weights, read_metrics, write_labelled
+from support.training import load_weights, read_metrics, write_labelled
 
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 
 pytestmark = pytest.mark.slow
 
 STEPS = 120
-PATHS = os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def train(shards: Path, run_dir: Path, *more: str) -> list[str]:
     settings = {
         "--shards": shards,
         "--run-dir": run_dir,
-        "--model": "training:double_model",
+        "--model": "support.training:double_model",
         "--steps": STEPS,
         "--sequence-length": 32,
         "--micro-batch-tokens": 64,
@@ -61,7 +59,7 @@ def torchrun(ranks: int, *options: str) -> list[str]:
 def started(words: list[str]) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, *words],
-        env=os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )

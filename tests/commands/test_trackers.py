@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import run, texts
+from support.commands import run
+from support.corpora import texts
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import warm
-import warm_commands
-from delivery import eventually, is_alive
+from support import warm
+from support.processes import eventually, is_alive
 
 THREADS, PROCESSES = 6, 60
 SLEEPS = "import os, time; print(os.getpid(), flush=True); time.sleep(30)"
@@ -39,7 +38,7 @@ started = partial(subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.DE
 
 @pytest.fixture
 def program(tmp_path: Path) -> Iterator[Path]:
-    with warm_commands.serve(tmp_path / "bin"):
+    with warm.serve_commands(tmp_path / "bin"):
         yield tmp_path / "bin" / "shards"
 
 
@@ -67,7 +66,7 @@ def test_a_command_whose_program_is_ended_ends(
 
 def test_the_server_ends_with_a_command_still_at_work(code: list[str], tmp_path: Path) -> None:
     code.append(SLEEPS)
-    with warm_commands.serve(tmp_path / "bin"):
+    with warm.serve_commands(tmp_path / "bin"):
         caller = started([tmp_path / "bin" / "shards"])
         pid = pid_said(caller.stdout)
     assert not is_alive(pid)

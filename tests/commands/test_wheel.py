@@ -18,7 +18,7 @@ from shutil import copy2, copytree, ignore_patterns
 
 import pytest
 from packaging.requirements import Requirement
-from places import ROOT
+from support import ROOT
 
 LAYERS = ["pipeline", "trainer", "integrations", "tools"]
 BUILT_FROM = ["pyproject.toml", "README.md", "LICENSE", "src", *LAYERS]

@@ -1,8 +1,10 @@
 """Workers: their death is an error at once, and nothing of them outlives the training process."""
 
 import gc
+import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,30 +12,27 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import warm
-from delivery import (
-    POLICIES,
-    PREAMBLE,
-    MakeDataset,
+from support import warm
+from support.delivery import POLICIES, PREAMBLE, MakeDataset, open_loader, realistic_lengths, spans
+from support.processes import (
     children_of,
     eventually,
     is_alive,
     memfds,
     open_files,
-    open_loader,
     opened_since,
-    realistic_lengths,
     resident,
     run_script,
-    spans,
     workers_of,
 )
 
 from tokenfeed import Manifest, Padded, ShardLoader
 from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.feeding import window_source, worker
 from tokenfeed.pipeline.feeding import worker_process as process
 
 
@@ -293,3 +292,147 @@ def test_memory_is_flat_over_epochs(make_dataset: MakeDataset) -> None:
                 break
     for early, late in zip(held[5], held[30], strict=True):
         assert late < early + 20 * megabyte
+
+
+def start_with_preamble(script: str, folder: Path) -> warm.Popen:
+    """A script in a session of its own, when it has said that it is ready."""
+    pipe, words = subprocess.PIPE, ["-c", PREAMBLE + script, folder]
+    process = warm.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.filterwarnings("ignore:subprocess:ResourceWarning")
+def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process in the kernel's hands is: the kill works when its disk answers."""
+    monkeypatch.setattr(window_source, "END_S", 0.1, raising=False)
+    before = open_files()
+    with open_loader(folder, num_workers=1, epochs=None, timeout=60) as loader:
+        next(iter(loader))
+        [pid] = workers_of()
+        loader._delivery._feed._pool._timeout = 0.1  # type: ignore[union-attr]
+        with monkeypatch.context() as patch:
+            patch.setattr(subprocess.Popen, "kill", lambda process: None)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(LoaderError, match=rf"\(process {pid}\).* did not answer within"):
+                list(loader)
+        assert is_alive(pid)
+        assert opened_since(before) == []
+        os.kill(pid, signal.SIGCONT)
+        assert eventually(lambda: not is_alive(pid)), "its socket is closed"
+
+
+ASKING = [
+    *("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM"),
+    *("SIGPROF", "SIGXCPU", "SIGXFSZ", "SIGIO", "SIGPWR", "SIGSTKFLT", "SIGRTMIN", "SIGRTMAX"),
+    *("SIGTSTP", "SIGTTIN", "SIGTTOU", "SIGPIPE"),
+]
+HANDLE = """
+for name in NAMES:
+    signal.signal(getattr(signal, name), lambda *_: None)
+tokens = 0
+for step, batch in enumerate(open_loader(num_workers=2, epochs=3)):
+    tokens += batch.num_tokens
+    if step == 40:  # both workers made windows by now
+        print("ready", flush=True)
+        sys.stdin.readline()
+print(tokens)
+"""
+
+
+def test_no_signal_to_the_process_group_ends_a_worker_if_the_parent_handles_it(
+    folder: Path,
+) -> None:
+    with start_with_preamble(HANDLE.replace("NAMES", repr(ASKING)), folder) as process:
+        for name in ASKING:
+            os.killpg(process.pid, getattr(signal, name))
+        rest, errors = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, errors) == (0, "")
+    assert int(rest) == 3 * realistic_lengths().sum()
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (signal.SIGKILL, "killed by signal 9, Killed). Often the machine ran out of memory"),
+        (signal.SIGSEGV, "killed by signal 11, Segmentation fault). With PYTHONFAULTHANDLER=1"),
+    ],
+)
+def test_what_to_do_about_a_dead_worker_depends_on_the_signal(
+    folder: Path, number: int, remedy: str
+) -> None:
+    with open_loader(folder, num_workers=1, epochs=None) as loader:
+        next(iter(loader))
+        [worker] = workers_of()
+        os.kill(worker, number)
+        with pytest.raises(LoaderError) as caught:
+            list(loader)
+    assert remedy in str(caught.value)
+
+
+FORKED_ORPHAN = """
+loader = open_loader(num_workers=2, epochs=None)
+next(iter(loader))
+if os.fork() == 0:
+    signal.pause()  # as a DataLoader's worker: it has a copy of every socket
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_no_worker_outlives_a_killed_parent_though_a_fork_of_it_lives(folder: Path) -> None:
+    with start_with_preamble(FORKED_ORPHAN, folder) as process:
+        workers = workers_of(process.pid)
+        assert len(workers) == 2
+        process.kill()
+        process.wait()
+        try:
+            assert eventually(lambda: not any(is_alive(pid) for pid in workers))
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_hung_worker_in_the_middle_of_an_answer_cannot_be(folder: Path) -> None:
+    """An answer is one packet: there is no half of one to wait for."""
+    with open_loader(folder, num_workers=1) as loader:
+        next(iter(loader))
+        [worker] = loader._delivery._feed._pool._workers  # type: ignore[union-attr]
+        assert worker.socket.type == socket.SOCK_SEQPACKET
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+class _Busy:
+    """A maker that works a while, and says how long the processor took for it."""
+
+    def make(self, position: object) -> SimpleNamespace:
+        started, clock = time.process_time(), time.perf_counter()
+        while time.process_time() - started < 0.2:
+            pass
+        self.cpu_s, self.wall_s = time.process_time() - started, time.perf_counter() - clock
+        return SimpleNamespace(num_bytes=1, write=lambda memory: None)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no count")
+def test_waiting_for_a_core_is_no_work_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    maker, slot = _Busy(), SimpleNamespace(at_least=lambda size: None, size=0)
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(before)})
+        other = multiprocessing.get_context("fork").Process(target=spin)
+        other.start()
+        request, counter = worker.Request(None, 0), SimpleNamespace(new=lambda: None)
+        made = worker._serve(maker, request, slot, counter)  # type: ignore[arg-type]
+    finally:
+        os.sched_setaffinity(0, before)
+        os.kill(other.pid or 0, signal.SIGKILL)
+        other.join()
+    assert isinstance(made, worker.Reply)
+    assert maker.wall_s > 1.3 * maker.cpu_s, "the other process took no time of this core"
+    assert made.seconds < 1.2 * maker.cpu_s

@@ -1,15 +1,40 @@
 """What tests of corpora share: reading one in process, records and rejects by their numbers."""
 
+import base64
+import json
+import os
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as pe
+
+from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, FilePart, InputFile
 from tokenfeed.tools.corpus.read_records import read_records
-from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.records import FieldKind, Fields, Records, records_of
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
 
-__all__ = ["Found", "read", "read_bytes"]
+__all__ = [
+    "FASTA",
+    "GROUP",
+    "ROWS",
+    "WORDS",
+    "Found",
+    "random_texts",
+    "read",
+    "read_bytes",
+    "texts",
+    "write_ballast",
+    "write_batches",
+    "write_encrypted",
+    "write_fasta",
+    "write_long_corpus",
+]
 
 Found = tuple[dict[int, Any], dict[int, str]]
 
@@ -38,3 +63,109 @@ def read(
 def read_bytes(path: Path, data: bytes) -> Found:
     path.write_bytes(data)
     return read(path)
+
+
+WORDS = [
+    "the",
+    "of",
+    "tokens",
+    "shard",
+    "window",
+    "step",
+    "stall",
+    "feed",
+    "déjà",
+    "漢字",
+    "🎉",
+    "def",
+    "return",
+]
+
+
+def texts(num_documents: int, seed: int = 0) -> list[str]:
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(WORDS, k=draw.randint(1, 400))) for _ in range(num_documents)]
+
+
+def write_ballast(folder: Path) -> None:
+    """Make a corpus large enough for worker processes: one record more, without text."""
+    record = {"text": "", "unused": "x" * 2_000_000}
+    (folder / "zz-ballast.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def write_long_corpus(folder: Path, num_lines: int = 3000) -> None:
+    """Work for some ten seconds, cut into many units."""
+    line = json.dumps({"text": "tokens of the stall " * 500}) + "\n"
+    (folder / "long.jsonl").write_text(line * num_lines)
+
+
+ROWS, GROUP = 30_000, 10_000
+
+
+def random_texts(count: int = ROWS) -> list[str]:
+    """Texts that hardly compress; each begins with its number."""
+    return [f"{number:06} {os.urandom(20).hex()}" for number in range(count)]
+
+
+def write_batches(path: Path, rows: list[str], compression: str | None) -> list[int]:
+    """Where the record batches begin, each of `GROUP` rows."""
+    table = pa.table({"text": rows})
+    with open(path, "wb") as file:
+        starts = []
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with pa.ipc.new_file(file, table.schema, options=options) as writer:
+            for batch in table.to_batches(max_chunksize=GROUP):
+                starts.append(file.tell())
+                writer.write_batch(batch)
+    return starts
+
+
+class _Keys(pe.KmsClient):
+    """Wraps a key by writing it differently."""
+
+    def __init__(self, _: pe.KmsConnectionConfig) -> None:
+        super().__init__()
+
+    def wrap_key(self, key_bytes: bytes, _: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+
+def write_encrypted(path: Path, table: pa.Table, column: str) -> None:
+    """Write Parquet of which one column is encrypted, and the footer is not."""
+    connection = pe.KmsConnectionConfig(custom_kms_conf={"key": "0123456789012345"})
+    settings = pe.EncryptionConfiguration(
+        "key", column_keys={"key": [column]}, plaintext_footer=True
+    )
+    factory = pe.CryptoFactory(_Keys)
+    properties = factory.file_encryption_properties(connection, settings)
+    pq.write_table(table, path, encryption_properties=properties)
+
+
+def _read(part: FilePart, fields: Fields) -> Iterator[Records]:
+    sequences = b"".join(part.blocks()).split(b">")[1:]
+    rows = (dict(zip(("title", "text"), one.split(b"\n", 1), strict=True)) for one in sequences)
+    yield records_of(enumerate(rows, part.first_record), fields, part.weight_bytes)
+
+
+def _cut(source: InputFile, shard_bytes: int) -> Iterator[FilePart]:
+    """A part is one sequence after the other, until they fill a shard."""
+    content = Path(source.path).read_bytes()
+    start = 0
+    while start < len(content):
+        stop = content.find(b">", start + shard_bytes) % (len(content) + 1)
+        first, weight_bytes = content[:start].count(b">"), stop - start
+        yield FilePart(
+            source=source, start=start, stop=stop, first_record=first, weight_bytes=weight_bytes
+        )
+        start = stop
+
+
+def _begins(start: bytes, field: str) -> bool:
+    return start.startswith(b">") and field in ("title", "text")
+
+
+FASTA = Format(name="fasta", endings=(".fasta", ".fa"), read=_read, cut=_cut, begins=_begins)
+
+
+def write_fasta(path: Path, texts: list[str]) -> None:
+    path.write_text("".join(f">{number}\n{text}" for number, text in enumerate(texts)))

@@ -4,14 +4,18 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from support.commands import run
 from tokenfeed.pipeline.format.manifest import (
     FileInfo,
     Manifest,
     RecordCounts,
+    ShardInfo,
     SplitInfo,
     TokenizerInfo,
     length_histogram,
@@ -28,14 +32,19 @@ from tokenfeed.pipeline.planning.policy import Batching
 from tokenfeed.pipeline.windows.reader import Window, WindowReader
 
 __all__ = [
+    "DOCUMENTS",
     "VOCABULARY_SIZE",
     "MakeDataset",
     "MemoryReader",
     "Span",
     "WriteDataset",
+    "files_of",
+    "make_documents",
     "plan_in_memory",
     "random_rows",
+    "rows_of",
     "rows_of_ids",
+    "source_of",
     "spans_of",
     "write_rows",
     "write_split",
@@ -230,3 +239,66 @@ def spans_of(plan: WindowPlan) -> list[list[list[list[Span]]]]:
     ):
         spans = [spans[start:stop] for start, stop in pairwise(level.tolist())]
     return spans
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+DOCUMENTS = [f"document {index}: déjà vu 漢字 🎉\n" * (index + 1) for index in range(120)]
+
+
+def make_documents(folder: Path) -> Path:
+    """A data set of `DOCUMENTS` in several shards, both splits, with one reject."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        special_tokens=["<|endoftext|>"],
+        vocab_size=300,
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(DOCUMENTS[:3], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    (folder / "in.jsonl").write_text(lines + "{\n")
+    options = ("--tokenizer", folder, "--shard-size", "40KB", "--validation", 0.2)
+    run(folder / "in.jsonl", folder / "out", *options)
+    return folder / "out"
+
+
+BATCH_TOKENS = 65_536
+TOKENS = 120_000_000
+
+
+def rows_of(mean: float, spread: float) -> np.ndarray:
+    middle = np.log(mean) - spread**2 / 2
+    count = int(TOKENS / mean)
+    lengths = np.random.default_rng(0).lognormal(middle, spread, count)
+    return np.clip(lengths, 1, 16_384).astype(np.int64)
+
+
+def source_of(lengths: np.ndarray) -> Any:
+    batches = int(lengths.sum()) // BATCH_TOKENS
+    shard = ShardInfo(
+        file="train/00000.arrow",
+        bytes=1,
+        xxh3="0" * 16,
+        rows=len(lengths),
+        tokens=int(lengths.sum()),
+        batches=batches,
+        longest_row=int(lengths.max()),
+    )
+    split = SplitInfo(shards=(shard,), length_histogram=tuple(length_histogram(lengths).tolist()))
+    return SimpleNamespace(
+        name="memory",
+        split=split,
+        rows=split.rows,
+        tokens=split.tokens,
+        batches=batches,
+    )

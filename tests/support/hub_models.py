@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from data_sets import random_rows, write_rows
 from tokenizers import Tokenizer, models
 
+from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.head import Head, HeadKind

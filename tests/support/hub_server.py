@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from object_server import Handler, serving
+from support.object_server import Handler, serving
 
 __all__ = ["HubServer", "hub_server"]
 

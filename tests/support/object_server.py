@@ -5,22 +5,53 @@ signature. Told so, it takes conditional requests as if they had none, as some s
 """
 
 import hashlib
+import http.client
 import itertools
+import json
+import os
 import re
+import secrets
+import socket
+import struct
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-_METADATA = re.compile(r"x-(?:amz|goog)-meta-(.*)")
+import pytest
 
-__all__ = ["ObjectServer", "StoredObject", "object_server", "serving"]
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.retrying import Timing
+
+__all__ = [
+    "DATA",
+    "FAST",
+    "FAULTS",
+    "Fault",
+    "FaultProxy",
+    "Kind",
+    "ObjectServer",
+    "Remote",
+    "StoredObject",
+    "fault_proxy",
+    "keeps_conditions",
+    "object_server",
+    "remote_store",
+    "serving",
+    "set_endpoint",
+    "set_google",
+]
+
+_METADATA = re.compile(r"x-(?:amz|goog)-meta-(.*)")
 
 
 @dataclass(frozen=True)
@@ -220,3 +251,193 @@ def object_server() -> Iterator[ObjectServer]:
     state = ObjectServer()
     with serving(_Objects, server_state=state) as state.port:
         yield state
+
+
+Kind = Literal[
+    "500",
+    "503",
+    "429",
+    "403",
+    "404",
+    "400",
+    "reset",
+    "reset body",
+    "short",
+    "flip",
+    "stall",
+    "slow",
+    "lost",
+]
+FAULTS: tuple[Kind, ...] = (
+    *("500", "503", "429", "reset", "reset body", "short", "stall", "slow", "lost"),
+)
+"""Those that pass: a client that asks again gets an answer, and the right one."""
+
+
+class Fault(NamedTuple):
+    kind: Kind
+    after: int = 10
+    """Bytes of the body that arrive, or the one that is flipped."""
+    seconds: float = 0.5
+    """How long it stalls, or is slow."""
+    says: str = ""
+    """The body of an error."""
+
+
+@dataclass
+class FaultProxy:
+    upstream: int
+    port: int = 0
+    schedule: deque[Fault | None] = field(default_factory=deque)
+    """What happens to the next requests; those after the last pass."""
+    always: Fault | None = None
+    """What happens to all others."""
+    match: str = ""
+    """Only what has this in its method and path is met by faults."""
+    server: str = ""
+    """What stands behind, for tests that must know."""
+    seen: list[str] = field(default_factory=list)
+    """`GET /bucket/name` of each request."""
+
+    signed: list[str] = field(default_factory=list)
+    """The signature of each, or nothing."""
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def fault_of(self, line: str) -> Fault | None:
+        self.seen.append(line)
+        if self.match not in line:
+            return None
+        return self.schedule.popleft() if self.schedule else self.always
+
+
+class _Proxy(Handler):
+    state: FaultProxy
+
+    def _serve(self) -> None:
+        body = self.body()
+        self.state.signed.append(self.headers.get("Authorization", ""))
+        fault = self.state.fault_of(f"{self.command} {self.path}")
+        kind = fault.kind if fault else ""
+        if kind == "reset":
+            return self._reset()
+        if fault and kind.isdigit():
+            return self.answer(int(kind), {"Content-Type": "text/plain"}, fault.says.encode())
+        if fault and kind == "slow":
+            time.sleep(fault.seconds)
+        status, headers, content = self._ask(body)
+        if kind == "lost":
+            return self._reset()
+        head = self.head_of(status, headers)
+        if fault and content and kind in ("reset body", "short", "stall"):
+            self.wfile.write(head + content[: min(fault.after, len(content) - 1)])
+            if kind == "stall":
+                time.sleep(fault.seconds)
+            self.close_connection = True
+            return self._reset() if kind == "reset body" else None
+        if fault and content and kind == "flip":
+            place = fault.after % len(content)
+            content = content[:place] + bytes([content[place] ^ 16]) + content[place + 1 :]
+        self.wfile.write(head + content)
+        return None
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve
+
+    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        upstream = http.client.HTTPConnection("127.0.0.1", self.state.upstream)
+        upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            upstream.putheader(name, value)
+        upstream.endheaders(body or None)
+        reply = upstream.getresponse()
+        content = reply.read()
+        headers = {k: v for k, v in reply.getheaders() if k.lower() != "transfer-encoding"}
+        upstream.close()
+        if "Content-Length" not in reply.headers:
+            headers["Content-Length"] = str(len(content))
+        return reply.status, headers, content
+
+    def _reset(self) -> None:
+        """End the connection as a crash does."""
+        self.close_connection = True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        os.close(self.connection.detach())
+
+
+@contextmanager
+def fault_proxy(upstream: int) -> Iterator[FaultProxy]:
+    """A proxy before the server at a port of this machine."""
+    state = FaultProxy(upstream)
+    with serving(_Proxy, state=state) as state.port:
+        yield state
+
+
+DATA = bytes(range(256)) * 40
+FAST = Timing(
+    give_up_s=20.0,
+    warn_after_s=1.0,
+    warn_every_s=1.0,
+    first_wait_s=0.001,
+    longest_wait_s=0.01,
+    connect_s=1.0,
+    read_s=3.0,
+    request_s=10.0,
+)
+"""Nothing is waited for; a machine that is busy has time to answer."""
+_buckets = itertools.count()
+
+
+class Remote:
+    """An S3 bucket that is empty, as a client sees it and as it is; `prefix` is its bucket and
+    folder, as the server names objects."""
+
+    def __init__(
+        self, store: ObjectStore, server: ObjectServer, proxy: FaultProxy, prefix: str
+    ) -> None:
+        self.store, self.server, self.proxy, self.prefix = store, server, proxy, prefix
+
+    def content(self, name: str) -> bytes:
+        return self.server.objects[f"{self.prefix}/{name}"].data
+
+    def put(self, name: str, data: bytes) -> None:
+        self.server.objects[f"{self.prefix}/{name}"] = StoredObject(data)
+
+
+def set_endpoint(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """S3 is a server of this machine."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "a secret")
+
+
+def set_google(monkeypatch: pytest.MonkeyPatch, folder: Path, remote: Remote) -> None:
+    """Google is the server of a bucket, by an account that a file in `folder` names."""
+    account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
+    said = account | {"gcs_base_url": remote.proxy.url, "disable_oauth": True}
+    (folder / "account.json").write_text(json.dumps(said))
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(folder / "account.json"))
+
+
+@contextmanager
+def remote_store(monkeypatch: pytest.MonkeyPatch, timing: Timing = FAST) -> Iterator[Remote]:
+    """A bucket of its own: a process keeps the client of a store, and with it the server."""
+    with object_server() as server, fault_proxy(server.port) as proxy:
+        set_endpoint(monkeypatch, proxy.port)
+        prefix = f"bucket{next(_buckets)}/data"
+        address = ObjectStore.from_url(f"s3://{prefix}").address
+        yield Remote(ObjectStore(address, timing), server, proxy, prefix)
+
+
+def keeps_conditions(store: ObjectStore) -> bool:
+    """Whether a store refuses a second `create`, and a `replace` of an object that has changed."""
+    name = f".tokenfeed-probe-{secrets.token_hex(8)}"
+    try:
+        if not store.create(name, b"first") or store.create(name, b"second"):
+            return False
+        before = store.head(name).etag
+        store.write(name, b"third")
+        return not store.replace(name, b"fourth", before)
+    finally:
+        store.delete(name)

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from simulated_device import SimulatedDevice
-
+from support.stall_device import SimulatedDevice
 from tokenfeed.trainer.stall import StallMeter, StallReport
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.watchers import AllocatorWatch

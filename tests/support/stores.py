@@ -1,15 +1,35 @@
 """A store of another kind than a folder, and how it is registered."""
 
+import contextlib
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import pyarrow as pa
 import pytest
-from command import files_of
 
+from support.data_sets import files_of
+from tokenfeed.pipeline.errors import RemoteError
 from tokenfeed.pipeline.format import store
+from tokenfeed.pipeline.format.store import STORES
+from tokenfeed.pipeline.remote.object_file import VersionedBytes
+from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = ["MemoryStore", "keep_in_memory"]
+__all__ = [
+    "URL",
+    "FaultyStore",
+    "MemoryStore",
+    "RangedFolder",
+    "cached_files",
+    "faulty_store",
+    "keep_in_memory",
+]
 
 
 @dataclass(frozen=True)
@@ -39,3 +59,163 @@ def keep_in_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> dict[str, b
     files = files_of(folder)
     monkeypatch.setitem(store.STORES, "memory", lambda path: MemoryStore(path, files))
     return files
+
+
+URL = "faulty://bucket/run"
+
+
+class FaultyStore:
+    """A `Place`. Before each operation, and after a write, it calls `before`, which may raise."""
+
+    store: ClassVar[dict[str, bytes]] = {}
+    """Content of each object by its whole path."""
+    before: ClassVar[Callable[[str, str], None]] = staticmethod(lambda operation, path: None)
+    kept_share: ClassVar[float] = 1.0
+    """Less than 1: writes lose their ends without an error."""
+    is_writable = True
+
+    def __init__(self, url: str) -> None:
+        self.name = url
+
+    def path(self, name: str) -> str:
+        return f"{self.name}/{name}"
+
+    def absolute(self) -> Self:
+        return self
+
+    def prepare(self) -> list[Path]:
+        return []
+
+    def size(self, name: str) -> int:
+        return len(self._find(name))
+
+    def exists(self, name: str) -> bool:
+        return self.path(name) in self.store
+
+    def written_at(self, name: str) -> int | None:
+        return None
+
+    def has(self, info: Any, written_at: int | None = None) -> bool:
+        raise NotImplementedError
+
+    def names(self, folder: str = "") -> set[str]:
+        self._ask("find", folder)
+        below = self.path(f"{folder}/" if folder else "")
+        return {
+            path.removeprefix(below).partition("/")[0]
+            for path in self.store
+            if path.startswith(below)
+        }
+
+    def read(self, name: str) -> bytes:
+        self._ask("cat", name)
+        return self._find(name)
+
+    def open(self, name: str, size: int) -> pa.NativeFile:
+        self._ask("get", name)
+        return pa.BufferReader(self._find(name))
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        operation = "pipe" if isinstance(data, bytes) else "put"
+        content = data if isinstance(data, bytes) else data.read_bytes()
+        self._ask(operation, name)
+        self.store[self.path(name)] = content[: round(len(content) * self.kept_share)]
+        self._ask(f"{operation} answer", name)
+
+    def create(self, name: str, data: bytes) -> bool:
+        raise NotImplementedError
+
+    def delete(self, *names: str) -> None:
+        for name in names:
+            self._ask("rm", name)
+            self.store.pop(self.path(name), None)
+
+    def prune(self, *folders: str) -> None:
+        pass
+
+    def room(self) -> contextlib.AbstractContextManager[Path]:
+        raise NotImplementedError
+
+    def _find(self, name: str) -> bytes:
+        try:
+            return self.store[self.path(name)]
+        except KeyError:
+            raise FileNotFoundError(self.path(name)) from None
+
+    def _ask(self, operation: str, name: str) -> None:
+        type(self).before(operation, self.path(name))
+
+
+@contextmanager
+def faulty_store() -> Iterator[type[FaultyStore]]:
+    """The store, empty and without faults."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STORES, "faulty", FaultyStore)
+        FaultyStore.store.clear()
+        yield FaultyStore
+        for thread in threading.enumerate():
+            if thread.name == "upload":  # it would write into the store of the next test
+                thread.join(60)
+    FaultyStore.before = staticmethod(lambda operation, path: None)
+    FaultyStore.kept_share = 1.0
+
+
+@dataclass(frozen=True)
+class RangedFolder:
+    """Goes to other processes; all of them note their requests in one file. A file `broken` in the
+    folder makes every request fail."""
+
+    folder: Path
+    log: Path
+    """A line a request: the file, first byte and length."""
+    delay_s: float = 0.0
+    mine: list[str] = field(default_factory=list, compare=False)
+    """The lines of this object."""
+
+    @property
+    def name(self) -> str:
+        return f"ranged://{self.folder.name}"
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(requests=len(self.mine), bytes=sum(int(m.split()[2]) for m in self.mine))
+
+    def path(self, name: str) -> str:
+        return f"{self.name}/{name}"
+
+    def size(self, name: str) -> int:
+        return (self.folder / name).stat().st_size
+
+    def open(self, name: str, size: int) -> pa.NativeFile:
+        return pa.BufferReader(self.read(name))
+
+    def read(self, name: str) -> bytes:
+        return (self.folder / name).read_bytes()
+
+    def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
+        if (self.folder / "broken").exists():
+            raise RemoteError(errno.ETIMEDOUT, "broken for a test", self.path(name))
+        self._note(f"{name} {start} {length}\n")
+        with open(self.folder / name, "rb") as file:
+            file.seek(start)
+            return VersionedBytes(file.read(length), "")
+
+    def read_tail(self, name: str, length: int) -> VersionedBytes:
+        return self.read_range(name, max(0, self.size(name) - length), length)
+
+    def requests(self) -> list[str]:
+        """Those of all processes so far."""
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def _note(self, line: str) -> None:
+        self.mine.append(line)
+        descriptor = os.open(self.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(descriptor, line.encode())
+        os.close(descriptor)
+        time.sleep(self.delay_s)
+
+
+def cached_files(folder: Path, *, footers: bool = False) -> list[Path]:
+    """The files of a cache that hold record batches, or footers."""
+    found = [path for path in folder.glob("v1/*/*/*") if "." not in path.name]
+    return [path for path in found if (path.parent.name == "ends") == footers]

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_sets import random_rows, write_rows
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from support.data_sets import random_rows, write_rows
 from tokenfeed.pipeline.format.schema import Task, task_columns
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -204,7 +204,7 @@ def make_config(
     shards: Path | str | dict[str, float], run_dir: Path, **changes: Any
 ) -> TrainConfig:
     settings: dict[str, Any] = {
-        "model": "training:small_model",
+        "model": "support.training:small_model",
         "steps": 8,
         "sequence_length": 32,
         "micro_batch_tokens": 128,

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from places import ROOT
+from support import ROOT
 
 import tokenfeed
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import ROOT
 
-ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 PAGES = ("docs", "examples", "CONTRIBUTING.md")
 """Markdown to check: files and folders. Not yet: README.md, CHANGELOG.md, and `NOT_CHECKED`."""
 NOT_CHECKED = ("docs/decisions", "docs/benchmarks.md", "docs/mixing.md")

@@ -6,10 +6,10 @@ kill can change an id. Texts of ASCII, and texts without a byte that begins one 
 cost nearly nothing.
 
 The characters below are those that the fast engine (Unicode 17) and the reference (Unicode 16)
-classify differently: to the reference, newer characters are unassigned. `python
-tests/support/character_probe.py` found them: it encodes every character in every neighbourhood that
-a regex of the table of shapes tells apart, by gigatoken 0.10 and by `tokenizers` 0.21 to 0.23;
-tests repeat this with the installed versions.
+classify differently: to the reference, newer characters are unassigned.
+`tests/support/programs/character_probe.py` found them: it encodes every character in every
+neighbourhood that a regex of the table of shapes tells apart, by gigatoken 0.10 and by `tokenizers`
+0.21 to 0.23; tests repeat this with the installed versions.
 """
 
 import re

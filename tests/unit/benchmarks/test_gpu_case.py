@@ -6,7 +6,7 @@ from pathlib import Path
 import gpu_case
 import pytest
 import torch
-from training import follow_brackets, write_labelled
+from support.training import follow_brackets, write_labelled
 
 
 @pytest.fixture

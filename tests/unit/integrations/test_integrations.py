@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from delivery import MakeDataset, open_loader
+from support.delivery import MakeDataset, open_loader
 from torch.utils.data import DataLoader
 
 from tokenfeed import Fixed, Padded, ShardLoader

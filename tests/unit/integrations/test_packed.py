@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hub_models import config_of, write_shards
+from support.hub_models import config_of, write_shards
 from transformers import modeling_flash_attention_utils as flash_attention
 
 from tokenfeed import Batch, Packed, Padded, ShardLoader

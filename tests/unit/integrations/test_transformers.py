@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hub_models import config_of, write_shards
+from support.hub_models import config_of, write_shards
 
 from tokenfeed import Packed, Padded, ShardLoader
 from tokenfeed.integrations.transformers import ShardTrainer, ShardTrainerMixin, StallCallback

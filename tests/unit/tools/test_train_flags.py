@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from command import call
-from training import write_labelled
+from support.commands import call
+from support.training import write_labelled
 
 from tokenfeed.tools import train as command
 from tokenfeed.tools.train_settings import Command
@@ -24,7 +24,7 @@ from tokenfeed.trainer.optim.gradients import StepGradients
 from tokenfeed.trainer.optim.precision import Precision
 
 SETTINGS: dict[str, Any] = {
-    "model": "training:small_model",
+    "model": "support.training:small_model",
     "steps": 4,
     "sequence_length": 32,
     "micro_batch_tokens": 128,
@@ -36,24 +36,24 @@ SETTINGS: dict[str, Any] = {
     "device": "cpu",
 }
 PROVED_ELSEWHERE = {
-    "from_scratch": "test_hub.py",
+    "from_scratch": "test_hf_model.py",
     "cache_dir": "test_node_cache.py",  # of shards in a store
     "cache_bytes": "test_node_cache.py",
-    "lora": "test_hub_runs.py",
-    "lora_target": "test_hub_runs.py",
-    "trainable": "test_trainable.py",
+    "lora": "test_hf_runs.py",
+    "lora_target": "test_hf_runs.py",
+    "trainable": "test_weights.py",
     "phases": "test_phases.py",  # of a file
     "init_from": "test_export.py",
     "compile": "test_compile.py",
     "export": "test_export.py",
     "track": "test_trackers.py",
-    "upload": "test_uploads.py",
-    "profile": "test_profiling.py",
-    "resume": "test_train.py",
-    "epochs": "test_defaults.py",
-    "config": "test_train_command.py",
-    "preset": "test_train_command.py",
-    "print_config": "test_train_command.py",
+    "upload": "test_uploader.py",
+    "profile": "test_profiler.py",
+    "resume": "test_run.py",
+    "epochs": "test_recommended.py",
+    "config": "test_train_settings.py",
+    "preset": "test_train_settings.py",
+    "print_config": "test_train_settings.py",
     "dry_run": "test_dry_run.py",
     "gpu": "test_dry_run.py",
     "monitor_only": "test_sensors.py",

@@ -6,14 +6,18 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
-from faulty_store import FaultyStore, faulty_store
+from support.stores import FaultyStore, faulty_store
 
 collect_ignore = [
     file
     for module, files in {
-        "peft": ["test_hub_runs.py"],
-        "transformers": ["test_hub.py", "test_hub_runs.py", "test_export.py"],
-        "torch.nn.attention.varlen": ["test_attention.py"],
+        "peft": ["loop/test_hf_runs.py"],
+        "transformers": [
+            "models/test_hf_model.py",
+            "loop/test_hf_runs.py",
+            "loop/test_export.py",
+        ],
+        "torch.nn.attention.varlen": ["data/test_attention.py"],
     }.items()
     if find_spec(module) is None
     for file in files

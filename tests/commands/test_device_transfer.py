@@ -1,0 +1,206 @@
+"""The way to a GPU where things go wrong: refused page locks, failed kernels, ends of all kinds."""
+
+import gc
+import json
+import os
+import subprocess
+import warnings
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.delivery import open_loader, same_values
+from support.processes import run_script, workers_of
+from support.simulated_cuda import CUDA_1, SimulatedCuda, started
+
+from tokenfeed import ShardLoader
+from tokenfeed.pipeline.feeding import transfer
+
+TOO_EARLY = "unregister while it is copied from"
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_refused_page_lock_does_not_fail_the_next_kernel(
+    folder: Path, cuda: SimulatedCuda, num_workers: int
+) -> None:
+    cuda.refuses = True
+    host = list(open_loader(folder))
+    with (
+        open_loader(folder, device=CUDA_1, num_workers=num_workers) as loader,
+        pytest.warns(RuntimeWarning, match=r"refused to page-lock.*`ulimit -l`.*`window_tokens`"),
+    ):
+        batches = list(loader)
+    for ours, theirs in zip(batches, host, strict=True):
+        assert same_values(ours, theirs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_refused_page_lock_is_said_once_and_stands_in_the_stats(
+    folder: Path, cuda: SimulatedCuda, num_workers: int
+) -> None:
+    cuda.refuses = True
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        loader = started(folder, 200, num_workers=num_workers)
+        loader.close()
+        next(iter(loader))
+        loader.close()
+    assert loader.stats().windows > 3
+    assert len(said) == 1
+    assert loader.stats().pageable
+    assert json.loads(json.dumps(loader.stats().as_dict()))["pageable"]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA_1], ids=str)
+def test_memory_that_is_page_locked_or_needs_none_is_not_called_pageable(
+    folder: Path, cuda: SimulatedCuda, device: str | torch.device
+) -> None:
+    with started(folder, device=device) as loader:
+        assert not loader.stats().pageable
+    assert ("register" in cuda.marks) == (device == CUDA_1)
+
+
+def test_memory_is_page_locked_for_all_devices_in_no_context_but_the_loaders(
+    folder: Path, cuda: SimulatedCuda
+) -> None:
+    with started(folder):
+        assert {flags for _, flags in cuda.locked.values()} == {1}
+    assert not cuda.locked
+    assert cuda.contexts == {1}
+
+
+def close(loaders: list[ShardLoader]) -> None:
+    loaders[0].close()
+
+
+def drop(loaders: list[ShardLoader]) -> None:
+    loaders.clear()
+
+
+def collect(loaders: list[ShardLoader]) -> None:
+    cycle: list[Any] = [loaders.pop()]
+    cycle.append(cycle)
+    del cycle
+    gc.collect()
+
+
+def leave(loaders: list[ShardLoader]) -> None:
+    with loaders[0]:
+        pass
+
+
+def replace_workers(loaders: list[ShardLoader]) -> None:
+    loaders[0].num_workers = 0
+
+
+def load(loaders: list[ShardLoader]) -> None:
+    loaders[0].load_state_dict(loaders[0].state_dict())
+
+
+@pytest.mark.parametrize("end", [close, drop, collect, leave, replace_workers, load])
+def test_copies_are_waited_for_before_their_memory_is_unlocked(
+    folder: Path, cuda: SimulatedCuda, end: Callable[[list[ShardLoader]], None]
+) -> None:
+    loaders = [started(folder)]
+    assert not cuda.copy.is_done, "there is something to wait for"
+    end(loaders)
+    assert "unregister" in cuda.marks
+    assert TOO_EARLY not in cuda.marks
+    assert not cuda.locked
+    assert workers_of() == []
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory"), KeyboardInterrupt()])
+def test_a_copy_that_no_event_covers_is_waited_for(
+    folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    loader = started(folder)
+
+    def fail(*arguments: object) -> None:
+        cuda.marks.clear()
+        raise error
+
+    monkeypatch.setattr(transfer, "build_on_device", fail)
+    with pytest.raises(type(error)):
+        list(islice(loader, 200))
+    assert cuda.marks.index("wait") < cuda.marks.index("unregister")
+    assert workers_of() == []
+
+
+def test_the_end_of_the_interpreter_waits_for_copies_too(folder: Path) -> None:
+    script = f"""if True:
+        import json, sys, weakref
+        from itertools import islice
+        import pytest
+        from support.delivery import open_loader
+        from support.simulated_cuda import CUDA_1, started, simulate
+        with simulate(pytest.MonkeyPatch()) as cuda:
+            weakref.finalize(cuda, lambda: print(json.dumps(cuda.marks)))  # after the loader's
+            loader = open_loader({str(folder)!r}, device="cuda:1", num_workers=1, epochs=None)
+            batches = list(islice(loader, 5))
+    """
+    marks = run_script(script)
+    assert "unregister" in marks
+    assert TOO_EARLY not in marks
+
+
+def test_a_failed_device_ends_the_workers_and_its_own_error_comes_out(
+    folder: Path, cuda: SimulatedCuda
+) -> None:
+    loader = started(folder)
+    cuda.is_broken = True
+    with pytest.raises(torch.AcceleratorError, match="device-side assert") as caught:
+        list(islice(loader, 200))
+    assert caught.value.__context__ is None, "it is the first one"
+    assert workers_of() == []
+
+
+def test_a_loader_of_a_failed_device_closes_without_an_error(
+    folder: Path, cuda: SimulatedCuda
+) -> None:
+    loader = started(folder)
+    cuda.is_broken = True
+    loader.close()
+    assert workers_of() == []
+
+
+def test_a_forked_child_leaves_the_device_alone(
+    folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = started(folder)
+    feed = loader._delivery._feed
+    assert feed
+    assert feed._pool
+    workers = list(feed._pool._workers)
+    of_the_parent = [worker.socket.dup() for worker in workers]  # which a child does not close
+    before = list(cuda.marks)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "getpid", lambda: -1)
+        loader.close()
+    assert cuda.marks == before
+    assert cuda.locked, "the parent still uses it"
+    for worker, end in zip(workers, of_the_parent, strict=True):
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.process.wait(0.2)  # it goes on
+        end.close()
+        assert worker.process.wait(10) == 0
+
+
+def test_an_interrupt_while_a_loader_is_closed_leaves_it_to_be_closed_again(
+    folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = started(folder)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda.copy, "synchronize", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loader.close()
+    loader.close()
+    assert workers_of() == []
+    assert not cuda.locked

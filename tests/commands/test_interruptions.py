@@ -1,0 +1,230 @@
+"""A loop that is interrupted, forked or left to a thread: each goes on exactly, or ends quietly."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.delivery import PREAMBLE, open_loader, spans
+from support.processes import is_alive, run_script, workers_of
+
+from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.feeding import window_source
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """What some work gives in a fork of this process."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(sink, repr(work()).encode())
+        except BaseException as error:
+            os.write(sink, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(sink)
+    with open(source) as file:
+        told = file.read()
+    os.waitpid(child, 0)
+    return told
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize(("num_workers", "change"), [(0, None), (2, None), (2, 0)])
+def test_a_fork_goes_on_with_workers_of_its_own_and_leaves_the_parents_alone(
+    folder: Path, num_workers: int, change: int | None
+) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, epochs=3)]
+    with open_loader(folder, num_workers=num_workers, epochs=3) as loader:
+        assert [spans(batch) for batch in islice(loader, 7)] == whole[:7]
+        before = workers_of()
+
+        def rest() -> Any:
+            if change is not None:
+                loader.num_workers = change
+            delivered = [spans(batch) for batch in islice(loader, 30)]
+            loader.close()
+            return delivered
+
+        assert in_a_fork(rest) == repr(whole[7:37])
+        assert in_a_fork(loader.close) == "None"
+        assert workers_of() == before
+        assert all(is_alive(pid) for pid in before)
+        assert [spans(batch) for batch in loader] == whole[7:]
+
+
+class _Break:
+    """Ctrl-C, when something has been done so many times."""
+
+    def __init__(self, function: Callable[..., Any], calls: int) -> None:
+        self._function, self._left = function, calls
+
+    def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = self._function(instance, *arguments, **named)
+            self._left -= 1
+            if self._left == 0:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize(("function", "calls"), [("kill", 1), ("wait", 2)])
+def test_a_second_interruption_while_the_first_ends_the_workers_loses_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str, calls: int
+) -> None:
+    whole = [spans(batch) for batch in open_loader(folder, epochs=2)]
+    loader = open_loader(folder, num_workers=2, epochs=2)
+    delivered = [spans(batch) for batch in islice(loader, 5)]
+    workers = workers_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(window_source.WorkerPool, "take", interrupted)
+        broken = _Break(getattr(subprocess.Popen, function), calls)
+        patch.setattr(subprocess.Popen, function, broken)
+        with pytest.raises(KeyboardInterrupt):
+            delivered.extend(spans(batch) for batch in loader)
+    delivered += [spans(batch) for batch in loader]
+    loader.close()
+    assert delivered == whole
+    assert not any(is_alive(pid) for pid in workers)
+    assert workers_of() == []
+
+
+def interrupted(*arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_before_a_batch_is_counted_does_not_lose_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = [spans(batch) for batch in open_loader(folder)]
+    with open_loader(folder, num_workers=1) as loader:
+        delivered = [spans(batch) for batch in islice(loader, 5)]
+        with monkeypatch.context() as patch:
+            patch.setattr(loader._delivery.counters, "add_batch", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(iter(loader))
+        delivered += [spans(batch) for batch in loader]
+    assert delivered == whole
+
+
+INTERRUPT = """
+import random
+whole = {}
+loader = open_loader(num_workers=0, epochs=None)
+for batch in loader:
+    whole[loader.position] = batch.rows.tolist()
+    if loader.position.epoch == 1:
+        break
+digest = loader.state_dict()
+
+def interrupt_twice(draw=random.Random(0)):
+    for _ in range(2):
+        time.sleep(draw.random() * 0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+loader, ends = open_loader(num_workers=2, epochs=None), 0
+for trial in range(60):
+    thread = threading.Thread(target=interrupt_twice)
+    try:
+        try:
+            thread.start()
+            for batch in loader:
+                if loader.position.epoch == 1:
+                    break
+                assert batch.rows.tolist() == whole[loader.position]
+        finally:  # the second may come at any moment here, too
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt:
+                    pass
+    except KeyboardInterrupt:
+        ends += 1
+    if loader.position.epoch == 1:
+        assert loader.state_dict() == digest
+        loader.load_state_dict(open_loader().state_dict())
+loader.close()
+assert ends > 20
+print(json.dumps(children()))
+"""
+
+
+@pytest.mark.slow
+def test_any_two_interruptions_in_a_row_leave_a_loop_that_goes_on(folder: Path) -> None:
+    assert run_script(PREAMBLE + INTERRUPT, folder) == []
+
+
+def test_the_loader_is_dropped_with_its_workers_after_a_broken_close(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = open_loader(folder, num_workers=2, epochs=None)
+    next(iter(loader))
+    workers = workers_of()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loader.close()
+    del loader
+    assert not any(is_alive(pid) for pid in workers)
+
+
+DAEMON = """
+loader = open_loader(num_workers=1, epochs=None)
+begun = threading.Event()
+
+def read():
+    for batch in loader:
+        if not begun.is_set():
+            [worker] = children()
+            os.kill(worker, signal.SIGSTOP)  # the thread waits for it soon, and for ever
+            begun.set()
+
+threading.Thread(target=read, daemon=True).start()
+begun.wait()
+pool = loader._delivery._feed._pool
+while any(pending.answer for pending in pool._pending):
+    time.sleep(0.01)
+"""
+
+
+def test_a_daemon_thread_that_reads_ends_quietly_with_the_interpreter(folder: Path) -> None:
+    assert run_script(PREAMBLE + DAEMON, folder) is None
+
+
+ENDING_BETWEEN_BATCHES = """
+import atexit, time
+atexit.register(time.sleep, 1)  # the last to run: the loader is closed by then, the thread runs on
+{preamble}
+loader = open_loader(num_workers={num_workers}, epochs=None)
+begun = threading.Event()
+
+def read():
+    for batch in loader:
+        begun.set()
+        time.sleep(0.01)
+
+threading.Thread(target=read, daemon=True).start()
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_daemon_thread_between_two_batches_ends_quietly_with_the_interpreter(
+    folder: Path, num_workers: int
+) -> None:
+    script = ENDING_BETWEEN_BATCHES.format(preamble=PREAMBLE, num_workers=num_workers)
+    assert run_script(script, folder) is None
+
+
+def test_a_loader_that_another_thread_closes_is_an_error_in_one_line(folder: Path) -> None:
+    with open_loader(folder, num_workers=1, epochs=None) as loader:
+        next(iter(loader))
+        loader._delivery._feed._pool.close()  # type: ignore[union-attr]
+        with pytest.raises(LoaderError, match="another thread closed the loader"):
+            list(loader)

@@ -1,0 +1,297 @@
+"""Signals, killed processes, limits and odd environments: one line at most, and no traceback."""
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+from support.commands import COMMAND
+from support.corpora import write_ballast, write_long_corpus
+from support.data_sets import files_of
+
+from tokenfeed.pipeline.errors import TokenfeedError, TokenizerError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
+from tokenfeed.tools.encoding.record_blocks import UnitResult
+from tokenfeed.tools.encoding.tasks import LmEncoder
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.encoding.unit import EncodeSettings
+from tokenfeed.tools.jobs import executors
+from tokenfeed.tools.jobs.crew import Crew, Progress, WorkerDied, local_crew
+from tokenfeed.tools.jobs.executors import ForkExecutor
+from tokenfeed.tools.jobs.run_records import RunRecords
+from tokenfeed.tools.pretokenize import needs_workers
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.pretokenizing.runner import Run
+from tokenfeed.tools.pretokenizing.summary import Summary
+
+Environment = dict[str, str]
+
+
+def run(
+    *arguments: object,
+    environment: Environment | None = None,
+    before: Callable[[], None] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=os.environ | (environment or {}),
+        preexec_fn=before,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def line_of(result: subprocess.CompletedProcess[str], code: int) -> str:
+    assert result.returncode == code, result.stderr
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@contextlib.contextmanager
+def crew_of_two(
+    corpus: Path, out: Path, tokenizer: Path, executor: ForkExecutor
+) -> Iterator[Crew[Any, Any]]:
+    """Have two workers of `executor` encode every unit of a corpus."""
+    plan = Inputs.from_options(Options(paths=(str(corpus), str(out)), shard_size="30KB"))
+    out.mkdir()
+    (out / "tokenizer.json").write_bytes(tokenizer.read_bytes())
+    made = TextTokenizer.load(tokenizer.read_bytes(), origin=tokenizer)
+    job = EncodeSettings(
+        output=LocalStore(out),
+        task=LmEncoder(text="text"),
+        engine="gigatoken",
+        vocabulary_size=made.vocabulary_size,
+        template=plan.task.template(made),
+        validation=0.0,
+        splits=("train",),
+        splits_special=False,
+        max_rejects=None,
+    )
+    with (
+        patch.object(executors, "local_executor", lambda: executor),
+        local_crew(job, plan.units, 2, on_progress=_ignore) as crew,
+    ):
+        yield crew
+
+
+def _ignore(progress: Progress) -> None: ...
+
+
+def test_workers_outlive_the_program_they_were_forked_from(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
+        results = iter(crew)
+        units = [next(results).result.unit]
+        os.kill(executor.program_id, signal.SIGKILL)
+        units += [done.result.unit for done in results]
+    assert sorted(units) == list(range(len(units)))
+    assert len(units) > 3
+
+
+def test_a_killed_worker_is_said(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
+    write_long_corpus(corpus, num_lines=300)
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor) as crew:
+        results = iter(crew)
+        next(results)
+        children = Path(f"/proc/{executor.program_id}/task/{executor.program_id}/children")
+        os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            list(results)
+
+
+def test_a_program_killed_before_it_forked_is_an_error_in_one_line(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    write_ballast(corpus)
+    executors.start_early()
+    (program,) = (
+        child.pid for child in psutil.Process().children() if "serve(" in " ".join(child.cmdline())
+    )
+    os.kill(program, signal.SIGKILL)
+    options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
+    with pytest.raises(TokenfeedError, match="a worker process was killed"):
+        make_dataset(options)
+
+
+def test_an_engine_that_cannot_be_loaded_when_nobody_waits_any_more_says_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    executor = ForkExecutor()
+    with crew_of_two(corpus, tmp_path / "out", tokenizer, executor):
+        (tmp_path / "out/tokenizer.json").write_text("{}")
+    assert capfd.readouterr().err == ""
+
+
+def test_an_error_in_a_worker_arrives_as_itself(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ballast(corpus)
+    options = Options(paths=(str(corpus), str(tmp_path / "out")), tokenizer=str(tokenizer))
+
+    def run_units(run: Run, records: RunRecords[UnitResult]) -> EncodeSettings:
+        (tmp_path / "out/train").write_text("no folder")
+        return really(run, records)
+
+    really = make_module.run_units
+    monkeypatch.setattr(make_module, "run_units", run_units)
+    with pytest.raises(FileExistsError) as caught:
+        make_dataset(options)
+    assert "in _answer" in "".join(caught.value.__notes__)
+
+
+def test_a_long_temporary_folder_and_development_mode_do_no_harm(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    write_ballast(corpus)
+    temporary = tmp_path / ("t" * 120)
+    temporary.mkdir()
+    environment = {"TMPDIR": str(temporary), "PYTHONDEVMODE": "1"}
+    out = tmp_path / "out"
+    result = run(corpus, out, "--tokenizer", tokenizer, environment=environment)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    assert Manifest.read(out).ledger.written == 260
+
+
+def test_the_locale_changes_no_byte(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "größe"
+    corpus.mkdir()
+    for name in ("ä.jsonl", "漢.jsonl", "z.jsonl"):
+        (corpus / name).write_text('{"tëxt": "the stall"}\n')
+    plain = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for out, environment in {"one": {"LC_ALL": "C.UTF-8"}, "two": plain}.items():
+        arguments = (corpus, tmp_path / out, "--tokenizer", tokenizer, "--field", "text=tëxt")
+        assert run(*arguments, environment=environment).returncode == 0
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
+    assert r"gr\u00f6\u00dfe/\u00e4.jsonl" in (tmp_path / "two/sources.jsonl").read_text()
+
+
+INTERRUPTED_IMPORT = """
+import os, sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "numpy":
+            os.kill(os.getpid(), {number})
+sys.meta_path.insert(0, Finder)
+sys.argv = ["pretokenize", "corpus", "out"]
+from tokenfeed.tools.pretokenize import main
+main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_of_the_imports_is_one_line(number: signal.Signals) -> None:
+    code = INTERRUPTED_IMPORT.format(number=int(number))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert line_of(result, 128 + number) == "interrupted"
+
+
+def test_a_second_interruption_adds_no_line(corpus: Path, tmp_path: Path, tokenizer: Path) -> None:
+    write_long_corpus(corpus)
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, str(corpus), str(out), "--tokenizer", str(tokenizer)],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (out / "train").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    (line,) = stderr.splitlines()
+    assert line.startswith("interrupted")
+
+
+def limit(kind: int, number: int) -> Callable[[], None]:
+    return lambda: resource.setrlimit(kind, (number, number))
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "words"),
+    [
+        (resource.RLIMIT_NOFILE, 6, "Too many open files"),
+        (resource.RLIMIT_AS, 150_000_000, "there is not enough memory"),
+        (resource.RLIMIT_FSIZE, 300, ".parts/job.json: File too large"),
+        (resource.RLIMIT_FSIZE, 2_000, ".parts/plan.json: File too large"),
+    ],
+)
+def test_what_is_short_is_named_in_one_line(
+    corpus: Path, tmp_path: Path, tokenizer: Path, kind: int, number: int, words: str
+) -> None:
+    if kind == resource.RLIMIT_NOFILE:
+        write_ballast(corpus)  # workers want connections
+    arguments = (corpus, tmp_path / "out", "--tokenizer", tokenizer)
+    assert words in line_of(run(*arguments, before=limit(kind, number)), 1)
+
+
+def test_only_much_input_starts_the_workers_program_early(corpus: Path, tokenizer: Path) -> None:
+    large = corpus / "zz-ballast.jsonl"
+    assert not needs_workers([str(corpus), "out"])
+    write_ballast(corpus)
+    assert not needs_workers(["--tokenizer", str(large), str(corpus / "00.txt"), "out"])
+    assert needs_workers(["--tokenizer", str(tokenizer), str(corpus), "out"])
+
+
+def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
+    paths = (str(corpus), str(out))
+    return make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
+
+
+def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_ballast(corpus)
+    out = tmp_path / "out"
+
+    def check(tokenizer: TextTokenizer) -> None:
+        while not list((out / "train").glob("*.arrow")):
+            pass
+        raise EngineUnavailable("there is none")
+
+    monkeypatch.setattr(FastEngine, "check", check)
+    with pytest.raises(TokenizerError, match="there is none"):
+        make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
+    assert not out.exists()
+
+
+def check(tokenizer: str | None = None, **options: Any) -> None:
+    Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
+
+
+def test_what_is_small_needs_no_second_engine(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    small = make(corpus, tmp_path / "small", tokenizer)
+    write_ballast(corpus)
+    large = make(corpus, tmp_path / "large", tokenizer)
+    assert small.engine.startswith("tokenizers")
+    assert large.engine.startswith("gigatoken")
+    assert (small.tokens, small.documents) == (large.tokens, large.documents)
+    shards = [
+        json.loads((tmp_path / name / "manifest.json").read_text())["splits"]
+        for name in ("small", "large")
+    ]
+    assert shards[0] == shards[1]

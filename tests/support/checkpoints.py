@@ -1,0 +1,131 @@
+"""What tests of checkpoints share: small ones, and saves that are waited for."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from support.stores import FaultyStore
+from support.training import make_config
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
+from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.distributed.world import State
+
+__all__ = [
+    "CPU",
+    "assert_same",
+    "best_of",
+    "checkpoint",
+    "copy_of",
+    "files_at",
+    "files_in",
+    "make_meta",
+    "make_state",
+    "names_in",
+    "open_saver",
+    "refuse",
+    "save",
+    "saving_config",
+]
+
+CPU = torch.device("cpu")
+
+
+def make_meta(step: int, **changes: Any) -> CheckpointMeta:
+    values: dict[str, Any] = {
+        "step": step,
+        "tokens": step * 100,
+        "slots": step * 128,
+        "model": "tiny",
+        "task": "lm",
+        "optimizer": "adamw",
+        "vocabulary_size": 64,
+        "loader": {"epoch": 0, "window": step, "step": 3},
+        "config": {"steps": 10, "learning_rate": 2e-3},
+    }
+    return CheckpointMeta(**values | changes)
+
+
+def make_state(step: int) -> State:
+    return {"model": {"weight": torch.full((4,), float(step))}, "scaler": {"scale": 65536.0}}
+
+
+def best_of(step: int) -> Best:
+    return Best(step=step, metric="loss", metrics={"loss": 1.0 / step})
+
+
+@contextlib.contextmanager
+def open_saver(folder: Path, keep: int = 2) -> Iterator[Saver]:
+    saver = Saver(Checkpoints(folder), keep, CPU)
+    yield saver
+    saver.wait_after_error()
+
+
+def save(folder: Path, step: int, state: State | None = None, keep: int = 2) -> Path:
+    """A checkpoint that is whole."""
+    saver = Saver(Checkpoints(folder), keep, CPU)
+    saver.save(make_meta(step), make_state(step) if state is None else state)
+    saver.wait()
+    return Checkpoints(folder).path(step)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Two states are the same bit for bit."""
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert _bytes_of(one) == _bytes_of(other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert_same(value, other[key])
+    elif isinstance(one, list):
+        assert len(one) == len(other)
+        for value, its in zip(one, other, strict=True):
+            assert_same(value, its)
+    else:
+        assert (type(one), one) == (type(other), other)
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def saving_config(shards: Path, run_dir: Path, **changes: Any) -> TrainConfig:
+    return make_config(
+        shards, run_dir, **{"save_every": 2, "eval_every": 2, "eval_tokens": 256} | changes
+    )
+
+
+def files_at(url: str) -> dict[str, bytes]:
+    if "://" not in url:
+        return files_in(Path(url))
+    return {path.removeprefix(url): data for path, data in FaultyStore.store.items()}
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    return {f"/{path.relative_to(folder)}": path.read_bytes() for path in paths}
+
+
+def refuse(operation: str, path: str) -> None:
+    raise ConnectionError("the line is dead\nand so on")
+
+
+def copy_of(folder: Path, url: str) -> RemoteRun:
+    remote = RemoteRun(url)
+    for path in sorted(folder.glob("checkpoints/step-????????")):
+        remote.put_checkpoint(path)
+    return remote
+
+
+def checkpoint(run_dir: Path, step: int) -> Path:
+    return save(run_dir / "checkpoints", step, keep=9)

@@ -1,0 +1,133 @@
+"""What tests of commands share: running them, and the folders they leave.
+
+`run` runs a command within this process: its arguments, what it prints, its exit code. `start`
+starts it as a process, which costs half a second; for what only a process can show.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support import warm
+from tokenfeed.tools import pretokenize
+from tokenfeed.tools.shell import console
+
+__all__ = [
+    "COMMAND",
+    "call",
+    "error_of",
+    "kill_at",
+    "records_in",
+    "run",
+    "run_json",
+    "start",
+]
+
+COMMAND = [sys.executable, "-m", "tokenfeed.tools.pretokenize"]
+
+
+def start(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """What a process of `pretokenize` printed, and its exit code."""
+    result = subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+def run(*arguments: object, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """The same of `pretokenize` within this process."""
+    return call(pretokenize.main, *arguments, expect=expect)
+
+
+def call(
+    main: Callable[[], None], *arguments: object, expect: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run the function of a command within this process, and leave the process as it was."""
+    words = [main.__module__.rpartition(".")[2], *map(str, arguments)]
+    output, errors = io.StringIO(), io.StringIO()
+    code: Any = None
+    with _undone(words), contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code
+    result = subprocess.CompletedProcess(words, code or 0, output.getvalue(), errors.getvalue())
+    assert result.returncode == expect, result.stderr
+    return result
+
+
+@contextlib.contextmanager
+def _undone(words: list[str]) -> Iterator[None]:
+    """Take back what a command does to its process."""
+    log = logging.getLogger("tokenfeed")
+    before = sys.argv, os.environ.copy(), log.handlers, log.level
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.argv, log.handlers = words, []
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        with mock.patch("gc.freeze"):
+            yield
+    finally:
+        sys.argv, environment, log.handlers, level = before
+        log.setLevel(level)
+        os.environ.clear()
+        os.environ.update(environment)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        console._said = False
+
+
+def run_json(*arguments: object) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads(run(*arguments, "--json").stdout)
+    return summary
+
+
+def error_of(*arguments: object, expect: int = 1) -> str:
+    """The one line that a run ends with."""
+    lines = run(*arguments, expect=expect).stderr.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert errors == lines[-1:], lines
+    assert "Traceback" not in "".join(lines)
+    return errors[0]
+
+
+def records_in(out: Path) -> list[Path]:
+    """The records of the finished units of an unfinished run."""
+    return sorted((out / ".parts").glob("[0-9]*.json"))
+
+
+def kill_at(moment: int, command: str, *arguments: object) -> bool:
+    """Run a command, and kill it when it has renamed, synced or deleted `moment` files. Return
+    False if it ended before."""
+    code = f"""
+import os, signal
+left = [{moment}]
+def counted(function):
+    def call(*arguments, **options):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*arguments, **options)
+    return call
+for name in ("replace", "fsync", "unlink", "rmdir"):
+    setattr(os, name, counted(getattr(os, name)))
+from tokenfeed.tools.{command} import main
+main()
+"""
+    result = warm.run(["-c", code, *map(str, arguments)])
+    assert result.returncode in (0, -signal.SIGKILL), result.stderr
+    return result.returncode != 0

@@ -1,0 +1,233 @@
+"""Object stores that others wrote, started for a session of tests where they are installed."""
+
+import base64
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from email.utils import formatdate
+from pathlib import Path
+from shutil import which
+
+import pytest
+
+__all__ = ["AZURE", "BUCKET", "azurite", "can_run_slurm", "moto", "rclone", "seaweed", "slurm"]
+
+BUCKET = "bucket"
+AZURE = {
+    "AZURE_STORAGE_ACCOUNT_NAME": "devstoreaccount1",
+    "AZURE_STORAGE_ACCOUNT_KEY": "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1"
+    "SZFPTOtr/KBHBeksoGMGw==",
+}
+"""The account that the emulator knows; its key is no secret."""
+KEYS = ("someone", "a secret")
+_START_S = 30
+_SEPARATE = 10_000
+"""SeaweedFS has a second port for each, so much higher."""
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Iterator[int]:
+    """The port of SeaweedFS, which keeps every condition of a write and checks signatures."""
+    program = _program("weed")
+    keys = [{"accessKey": KEYS[0], "secretKey": KEYS[1]}]
+    identity = {"name": "tests", "credentials": keys, "actions": ["Admin", "Read", "Write", "List"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
+    ports = _free_port_numbers(4)
+    names = ("-master.port", "-volume.port", "-filer.port", "-s3.port")
+    options = [f"{name}={port}" for name, port in zip(names, ports, strict=True)]
+    options += ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", "-filer", "-s3"]
+    options += [
+        f"-dir={folder}",
+        f"-s3.config={folder / 's3.json'}",
+        "-master.volumeSizeLimitMB=64",
+    ]
+    with _running([program, "server", *options], folder, ports[-1]):
+        _until_answered(f"http://127.0.0.1:{ports[2]}/buckets/{BUCKET}/", "POST")
+        yield ports[-1]
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Iterator[int]:
+    """The port of moto's server, where any key may do anything."""
+    program, (port,) = _program("moto_server"), _free_port_numbers(1)
+    with _running([program, "-H", "127.0.0.1", "-p", str(port)], folder, port):
+        _until_answered(f"http://127.0.0.1:{port}/{BUCKET}", "PUT")
+        yield port
+
+
+@contextlib.contextmanager
+def rclone(folder: Path) -> Iterator[int]:
+    """The port of `rclone serve s3`, which takes no notice of conditions."""
+    program, (port,) = _program("rclone"), _free_port_numbers(1)
+    (folder / BUCKET).mkdir(parents=True)
+    options = [f"--addr=127.0.0.1:{port}", f"--auth-key={','.join(KEYS)}"]
+    with _running([program, "serve", "s3", *options, str(folder)], folder, port):
+        yield port
+
+
+@contextlib.contextmanager
+def azurite(folder: Path) -> Iterator[int]:
+    """The port of Azure's own emulator, with a container."""
+    program, (port,) = _program("azurite-blob"), _free_port_numbers(1)
+    options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--skipApiVersionCheck"]
+    with _running([program, *options, "--silent", "--location", str(folder)], folder, port):
+        _make_container(port)
+        yield port
+
+
+def _make_container(port: int) -> None:
+    """Ask for it with a signature: the client has no such request."""
+    account, place = AZURE["AZURE_STORAGE_ACCOUNT_NAME"], f"devstoreaccount1/{BUCKET}"
+    signed = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = "".join(f"{name}:{value}\n" for name, value in signed.items())
+    text = f"PUT{chr(10) * 12}{lines}/{account}/{place}\nrestype:container"
+    key = base64.b64decode(AZURE["AZURE_STORAGE_ACCOUNT_KEY"])
+    signature = base64.b64encode(hmac.digest(key, text.encode(), "sha256")).decode()
+    url = f"http://127.0.0.1:{port}/{place}?restype=container"
+    headers = signed | {"Authorization": f"SharedKey {account}:{signature}"}
+    urllib.request.urlopen(urllib.request.Request(url, method="PUT", headers=headers)).close()
+
+
+def _program(name: str) -> str:
+    """A program of this environment or of the system; the test is skipped where there is none."""
+    path = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return path or pytest.skip(f"{name} is not installed")
+
+
+def _free_port_numbers(count: int) -> list[int]:
+    """Ports that nobody has, nor those that a server makes of them."""
+    found: list[int] = []
+    with contextlib.ExitStack() as held:
+        while len(found) < count:
+            first = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+            port = first.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                held.enter_context(socket.create_server(("127.0.0.1", port + _SEPARATE)))
+                found.append(port)
+    return found
+
+
+@contextlib.contextmanager
+def _running(command: list[str], folder: Path, port: int) -> Iterator[None]:
+    """A server that listens; it ends with the block."""
+    with (
+        open(folder / "server.log", "wb") as log,
+        subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT) as server,
+    ):
+        try:
+            deadline = time.monotonic() + _START_S
+            while not _listens(port):
+                assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
+                assert time.monotonic() < deadline, (folder / "server.log").read_text()[-2000:]
+                time.sleep(0.05)
+            yield
+        finally:
+            server.kill()
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def _until_answered(url: str, method: str) -> None:
+    """A server listens before it can do anything."""
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).close()
+            return
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost={host}({address})
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+ReturnToService=2
+SchedulerParameters=sched_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+NodeName={host} NodeAddr={address} CPUs=2 State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def can_run_slurm() -> bool:
+    """Whether it is installed, and who runs the tests may start it."""
+    return os.geteuid() == 0 and all(map(which, ("munged", "slurmctld", "slurmd", "sbatch")))
+
+
+@contextlib.contextmanager
+def slurm(folder: Path) -> Iterator[dict[str, str]]:
+    """The environment in which `sbatch` finds it."""
+    folder.mkdir(mode=0o755)
+    key, configuration = folder / "munge.key", folder / "slurm.conf"
+    key.write_bytes(secrets.token_bytes(1024))
+    key.chmod(0o600)
+    content = CONFIGURATION.format(
+        host=socket.gethostname(), address="127.0.0.1", folder=folder, ports=_free_ports()
+    )
+    configuration.write_text(content)
+    (folder / "state").mkdir()
+    (folder / "spool").mkdir()
+    munged = ["munged", "--foreground", "--force", f"--socket={folder}/munge.socket"]
+    munged += [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
+    environment = os.environ | {"SLURM_CONF": str(configuration)}
+    commands = [munged, ["slurmctld", "-D", "-i"], ["slurmd", "-D"]]
+    with contextlib.ExitStack() as stack:
+        for command in commands:
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            time.sleep(0.5)
+        _wait_until_idle(environment)
+        yield environment
+
+
+def _wait_until_idle(environment: dict[str, str]) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        asked = subprocess.run(
+            ["sinfo", "-h", "-o", "%T"], env=environment, capture_output=True, text=True
+        )
+        if "idle" in asked.stdout:
+            return
+        assert time.monotonic() < deadline, asked.stdout + asked.stderr
+        time.sleep(0.3)
+
+
+def _free_ports() -> list[int]:
+    with socket.socket() as first, socket.socket() as second:
+        for each in (first, second):
+            each.bind(("127.0.0.1", 0))
+        return [first.getsockname()[1], second.getsockname()[1]]

@@ -1,0 +1,101 @@
+"""Processes of this system: scripts, children, open files, waits for an event."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "children_of",
+    "eventually",
+    "is_alive",
+    "memfds",
+    "open_files",
+    "opened_since",
+    "resident",
+    "run_script",
+    "workers_of",
+]
+
+
+def children_of(pid: int | str) -> list[int]:
+    """Processes that a process started and has not waited for."""
+    paths = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for path in paths for child in path.read_text().split()]
+
+
+def workers_of(pid: int | str = "self") -> list[int]:
+    """Loader workers among the children of a process."""
+    return [
+        child
+        for child in children_of(pid)
+        if b"tokenfeed.pipeline.feeding.worker" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def run_script(
+    script: str, *arguments: object, flags: Iterable[str] = (), seconds: float = 120
+) -> Any:
+    """Run a Python script to its end and read its last line as JSON; null if it wrote nothing."""
+    ended = subprocess.run(
+        [sys.executable, *flags, "-c", script, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return json.loads((ended.stdout.splitlines() or ["null"])[-1])
+
+
+def eventually(what: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Whether something callable becomes true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if what():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def memfds() -> set[str]:
+    """Anonymous shared memory of loaders that any process still has open."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile
+            if "memfd:tokenfeed" in os.readlink(path):
+                found.add(path.parts[2])
+    return found
+
+
+def open_files() -> list[str]:
+    """What this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return sorted(link for link in links if not link.startswith("/proc/"))
+
+
+def opened_since(before: list[str]) -> list[str]:
+    """What is open and was not; what others, as servers, have closed since is no matter."""
+    return sorted((Counter(open_files()) - Counter(before)).elements())
+
+
+def resident(pid: int | str) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,0 +1,129 @@
+"""Trains on ranks that are killed at random times, one or all of them, again and again, and prints
+what was seen as a line of JSON.
+
+python killed_ranks.py SHARDS FOLDER KILLS
+
+Runs of two kinds take turns. On two ranks, in fp32: they end with the bits of an undisturbed run on
+two. In double precision, each time on 1, 2 or 3 ranks: they end with the weights of an undisturbed
+run on one. The disk is slow, so that many kills come while a checkpoint is written.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.checkpoints import names_in
+from support.programs.killed_training import STEPS, slow_down
+from support.programs.ranked_training import free_port, in_a_fork, train
+from support.training import assert_same_run, load_weights, read_metrics
+
+from tokenfeed.trainer.checkpoints import checkpoint_format
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.report.run_report import Report
+
+_LONGEST_S, _END_S = 1.5, 20
+_SETTINGS = {
+    "steps": STEPS,
+    "micro_batch_tokens": 64,
+    "step_tokens": 256,  # four micro-batches: three ranks need fillers
+    "save_every": 2,
+    "eval_every": 4,
+    "eval_tokens": 256,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What is trained, and on how many ranks."""
+
+    model: str
+    sizes: tuple[int, ...]
+    undisturbed: int
+
+
+KINDS = {
+    "same": Kind("support.training:small_model", (2,), 2),
+    "changing": Kind("support.training:double_model", (1, 2, 3), 1),
+}
+
+
+def settings_of(kind: Kind, shards: Path, run_dir: Path) -> dict[str, Any]:
+    resume = Checkpoints.of_run(run_dir).latest() is not None
+    return _SETTINGS | {
+        "shards": shards,
+        "run_dir": run_dir,
+        "model": kind.model,
+        "resume": resume,
+    }
+
+
+def started(settings: dict[str, Any], size: int) -> list[int]:
+    port = free_port()
+    return [in_a_fork(rank, size, port, settings) for rank in range(size)]
+
+
+def codes_of(ranks: Sequence[int]) -> list[int]:
+    return [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+
+
+def session(settings: dict[str, Any], size: int, draw: random.Random) -> bool:
+    """Whether the ranks have ended by themselves, with all steps."""
+    ranks = started(settings, size)
+    victims = draw.choice([[draw.choice(ranks)], ranks])
+    time.sleep(draw.uniform(0.1, _LONGEST_S))
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    codes = codes_of(ranks)
+    assert time.monotonic() - killed < _END_S, "a rank was left behind"
+    return not any(codes)
+
+
+def compare(name: str, run_dir: Path, undisturbed: Path) -> None:
+    if name == "same":
+        assert_same_run(run_dir, undisturbed, STEPS)
+    else:
+        losses, others = (read_metrics(folder, "loss") for folder in (run_dir, undisturbed))
+        assert losses.keys() == others.keys()
+        assert max(abs(losses[step] - others[step]) for step in losses) < 1e-6
+        weights, whole = load_weights(run_dir, STEPS), load_weights(undisturbed, STEPS)
+        assert all((weights[key] - whole[key]).abs().max() < 1e-9 for key in weights)
+    assert {*names_in(run_dir / "checkpoints")} >= {*names_in(undisturbed / "checkpoints")}
+
+
+def is_done(run_dir: Path) -> bool:
+    report = Report.of_run(run_dir)
+    return report is not None and report.finished
+
+
+def main(shards: Path, folder: Path, kills: int) -> None:
+    torch.set_num_threads(1)  # no threads, which forks would lack
+    draw = random.Random(0)
+    train(_SETTINGS | {"shards": shards, "run_dir": folder / "imports", "steps": 1})
+    for name, kind in KINDS.items():
+        settings = settings_of(kind, shards, folder / name / "undisturbed")
+        assert not any(codes_of(started(settings, kind.undisturbed)))
+    slow_down(checkpoint_format)
+    seen = {"kills": 0, "during_saves": 0, "same": 0, "changing": 0}
+    while seen["kills"] < kills:
+        name = min(KINDS, key=seen.__getitem__)
+        kind, run_dir = KINDS[name], folder / name / str(seen[name])
+        ended = session(settings_of(kind, shards, run_dir), draw.choice(kind.sizes), draw)
+        seen["kills"] += not ended
+        seen["during_saves"] += bool(list(run_dir.glob("checkpoints/*.tmp")))
+        if is_done(run_dir):
+            compare(name, run_dir, folder / name / "undisturbed")
+            seen[name] += 1
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

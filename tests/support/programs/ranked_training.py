@@ -1,0 +1,101 @@
+"""Trains on several ranks in forks of one process, which has torch loaded already, and prints how
+they ended as a line of JSON.
+
+python ranked_training.py RUNS: a JSON list; of each run its ranks and its `TrainConfig` settings.
+Runs follow one another, so that one may go on with another's folder.
+"""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.programs.late_rank import make_late
+from support.training import make_config
+
+from tokenfeed.pipeline.errors import ResumeError, TokenfeedError
+from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.loop.run import train as run_until
+from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
+
+TIMEOUT_S = 100
+_WORTH_BYTES = vocabulary_loss._WORTH_BYTES
+
+
+def train(settings: dict[str, Any], rank: int = 0) -> None:
+    """Train; what `ends` says happens on one rank after one step, and the rank that `late` says
+    has a loader that sleeps."""
+    shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
+    settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
+    how, ending, last = settings.pop("ends", ("stop", 0, -1))
+    vocabulary_loss._WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
+    steps, stops = itertools.count(1), False
+
+    def end_step() -> bool:
+        nonlocal stops
+        if next(steps) != last or rank != ending:
+            return False
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            time.sleep(1000)
+        if how == "fail":
+            raise ResumeError("no way on")
+        stops = True
+        return False
+
+    late, seconds = settings.pop("late", (-1, 0.0))
+    if rank == late:
+        make_late(seconds)
+    run_until(make_config(shards, run_dir, **settings), lambda: stops, end_step)
+
+
+def in_a_fork(rank: int, size: int, port: int, settings: dict[str, Any]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    signal.alarm(TIMEOUT_S)
+    if size > 1:
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ |= {name: str(value) for name, value in own.items()}
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    code = 1
+    try:
+        train(dict(settings), rank)
+        code = 0
+    except TokenfeedError as error:
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main(runs: list[tuple[int, dict[str, Any]]]) -> None:
+    torch.set_num_threads(1)  # no threads, which forks would lack
+    ended = []
+    with tempfile.TemporaryDirectory() as folder:  # each fork would import anew what comes late
+        train(runs[0][1] | {"run_dir": folder + "/run", "steps": 1, "phases": ()})
+    for size, settings in runs:
+        port = free_port()
+        ranks = [in_a_fork(rank, size, port, settings) for rank in range(size)]
+        ended.append([os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks])
+    print(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,405 @@
+"""The cache holds no more than its bound, gives up what is read last, and never costs a run."""
+
+import errno
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_sets import MakeDataset, plan_in_memory, random_rows
+from support.delivery import realistic_lengths, small_batches
+from support.stores import RangedFolder, cached_files
+
+from tokenfeed import Fixed
+from tokenfeed.pipeline.caching import node_cache
+from tokenfeed.pipeline.caching import settings as cache_settings
+from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
+from tokenfeed.pipeline.caching.locks import exclusive, try_lock
+from tokenfeed.pipeline.caching.node import Node
+from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
+from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
+from tokenfeed.pipeline.errors import ConfigError, RemoteError
+from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.shard_ranges import end_bytes
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.reader import WindowReader
+
+NEED = Need(total_bytes=100_000_000, window_bytes=1_000_000)
+
+
+@pytest.fixture
+def store(
+    make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> RangedFolder:
+    small_batches(monkeypatch)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    return RangedFolder(make_dataset(realistic_lengths(2000)), tmp_path / "requests")
+
+
+def maker_of(store: RangedFolder, cache: CacheSettings | None) -> WindowMaker:
+    sources = open_splits([store], "train")
+    settings: dict[str, Any] = {"split": "train", "seed": 0, "shuffle": True}
+    plan = Plan.from_splits(
+        sources, None, Fixed(4), micro_batches_per_step=1, window_tokens=5_000, **settings
+    )
+    return WindowMaker(plan, WindowReader(sources, cache=cache), 0, 1)
+
+
+def settings_of(folder: Path, bound: int, *, is_whole: bool = False) -> CacheSettings:
+    (folder / "v1").mkdir(parents=True, exist_ok=True)
+    return CacheSettings(str(folder / "v1"), bound, is_whole, windows_ahead=1)
+
+
+def epochs(maker: WindowMaker, count: int = 2) -> None:
+    for epoch in range(count):
+        for window in range(maker.plan.num_windows):
+            maker.make(Position(epoch, window, 0))
+
+
+def settle(store: RangedFolder) -> None:
+    """Wait until nothing is fetched ahead any more."""
+    asked = -1
+    while asked != (asked := len(store.requests())):
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_shards", [1, 100])
+def test_a_cache_never_holds_more_than_its_bound(
+    make_dataset: MakeDataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_shards: int,
+) -> None:
+    small_batches(monkeypatch)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    folder = make_dataset(realistic_lengths(2000), num_shards=num_shards)
+    store = RangedFolder(folder, tmp_path / "requests")
+    (split,) = open_splits([folder], "train")
+    total = sum(shard.bytes for shard in split.split.shards)
+    bound, most = total // 2, 0
+    if num_shards > 1:
+        assert sum(map(end_bytes, split.split.shards)) > bound, "footers exclusive are more"
+    rename = os.replace
+
+    def watched(source: str, target: str) -> None:
+        nonlocal most
+        rename(source, target)
+        found = cached_files(tmp_path) + cached_files(tmp_path, footers=True)
+        most = max(most, sum(p.stat().st_size for p in found if p.exists()))
+
+    monkeypatch.setattr("tokenfeed.pipeline.caching.node_cache.os.replace", watched)
+    epochs(maker_of(store, settings_of(tmp_path, bound)))
+    assert 0.7 * bound < most <= bound
+
+
+@pytest.mark.slow
+def test_what_fits_is_asked_for_once_and_what_does_not_as_little_as_can_be(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    (split,) = open_splits([store], "train")
+    total = sum(path.stat().st_size for path in store.folder.glob("train/*"))
+    epochs(maker_of(store, settings_of(tmp_path / "large", total * 2)), 3)
+    settle(store)
+    once = len(store.requests())
+    assert once == len(set(store.requests())) == split.batches + 2
+    epochs(maker_of(store, settings_of(tmp_path / "half", total // 2)), 3)
+    settle(store)
+    asked = len(store.requests()) - once
+    assert asked < 2.5 * once, "of three epochs a half comes from the cache, but for the first"
+
+
+def test_a_sweep_removes_what_is_read_last_and_what_nobody_reads_first(tmp_path: Path) -> None:
+    old = time.time() - 10_000
+    for name in ("own", "left", "other"):
+        (tmp_path / name / "ends").mkdir(parents=True)
+        (tmp_path / name / ".used").touch()
+        for number in range(20):
+            path = tmp_path / name / f"{number:02x}" / f"{number:x}"
+            path.parent.mkdir()
+            path.write_bytes(bytes(100))
+    os.utime(tmp_path / "left/.used", (old, old))
+    temporary = tmp_path / "own/00/7.123.456"
+    temporary.write_bytes(bytes(50))
+    os.utime(temporary, (old, old))
+    for name in ("own", "left"):
+        (tmp_path / name / "ends/0").write_bytes(bytes(70))
+    left = sweep(str(tmp_path), 2_000, {"own": lambda numbers: numbers % FIRST_END})
+    sizes = [p.stat().st_size for p in tmp_path.glob("*/*/*")]
+    assert left == sum(sizes) <= 1_800
+    assert not list(tmp_path.glob("left/??/*"))
+    assert not temporary.exists()
+    assert (tmp_path / "own/ends/0").exists(), "a footer has its turn, as a record batch has"
+    assert not (tmp_path / "left/ends/0").exists()
+    own = sorted(int(p.name, 16) for p in tmp_path.glob("own/??/*"))
+    assert own == list(range(len(own))), "what is read soonest stays"
+    assert 5 < len(own) < 15, "another run loses its share, and no more"
+
+
+def test_the_split_that_fits_comes_in_few_large_requests(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30, is_whole=True))
+    first_window = maker.plan.order.window(0, 0)
+    for window in range(3):
+        maker.make(Position(0, window, 0))
+        settle(store)
+    (split,) = open_splits([store], "train")
+    assert len(cached_files(tmp_path)) == split.batches
+    asked = store.requests()
+    assert len(asked) == len(first_window) + 2 + 2, "two shards, their ends first"
+    epochs(maker, 1)
+    assert store.requests() == asked
+
+
+def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
+    store: RangedFolder, tmp_path: Path
+) -> None:
+    maker = maker_of(store, replace(settings_of(tmp_path, 1 << 30), windows_ahead=5))
+    maker.make(Position(0, 0, 0))
+    settle(store)
+    (store.folder / "broken").touch()
+    for window in range(1, 6):
+        maker.make(Position(0, window, 0))
+    with pytest.raises(RemoteError, match="broken for a test"):
+        epochs(maker, 1)
+    (store.folder / "broken").unlink()
+    epochs(maker, 1)
+
+
+def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.pipeline.caching.locks._PATIENCE_S", 0.2)
+    began = time.monotonic()
+    with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
+        assert 0.2 <= time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_takes_nothing_costs_the_cache_and_not_the_run(
+    store: RangedFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def refuse(path: str, data: bytes) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data[: len(data) // 2])
+        raise OSError(number, os.strerror(number), path)
+
+    monkeypatch.setattr(node_cache, "_write", refuse)
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30))
+    local = maker_of(store, None)
+    with caplog.at_level(logging.WARNING):
+        for window in range(3):
+            position = Position(0, window, 0)
+            made, expected = maker.make(position), local.make(position)
+            assert (made.per_token["input_ids"] == expected.per_token["input_ids"]).all()
+    assert caplog.text.count("the cache cannot be written") == 1
+    assert not cached_files(tmp_path)
+    assert not [path for path in tmp_path.glob("v1/*/*/*") if path.is_file()]
+
+
+def test_a_disk_without_room_for_a_single_file_costs_the_cache_and_not_the_run(
+    store: RangedFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = settings_of(tmp_path, 1 << 30)
+    is_new, opened = os.O_CREAT, os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & is_new and str(path).startswith(cache.folder):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        return opened(path, flags, mode)
+
+    monkeypatch.setattr("tokenfeed.pipeline.caching.locks.os.open", refuse)
+    maker, local = maker_of(store, cache), maker_of(store, None)
+    for window in range(3):
+        one, other = (each.make(Position(0, window, 0)) for each in (maker, local))
+        assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
+    assert Budget(cache.folder).read() == 0
+
+
+def test_a_set_that_is_read_says_so(store: RangedFolder, tmp_path: Path) -> None:
+    maker = maker_of(store, settings_of(tmp_path, 1 << 30))
+    maker.make(Position(0, 0, 0))
+    (used,) = tmp_path.glob("v1/*/.used")
+    os.utime(used, (1, 1))
+    maker.make(Position(0, 1, 0))
+    assert used.stat().st_mtime > 1
+
+
+def test_a_bound_below_three_windows_is_refused_with_numbers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`cache_bytes`=2999999: 3 windows .* 3,000,000 bytes"):
+        resolve_cache(tmp_path, 2_999_999, NEED)
+    assert resolve_cache(tmp_path, 3_000_000, NEED)
+    small = Need(total_bytes=10, window_bytes=10)
+    assert resolve_cache(tmp_path, 10, small)
+    with pytest.raises(ConfigError, match=r"`cache_bytes`=-1: expected a whole number"):
+        resolve_cache(tmp_path, -1, NEED)
+
+
+def test_a_bound_above_what_the_disk_has_is_refused_with_numbers(tmp_path: Path) -> None:
+    huge = Need(total_bytes=10**18, window_bytes=10)
+    with pytest.raises(
+        ConfigError, match=r"has [\d,]+ bytes free, and the cache would use 1,[0,]+"
+    ):
+        resolve_cache(tmp_path, 10**18, huge)
+
+
+def test_memory_exclusive_is_what_zero_asks_for(tmp_path: Path) -> None:
+    assert resolve_cache(tmp_path / "cache", 0, NEED) is None
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_full_disk_is_no_reason_to_stop_a_run_that_asked_for_no_cache(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = Need(total_bytes=10**18, window_bytes=10**17)
+    with caplog.at_level(logging.WARNING):
+        assert resolve_cache(tmp_path, None, huge) is None
+    assert "too few for a cache of" in caplog.text
+
+
+def test_the_environment_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENFEED_CACHE", str(tmp_path / "there"))
+    found = resolve_cache(None, None, NEED)
+    assert found
+    assert found.folder == str(tmp_path / "there/v1")
+    monkeypatch.delenv("TOKENFEED_CACHE")
+    monkeypatch.setattr(cache_settings.tempfile, "gettempdir", lambda: str(tmp_path))
+    found = resolve_cache(None, None, NEED)
+    assert found
+    assert found.folder == str(tmp_path / f"tokenfeed-{os.getuid()}/v1")
+
+
+def mount(monkeypatch: pytest.MonkeyPatch, types: dict[str, str]) -> None:
+    mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in types.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
+
+
+def test_a_folder_over_the_network_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount(monkeypatch, {"/": "ext4", f"{tmp_path}/far": "nfs4"})
+    with pytest.raises(ConfigError, match=r"`cache_dir`=.*/far/x: is on a network .*\(nfs4\)"):
+        resolve_cache(tmp_path / "far/x", None, NEED)
+    assert resolve_cache(tmp_path / "near", None, NEED)
+
+
+def test_cache_folder_in_memory_is_named_in_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    mount(monkeypatch, {str(tmp_path): "tmpfs"})
+    assert resolve_cache(tmp_path / "x", None, NEED)
+    assert f"`cache_dir`={tmp_path}/x: is in memory (tmpfs)" in caplog.text
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"`cache_dir`=.*/file/x: Not a directory"):
+        resolve_cache(tmp_path / "file/x", None, NEED)
+
+
+def test_a_lock_is_held_once_and_ends_with_its_block(tmp_path: Path) -> None:
+    path = str(tmp_path / "locks")
+    with (
+        try_lock(path, 5, 3) as first,
+        try_lock(path, 7, 1) as inside,
+        try_lock(path, 8, 1) as beside,
+    ):
+        assert (first, inside, beside) == (True, False, True)
+    with try_lock(path, 7, 1) as again:
+        assert again
+
+
+def test_the_sum_of_a_cache_is_not_known_until_it_was_counted(tmp_path: Path) -> None:
+    budget = Budget(str(tmp_path))
+    before = budget.add(0)
+    assert budget.add(5) == before + 5 > 10**18
+    assert budget.read() == 0
+    budget.correct(before, counted=0)
+    assert [budget.read(), budget.add(-2), budget.read()] == [5, 3, 3]
+    budget.correct(before=3, counted=10)
+    assert budget.read() == 10
+    with exclusive(str(tmp_path / ".bytes")) as descriptor:
+        os.ftruncate(descriptor, 3)
+    assert budget.read() == 0, "half a sum is none"
+
+
+def test_windows_are_those_of_a_folder(store: RangedFolder, tmp_path: Path) -> None:
+    cached = maker_of(store, settings_of(tmp_path, 1 << 30))
+    local = WindowMaker(cached.plan, WindowReader(open_splits([store.folder], "train")), 0, 1)
+    for epoch in range(2):
+        for window in range(cached.plan.num_windows):
+            one, other = (maker.make(Position(epoch, window, 0)) for maker in (cached, local))
+            assert np.array_equal(one.per_token["input_ids"], other.per_token["input_ids"])
+            assert np.array_equal(one.index.rounds.digests, other.index.rounds.digests)
+
+
+@pytest.mark.parametrize(
+    "stored", [b"", b"xx", b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(7) + b"\x80"]
+)
+def test_a_sum_that_is_lost_or_damaged_is_counted_anew(tmp_path: Path, stored: bytes) -> None:
+    cache = settings_of(tmp_path, 1000)
+    files = CacheSet(NodeCache(cache, {"set": lambda numbers: numbers}), "set")
+    for number in range(8):
+        files.write(files.batch(number), bytes(100))
+    (tmp_path / "v1/.bytes").write_bytes(stored)
+    assert Budget(cache.folder).read() == 0
+    for number, there in enumerate((900, 1000, 900, 1000), start=8):
+        files.write(files.batch(number), bytes(100))
+        assert Budget(cache.folder).read() == there == 100 * len(cached_files(tmp_path))
+
+
+def test_a_sweep_leaves_what_is_not_of_the_cache(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere/00").mkdir(parents=True)
+    (tmp_path / "elsewhere/00/0").write_bytes(bytes(100))
+    cache = tmp_path / "cache"
+    foreign = [
+        cache / "set/00/README",
+        cache / "set/00/1",
+        cache / "other/zz/1",
+        cache / "set/00/0x0",
+    ]
+    for path in foreign:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+    (cache / "link").symlink_to(tmp_path / "elsewhere")
+    (cache / "set/00/0").write_bytes(bytes(100))
+    assert sweep(str(cache), 0, {"set": lambda numbers: numbers}) == 0
+    assert not (cache / "set/00/0").exists()
+    assert all(path.exists() for path in (*foreign, tmp_path / "elsewhere/00/0"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 60), st.data())
+def test_a_footer_goes_no_sooner_than_the_record_batches_that_need_it(
+    size: int, data: st.DataObject
+) -> None:
+    order = EpochOrder.of_one(size, data.draw(st.integers(1, size)), seed=0, shuffle=True)
+    plan, _ = plan_in_memory([random_rows(np.array([3]))], Fixed(1))
+    cuts = data.draw(st.sets(st.integers(1, size)))
+    batch_ends = np.array(sorted(cuts | {size}))
+    node = Node(None)
+    window = data.draw(st.integers(0, order.num_windows - 1))
+    node.ahead = Ahead(replace(plan, order=order), Position(0, window, 0))
+    batches = np.array(sorted(data.draw(st.sets(st.integers(0, size - 1)))), np.int64)
+    shards = np.arange(len(batch_ends))
+    found = node._windows_until(0, batch_ends, np.concatenate([batches, FIRST_END + shards]))
+    of_batches, of_ends = found[: len(batches)], found[len(batches) :]
+    needing = np.searchsorted(batch_ends, batches, "right")
+    assert (of_ends[needing] <= of_batches).all()
+    assert (of_ends <= node.ahead.between(0, len(batch_ends))).all()

@@ -1,0 +1,384 @@
+"""Both builders give the same batch, and it is the one a slow loop would build."""
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_sets import Span, plan_in_memory, random_rows, spans_of
+
+from tokenfeed.pipeline.arithmetic import round_up
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
+from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.rounds import deal_rounds
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
+
+PAD = 9
+NOTHING = -7.5
+"""Stands for NaN, which equals nothing."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A window, and which rank delivers it from where."""
+
+    rows: Rows
+    batching: Batching
+    micro_batches_per_step: int = 1
+    first: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def buffered(self) -> tuple[RankSlice, bytearray]:
+        """The rank's slice, read from a buffer."""
+        plan, reader = plan_in_memory(
+            [self.rows], self.batching, micro_batches_per_step=self.micro_batches_per_step
+        )
+        maker = WindowMaker(plan, reader, self.rank, self.world_size)
+        made = maker.make(Position(0, 0, self.first))
+        buffer = bytearray(made.num_bytes)
+        return RankSlice.read(made.write(memoryview(buffer)), memoryview(buffer)), buffer
+
+    def ragged(self) -> list[RaggedBatch]:
+        return list(self.buffered()[0].batches())
+
+    def slow(self) -> Iterator[tuple[list[list[Span]], bool]]:
+        """The sequences of each round, and whether it is a filler."""
+        order = plan_in_memory([self.rows], self.batching)[0].order
+        planned = plan_window(
+            self.rows.lengths,
+            self.batching,
+            step_size=self.micro_batches_per_step,
+            draw=order.draw(0, 0),
+            labels=self.rows.per_row.get("label", self.rows.per_row.get("score")),
+        )
+        batches = [batch for step in spans_of(planned) for batch in step]
+        rounds = deal_rounds(
+            planned.step_offsets,
+            self.micro_batches_per_step,
+            first=self.first,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
+        for mine, filler in zip(rounds.mine.tolist(), rounds.filler.tolist(), strict=True):
+            yield batches[mine][:1] if filler else batches[mine], filler
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    task: Task = draw(st.sampled_from(["lm", "classify", "score", "tag", "complete"]))
+    lengths = np.array(draw(st.lists(st.integers(1, 25), min_size=1, max_size=25)))
+    policies = [
+        st.builds(Fixed, st.integers(1, 5), st.sampled_from([1, 8])),
+        st.builds(Padded, st.integers(32, 90), st.sampled_from([1, 8])),
+    ]
+    if task not in ("classify", "score"):
+        policies += [
+            st.builds(Padded, st.integers(8, 30), st.sampled_from([1, 8])),
+            st.builds(Packed, st.integers(2, 40), st.integers(1, 4), st.booleans()),
+        ]
+    rows = random_rows(
+        lengths,
+        task,
+        pairs=draw(st.booleans()),
+        vocabulary_size=draw(st.sampled_from([1 << 16, 1 << 32])),
+    )
+    world_size = draw(st.integers(1, 5))
+    case = Case(rows, draw(st.one_of(policies)), draw(st.integers(1, 5)))
+    last = len(case.ragged()) - 1
+    rank = draw(st.integers(0, world_size - 1))
+    first = draw(st.integers(0, last))
+    return Case(rows, case.batching, case.micro_batches_per_step, first, rank, world_size)
+
+
+def slow_batch(case: Case, sequences: list[list[Span]], filler: bool) -> dict[str, Any]:
+    """Token by token: the definition."""
+    rows, begins = case.rows, np.cumsum(case.rows.lengths) - case.rows.lengths
+    sizes = [sum(stop - start for _, start, stop in sequence) for sequence in sequences]
+    length = round_up(max(sizes), case.batching.multiple_of)
+    tables: dict[str, list[list[int]]] = {
+        name: [[] for _ in sequences]
+        for name in ("input_ids", "labels", "token_type_ids", "position_ids", "seq_idx")
+    }
+    documents = 0
+    for number, sequence in enumerate(sequences):
+        row_of = {name: table[number] for name, table in tables.items()}
+        for row, start, stop in sequence:
+            for at in range(start, stop):
+                token = begins[row] + at
+                row_of["input_ids"].append(int(rows.ids[token]))
+                row_of["position_ids"].append(at - start)
+                row_of["seq_idx"].append(documents)
+                if "token_type_ids" in rows.per_token:
+                    row_of["token_type_ids"].append(int(rows.per_token["token_type_ids"][token]))
+                label = int(rows.ids[token])
+                if "labels" in rows.per_token:
+                    label = int(rows.per_token["labels"][token])
+                elif at == start or at < rows.per_row.get("prompt_length", begins * 0)[row]:
+                    label = IGNORED
+                row_of["labels"].append(IGNORED if filler else label)
+            documents += 1
+        padding = range(length - len(row_of["input_ids"]))
+        for name, fill in (("input_ids", PAD), ("labels", IGNORED), ("token_type_ids", 0)):
+            row_of[name] += [fill for _ in padding]
+        row_of["position_ids"] += padding
+        row_of["seq_idx"] += [documents for _ in padding]
+        documents += bool(padding)
+    made: dict[str, Any] = tables
+    for name, none in ("label", IGNORED), ("score", NOTHING):
+        if name in rows.per_row:
+            values = rows.per_row[name].tolist()
+            made["labels"] = [none if filler else values[row] for [(row, _, _)] in sequences]
+    if "token_type_ids" not in rows.per_token:
+        del made["token_type_ids"]
+    if not isinstance(case.batching, Packed):
+        del made["position_ids"], made["seq_idx"]
+        made["attention_mask"] = [[at < size for at in range(length)] for size in sizes]
+        return made
+    documents_of_slots = np.ravel(made["seq_idx"])
+    edges = np.flatnonzero(np.diff(documents_of_slots, prepend=-1, append=-1)).tolist()
+    bounds = {"cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    return made | bounds | {"max_length_q": length, "max_length_k": length, "use_cache": False}
+
+
+def listed(batch: Batch) -> dict[str, Any]:
+    return {
+        name: value.nan_to_num(NOTHING).tolist() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+
+
+def build(ragged: RaggedBatch, device: str) -> Batch:
+    if device == "host":
+        return build_on_host(ragged, PAD)
+    inputs = {name: tensor.to(device) for name, tensor in device_inputs(ragged).items()}
+    return build_on_device(inputs, ragged, PAD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["host", "cpu"])
+@given(case=cases())
+def test_batches_are_those_of_the_slow_definition(device: str, case: Case) -> None:
+    batches = [build(ragged, device) for ragged in case.ragged()]
+    for batch, (sequences, filler) in zip(batches, case.slow(), strict=True):
+        assert listed(batch) == slow_batch(case, sequences, filler)
+        assert batch.is_filler == filler
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_device_batches_equal_host_batches_in_every_dtype_and_order_of_keys(case: Case) -> None:
+    for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+        host, device = build(ragged, "host"), build(again, "cpu")
+        assert list(host) == list(device)
+        for name in host:
+            if not isinstance(host[name], torch.Tensor):
+                assert (type(host[name]), host[name]) == (type(device[name]), device[name])
+                continue
+            assert host[name].dtype == device[name].dtype
+            assert torch.equal(host[name].nan_to_num(NOTHING), device[name].nan_to_num(NOTHING)), (
+                name
+            )
+            is_score = name == "labels" and "score" in case.rows.per_row
+            small = dict.fromkeys(("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"), torch.int32)
+            whole = ({"attention_mask": torch.bool} | small).get(name, torch.int64)
+            assert host[name].dtype == (torch.float32 if is_score else whole)
+        if "position_ids" in host:
+            assert host.document_ids is host["seq_idx"]
+            assert host.cu_seqlens is host["cu_seq_lens_q"] is host["cu_seq_lens_k"]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("task", ["lm", "tag", "complete"])
+def test_batches_on_a_gpu_equal_host_batches(task: Task) -> None:
+    rows = random_rows(np.arange(1, 60), task, pairs=True)
+    for batching in (Padded(100, 8), Packed(40, 3)):
+        case = Case(rows, batching)
+        for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+            assert listed(build(ragged, "host")) == listed(build(again, "cuda"))
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_counts_on_the_host_equal_counts_of_the_tensors(case: Case) -> None:
+    for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
+        batch = build_on_host(ragged, PAD)
+        pieces = [span for sequence in sequences for span in sequence]
+        sizes = [stop - start for _, start, stop in pieces]
+        labels = batch["labels"]
+        assert batch.num_targets == int(((labels != IGNORED) & ~labels.isnan()).sum())
+        assert batch.num_slots == batch["input_ids"].numel()
+        assert batch.num_tokens == (0 if filler else sum(sizes))
+        assert batch.lengths.tolist() == [sum(b - a for _, a, b in s) for s in sequences]
+        assert batch.piece_lengths.tolist() == sizes
+        assert batch.rows.tolist() == [row for row, _, _ in pieces]
+        assert batch.starts.tolist() == [start for _, start, _ in pieces]
+        assert batch.num_cut_pieces == sum(start > 0 for _, start, _ in pieces)
+        assert np.diff(batch.sequence_offsets).tolist() == [len(s) for s in sequences]
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_segments_are_the_runs_of_one_document(case: Case) -> None:
+    for ragged, (sequences, filler) in zip(case.ragged(), case.slow(), strict=True):
+        batch = build_on_host(ragged, PAD)
+        if not isinstance(case.batching, Packed):
+            assert "position_ids" not in batch
+            continue
+        documents = np.ravel(slow_batch(case, sequences, filler)["seq_idx"])
+        edges = [0, *(np.flatnonzero(np.diff(documents)) + 1), len(documents)]
+        assert batch.cu_seqlens.tolist() == edges
+        assert batch.max_seqlen == np.diff(edges).max()
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_a_batch_outlives_the_buffer_it_was_built_from(case: Case) -> None:
+    kept = case.ragged()
+    share, buffer = case.buffered()
+    ragged = list(share.batches())
+    batches = [build_on_host(one, PAD) for one in ragged]
+    buffer[:] = b"\xff" * len(buffer)
+    for batch, one in zip(batches, kept, strict=True):
+        expected = build_on_host(one, PAD)
+        assert listed(batch) == listed(expected)
+        assert batch.lengths.tolist() == expected.lengths.tolist()
+        assert batch.rows.tolist() == expected.rows.tolist()
+        assert batch.ends_step == expected.ends_step
+        with pytest.raises(AssertionError, match="dropped"):
+            ragged[0].of_tokens("input_ids")
+
+
+OF_PACKED = [
+    "position_ids",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "seq_idx",
+    "use_cache",
+]
+
+
+@pytest.mark.parametrize(
+    ("batching", "pairs", "keys"),
+    [
+        (Padded(100), False, ["input_ids", "attention_mask", "labels"]),
+        (Fixed(2), True, ["input_ids", "attention_mask", "token_type_ids", "labels"]),
+        (Packed(8, 2), False, ["input_ids", *OF_PACKED, "labels"]),
+        (Packed(8, 2), True, ["input_ids", *OF_PACKED, "token_type_ids", "labels"]),
+    ],
+)
+def test_a_batch_unpacks_like_a_dict(batching: Batching, pairs: bool, keys: list[str]) -> None:
+    case = Case(random_rows(np.array([5, 3, 2]), pairs=pairs), batching)
+    batch = build_on_host(case.ragged()[0], PAD)
+    assert list(dict(**batch)) == keys
+    assert len(batch) == len(keys)
+    assert "token_type_ids" in batch or not pairs
+    assert batch["labels"] is batch["labels"]
+    assert batch.labels is batch["labels"]
+    with pytest.raises(AttributeError, match=r"'lables'\. Its keys are input_ids, "):
+        batch.lables  # noqa: B018
+    for missing in ("label", {"attention_mask", "position_ids"}.difference(keys).pop()):
+        assert missing not in batch
+        with pytest.raises(KeyError, match=missing):
+            batch[missing]
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_who_asks_what_a_batch_has_does_not_have_it_built(batching: Batching) -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), batching).ragged()[0], PAD)
+    before = len(list(batch.tensors()))
+    assert all(key in batch for key in batch)
+    assert len(list(batch.tensors())) == before < len(batch)
+
+
+def test_a_batch_says_its_shape_tokens_and_device() -> None:
+    case = Case(random_rows(np.array([1000, 200])), Fixed(2))
+    assert repr(build_on_host(case.ragged()[0], PAD)) == "Batch([2, 1000], 1,200 tokens, cpu)"
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_a_batch_goes_to_another_device_with_all_it_has(batching: Batching) -> None:
+    """`meta` stands in for a GPU: it has devices and shapes, and no values."""
+    case = Case(random_rows(np.array([5, 3, 2, 7]), pairs=True), batching)
+    batch = build_on_host(case.ragged()[0], PAD)
+    assert batch.to("cpu") is batch
+    moved = batch.to("meta")
+    tensors = [value for value in moved.values() if isinstance(value, torch.Tensor)]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.num_targets == batch.num_targets
+    assert list(moved) == list(batch)
+
+
+def test_segments_are_where_the_batch_is() -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2])), Packed(8, 2)).ragged()[0], PAD)
+    moved = batch.to("meta")
+    assert moved.cu_seqlens.device == moved.document_ids.device == moved.device
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "max_seqlen", "document_ids"])
+def test_padded_batch_asked_for_documents_raises(name: str) -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    with pytest.raises(ConfigError, match=f"`{name}`: only packed batches have this attribute"):
+        getattr(batch, name)
+
+
+def test_batch_built_in_inference_mode_trains_later() -> None:
+    batch = build_on_host(Case(random_rows(np.array([5, 3])), Padded(100)).ragged()[0], PAD)
+    with torch.inference_mode():
+        assert not batch["labels"].is_inference()
+
+
+@pytest.mark.parametrize("batching", [Padded(100), Packed(8, 2)])
+def test_pin_memory_pins_every_tensor(batching: Batching, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU there is nothing to pin memory for: a clone stands in for the pinned copy."""
+    pinned: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    batch = build_on_host(Case(random_rows(np.array([5, 3, 2, 7])), batching).ragged()[0], PAD)
+    copy = batch.pin_memory()
+    assert listed(copy) == listed(batch)
+    tensors = [value for value in copy.values() if isinstance(value, torch.Tensor)]
+    assert {id(tensor) for tensor in tensors} == {id(tensor) for tensor in pinned}
+
+
+@settings(max_examples=20)
+@given(cases())
+def test_pickled_batch_is_the_same_batch(case: Case) -> None:
+    for ragged, again in zip(case.ragged(), case.ragged(), strict=True):
+        batch, expected = build(ragged, "host"), build(again, "host")
+        copy = pickle.loads(pickle.dumps(batch))
+        assert listed(copy) == listed(expected)
+        assert repr(copy) == repr(expected)
+        for name in ("rows", "starts", "piece_lengths", "sequence_offsets", "lengths"):
+            assert getattr(copy, name).tolist() == getattr(expected, name).tolist()
+        for name in ("ends_step", "is_filler", "num_tokens", "num_targets", "num_cut_pieces"):
+            assert getattr(copy, name) == getattr(expected, name)
+
+
+@pytest.mark.parametrize("batching", [Padded(64), Packed(32, 2), Fixed(4)])
+def test_pickled_batch_does_not_grow_with_its_window(batching: Batching) -> None:
+    few, many = (
+        len(pickle.dumps(build_on_host(Case(random_rows(rows), batching).ragged()[0], PAD)))
+        for rows in (np.full(100, 10), np.full(5000, 10))
+    )
+    assert many < 1.1 * few

@@ -1,0 +1,72 @@
+"""Under a plain DataLoader the batches are those of the loader."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.delivery import open_dataset, open_loader, plain, spans
+from torch.utils.data import DataLoader
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
+
+
+def test_epochs_without_an_end_run_over_the_seam(folder: Path) -> None:
+    endless = plain(open_dataset(folder, epochs=None), windows=12)
+    whole = list(open_loader(folder, epochs=3))
+    assert [spans(b) for b in endless] == [spans(b) for b in whole[: len(endless)]]
+    assert len(endless) > len(whole) / 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"rank": 2, "world_size": 2}, {"rank": -1}, {"epochs": 0}, {"micro_batches_per_step": 0}],
+)
+def test_settings_out_of_range_are_refused(folder: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"`{next(iter(options))}`"):
+        open_dataset(folder, **options)
+
+
+def test_a_missing_split_is_named(folder: Path) -> None:
+    with pytest.raises(ManifestError, match="no split `validation`"):
+        open_dataset(folder, split="validation")
+
+
+def test_damage_is_named(folder: Path) -> None:
+    (folder / "train/00002.arrow").unlink()
+    with pytest.raises(ShardFormatError, match=r"00002\.arrow"):
+        plain(open_dataset(folder))
+
+
+def test_dataloader_with_pinned_memory_pins_each_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU no thread pins what a DataLoader loads, so the test calls what it would."""
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    window_slice = next(iter(DataLoader(open_dataset(folder), batch_size=None)))
+    plain_batches = list(window_slice)
+    assert not pinned
+    batches = list(pin_memory(window_slice))
+    assert [spans(b) for b in batches] == [spans(b) for b in plain_batches]
+    assert {id(tensor) for batch in batches for tensor in batch.values()} <= set(pinned)
+
+
+def test_dataloader_with_batch_size_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`batch_size`=2 of the DataLoader: .*batch_size=None"):
+        next(iter(DataLoader(open_dataset(folder), batch_size=2)))
+
+
+def test_default_device_elsewhere_leaves_batches_on_cpu(folder: Path) -> None:
+    with torch.device("meta"):
+        batches = [batch for share in open_dataset(folder) for batch in share]
+        batches += islice(open_loader(folder, num_workers=0), 2)
+        devices = {value.device.type for batch in batches for value in batch.values()}
+    assert devices == {"cpu"}

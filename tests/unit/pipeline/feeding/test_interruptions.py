@@ -1,0 +1,149 @@
+"""What comes in between: handlers inside `next`, numbers that are set, copies of what runs."""
+
+import copy
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import count, islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from support.delivery import MakeDataset, open_loader, realistic_lengths, small_batches, spans
+
+from tokenfeed import Padded, ShardDataset, ShardLoader
+from tokenfeed.pipeline.errors import LoaderError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.shard import ShardReader
+
+OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": None}
+
+
+ROUNDS = 12
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
+
+
+def calling_at(event: int, run: Callable[[], object], do: Callable[[], object]) -> bool:
+    """Run something, and do something else once when the feeding code calls or returns for the
+    so-manieth time; whether it came to that."""
+    seen = 0
+
+    def trace(frame: FrameType, kind: str, _: Any) -> Any:
+        nonlocal seen
+        code = frame.f_code
+        if not code.co_filename.endswith(("feeding/delivery.py", "feeding/feed.py")):
+            return None
+        if code.co_flags & inspect.CO_GENERATOR:  # traced where no signal handler runs: in a yield
+            return None
+        if kind in ("call", "return"):
+            seen += 1
+            if seen == event:
+                do()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return seen >= event
+
+
+def iterate(loader: ShardLoader, given: list[Any]) -> None:
+    """Twelve batches, whatever is said in between."""
+    batches = iter(loader)
+    while len(given) < ROUNDS:
+        try:
+            given.append(spans(next(batches)))
+        except LoaderError as error:
+            assert "a signal handler" in str(error)
+
+
+HANDLERS: dict[str, Callable[[ShardLoader, list[Any]], object]] = {
+    "close": lambda loader, _: loader.close(),
+    "resize": lambda loader, _: setattr(loader, "num_workers", 0),
+    "load": lambda loader, _: loader.load_state_dict(loader.state_dict()),
+    "iterate": lambda loader, given: given.append(spans(next(iter(loader)))),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("handler", HANDLERS.values(), ids=HANDLERS)
+def test_a_handler_inside_next_loses_and_repeats_nothing(folder: Path, handler: Any) -> None:
+    reference = open_loader(folder, **OPTIONS)
+    whole, states = [], []
+    for batch in islice(reference, ROUNDS + 1):
+        whole.append(spans(batch))
+        states.append(reference.state_dict())
+    event, came = 0, True
+    while came:
+        event += 1
+        loader, given = open_loader(folder, **OPTIONS), list[Any]()
+
+        def run(loader: ShardLoader = loader, given: list[Any] = given) -> None:
+            iterate(loader, given)
+
+        def do(loader: ShardLoader = loader, given: list[Any] = given) -> None:
+            handler(loader, given)
+
+        came = calling_at(event, run, do)
+        assert sorted(given) == sorted(whole[: len(given)])
+        assert loader.state_dict() == states[len(given) - 1]
+    assert event > 3 * ROUNDS
+
+
+def copied_by_pickle(anything: Any) -> Any:
+    return pickle.loads(pickle.dumps(anything))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copied_by_pickle])
+def test_a_dataset_that_was_iterated_goes_to_workers_that_are_spawned(
+    folder: Path, copied: Any
+) -> None:
+    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
+    whole = [spans(batch) for share in dataset for batch in share]
+    assert [spans(batch) for share in copied(dataset) for batch in share] == whole
+
+
+class TooLate(Exception):
+    """What a handler of the user raises."""
+
+
+def test_what_a_handler_raises_is_not_taken_for_damage(folder: Path) -> None:
+    manifest = Manifest.read(folder)
+    reader = ShardReader.open(folder, manifest, manifest.split("train").shards[0])
+    left = 0
+
+    def trace(frame: FrameType, kind: str, _: Any) -> Any:
+        nonlocal left
+        if Path(np.__file__).parent not in Path(frame.f_code.co_filename).parents:
+            return None
+        left -= kind == "line"
+        if kind == "line" and left == 0:
+            raise TooLate
+        return trace
+
+    def is_broken_at(line: int) -> bool:
+        nonlocal left
+        left, before = line, sys.gettrace()
+        sys.settrace(trace)
+        try:
+            reader.read(0)
+        except TooLate:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
+
+    assert sum(iter(partial(next, map(is_broken_at, count(1))), False))
+    assert left > 0, "a handler's error was lost"

@@ -1,0 +1,448 @@
+"""One epoch is every token once, in one order, whatever the workers; errors are one line."""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from support.delivery import (
+    POLICIES,
+    MakeDataset,
+    Span,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+)
+from torch.utils.data import DataLoader
+
+from tokenfeed import Fixed, Mixture, Packed, Padded, ShardDataset, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError, LoaderError, ManifestError
+from tokenfeed.pipeline.feeding.stats import Counters
+from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.rank_slice import RankSlice
+
+LENGTHS = realistic_lengths()
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+def test_without_shuffle_epochs_are_equal_and_windows_in_the_order_of_the_files(
+    folder: Path,
+) -> None:
+    loader = open_loader(folder, shuffle=False)
+    batches, windows = [], []
+    for batch in loader:
+        batches.append(spans(batch))
+        windows.append(loader.position.window)
+    assert batches == [spans(batch) for batch in loader]
+    last = max(row for pieces in batches[: windows.index(1)] for row, _, _ in pieces)
+    assert last < 900 / 3, "the first window is no beginning of the data"
+
+
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_the_length_is_exact_where_one_window_is_an_epoch(folder: Path, batching: Batching) -> None:
+    for world_size in (1, 3):
+        loader = open_loader(
+            folder, batching, window_tokens=None, epochs=2, rank=0, world_size=world_size
+        )
+        assert len(loader) == sum(1 for _ in loader)
+
+
+@pytest.mark.parametrize(
+    "batching", [Packed(64, 4, long_rows="truncate"), Padded(256, long_rows="truncate")], ids=str
+)
+def test_loader_truncating_rows_ends_its_epochs(folder: Path, batching: Batching) -> None:
+    loader = open_loader(folder, batching, epochs=2)
+    pieces = [span for batch in loader for span in spans(batch)]
+    assert {start for _, start, _ in pieces} == {0}
+    assert len(pieces) == 2 * len({row for row, _, _ in pieces}) == 2 * 900
+
+
+def test_the_length_of_a_mixture_is_exact_or_refused(make_dataset: MakeDataset) -> None:
+    """Which part of a source an epoch leaves out differs, and so may its number of batches."""
+    even = make_dataset([100] * 400)
+    uneven = make_dataset([3000] * 10 + [3] * 10 + [100] * 300, num_shards=30)
+    mixture = Mixture({even: 1.0, uneven: 1.0}, exhausted="stop")
+    loader = ShardLoader(mixture, batching=Fixed(4), num_workers=0, seed=3, epochs=5)
+    try:
+        promised = len(loader)
+    except TypeError:
+        return
+    assert promised == sum(1 for _ in loader)
+
+
+def test_several_windows_have_no_length_but_make_a_list(folder: Path) -> None:
+    loader = open_loader(folder)
+    with pytest.raises(TypeError, match="estimated_batches"):
+        len(loader)
+    assert len(list(loader)) > 10
+    with pytest.raises(TypeError):
+        len(open_loader(folder, epochs=None, window_tokens=None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batching", [Padded(8192), *POLICIES[1:]], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "micro_batches_per_step"), [(1, None), (4, None), (2, 4), (8, 4)]
+)
+def test_the_estimated_number_of_batches_is_within_a_tenth(
+    make_dataset: MakeDataset,
+    batching: Batching,
+    world_size: int,
+    micro_batches_per_step: int | None,
+) -> None:
+    loader = open_loader(
+        make_dataset(realistic_lengths(20_000)),
+        batching,
+        window_tokens=None,
+        epochs=2,
+        micro_batches_per_step=micro_batches_per_step,
+        rank=0,
+        world_size=world_size,
+    )
+    assert loader.estimated_batches == pytest.approx(sum(1 for _ in loader), rel=0.1)
+
+
+def test_endless_epochs_have_no_estimate(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="`epochs`=None: a pass has no end"):
+        _ = open_loader(folder, epochs=None).estimated_batches
+
+
+def test_stats_of_a_loader_that_delivered_nothing_are_zeros(folder: Path) -> None:
+    stats = open_loader(folder).stats()
+    assert (stats.tokens, stats.padding, stats.wait_s.max) == (0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_workers": "many"}, "`num_workers`='many'"),
+        ({"batching": "padded"}, "`batching`='padded': expected Padded, Packed or Fixed"),
+        ({"num_workers": -1}, "`num_workers`=-1"),
+        ({"num_workers": 100_000}, "`num_workers`=100000: expected .* from 0 to"),
+        ({"epochs": 0}, "`epochs`=0"),
+        ({"micro_batches_per_step": 0}, "`micro_batches_per_step`=0"),
+        ({"device": "gpu"}, "`device`='gpu': unknown torch device"),
+        ({"device": "meta"}, "`device`='meta' is not supported"),
+        ({"rank": 2, "world_size": 2}, "`rank`=2"),
+        ({"batching": Padded(2048, long_rows="refuse")}, "the longest row has 2,[0-9]{3} tokens"),
+        ({"batching": Packed(64, 4, long_rows="refuse")}, "at most 64"),
+    ],
+)
+def test_settings_out_of_range_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_loader(folder, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_timeout_that_no_worker_can_keep_is_refused(folder: Path) -> None:
+    for timeout in (0.0, -1.0):
+        with pytest.raises(ConfigError, match="timeout"):
+            open_loader(folder, timeout=timeout)
+
+
+def test_splits_that_are_missing_or_empty_are_named(
+    folder: Path, make_dataset: MakeDataset
+) -> None:
+    with pytest.raises(ManifestError, match="no split `validation`"):
+        open_loader(folder, split="validation")
+    with pytest.raises(ConfigError, match="the split `train` holds no rows"):
+        open_loader(make_dataset([]))
+
+
+def rows_of(batches: Any, count: int | None = None) -> list[list[int]]:
+    return [batch.rows.tolist() for batch in islice(batches, count)]
+
+
+def open_split(folder: Path, split: str, **options: Any) -> ShardLoader:
+    return open_loader(folder, Fixed(8), split=split, window_tokens=1000, **options)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_validation_loop_begins_anew_each_time(both_splits: Path, shuffle: bool) -> None:
+    loader = open_split(both_splits, "validation", shuffle=shuffle)
+    first = rows_of(loader, 3)
+    assert rows_of(loader, 3) == first
+    whole = rows_of(loader)
+    assert len(whole) == 52
+    assert whole[:3] == first
+    assert rows_of(loader) == whole
+
+
+def test_validation_iterator_goes_on_where_it_stopped(both_splits: Path) -> None:
+    loader = open_split(both_splits, "validation")
+    whole = rows_of(loader)
+    batches = iter(loader)
+    assert rows_of(batches, 3) + rows_of(batches) == whole
+
+
+def test_validation_loop_after_loading_goes_on_once(both_splits: Path) -> None:
+    loader = open_split(both_splits, "validation")
+    whole = rows_of(loader)
+    assert rows_of(loader, 20) == whole[:20]
+    again = open_split(both_splits, "validation")
+    again.load_state_dict(loader.state_dict())
+    assert rows_of(again) == whole[20:]
+    assert rows_of(again) == whole
+
+
+def test_train_loop_goes_on_and_rewind_begins_anew(both_splits: Path) -> None:
+    loader = open_split(both_splits, "train")
+    whole = rows_of(open_split(both_splits, "train", epochs=2))
+    assert rows_of(loader, 3) + rows_of(loader) + rows_of(loader, 5) == whole[:57]
+    loader.rewind()
+    assert loader.position == Position(0, 0, 0)
+    assert rows_of(loader) == whole[:52]
+    assert loader.state_dict() == advanced(both_splits, 52).state_dict()
+
+
+def advanced(folder: Path, batches: int) -> ShardLoader:
+    loader = open_split(folder, "train")
+    rows_of(loader, batches)
+    return loader
+
+
+def test_dataloader_over_a_loader_names_the_right_class(make_dataset: MakeDataset) -> None:
+    with pytest.raises(ConfigError, match=r"StatefulShardLoader\(loader\)"):
+        next(iter(DataLoader(open_loader(make_dataset([5, 3])))))  # type: ignore[arg-type]
+
+
+def test_repr_of_a_loader_names_data_policy_and_position(both_splits: Path) -> None:
+    loader = advanced(both_splits, 3)
+    assert repr(loader) == (
+        f"ShardLoader({both_splits}, split='train', {Fixed(8)}, device=cpu, rank 0 of 1, (0, 0, 3))"
+    )
+
+
+OPTIONS: dict[str, Any] = {"batching": Padded(2048), "window_tokens": 5_000, "epochs": 2}
+
+
+TRACED = ("feeding/delivery.py", "feeding/loader.py", "planning/state.py")
+
+
+@pytest.fixture
+def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
+
+
+def whole(small_folder: Path) -> list[list[Span]]:
+    return [spans(batch) for batch in open_loader(small_folder, **OPTIONS)]
+
+
+def traced(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.endswith(TRACED)
+
+
+def at_every_step(run: Callable[[], object], do: Callable[[], None], *, opcodes: bool) -> int:
+    """Run something and do something else between all bytecodes, or lines, of the traced files."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal steps
+        if not traced(frame):
+            return None
+        frame.f_trace_opcodes = opcodes
+        if event == ("opcode" if opcodes else "line"):
+            steps += 1
+            do()
+        return trace
+
+    before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = opcodes  # Python 3.12 wants one such frame before it begins
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+@pytest.mark.slow
+def test_a_state_taken_between_any_two_bytecodes_is_that_of_a_batch_given_out(
+    small_folder: Path,
+) -> None:
+    loader = open_loader(small_folder, **OPTIONS)
+    given_out = [json.dumps(loader.state_dict())]
+    given_out += [json.dumps(loader.state_dict()) for _ in loader]
+    assert loader.position == (2, 0, 0)
+    assert len(given_out) > 12
+
+    handled = open_loader(small_folder, **OPTIONS)
+    found: list[str] = []
+
+    def handler() -> None:
+        state = handled.state_dict()
+        assert tuple(handled.position) == (state["epoch"], state["window"], state["micro_batch"])
+        handled.stats()
+        if not found or json.dumps(state) != found[-1]:
+            found.append(json.dumps(state))
+
+    steps = at_every_step(lambda: list(handled), handler, opcodes=True)
+    assert steps > 100 * len(given_out), "hardly anything was interrupted"
+    assert found == given_out
+
+
+@pytest.mark.slow
+def test_whatever_line_an_interrupt_breaks_into_no_batch_is_lost_or_repeated(
+    small_folder: Path,
+) -> None:
+    loader = open_loader(small_folder, **OPTIONS)
+    positions, expected = [loader.position], []
+    for batch in loader:
+        expected.append(spans(batch))
+        positions.append(loader.position)
+    few = islice(open_loader(small_folder, **OPTIONS), 2)
+    lines = at_every_step(lambda: list(few), lambda: None, opcodes=False)
+    assert lines > 40
+    for line in range(lines):
+        interrupted = open_loader(small_folder, **OPTIONS)
+        got = until_interrupted(interrupted, line)
+        reached = positions.index(interrupted.position)
+        assert len(got) <= reached <= len(got) + 1
+        assert got == expected[: len(got)]
+        assert [spans(batch) for batch in interrupted] == expected[reached:]
+
+
+def until_interrupted(loader: ShardLoader, line: int) -> list[list[Span]]:
+    """What a loader delivers before it is interrupted at one of its lines."""
+    got: list[list[Span]] = []
+    countdown = iter(range(line, -1, -1))
+
+    def break_in() -> None:
+        if next(countdown, None) == 0:
+            raise KeyboardInterrupt
+
+    def deliver() -> None:
+        for batch in loader:
+            got.append(spans(batch))  # noqa: PERF401  # what came before the interrupt is kept
+
+    with pytest.raises(KeyboardInterrupt):
+        at_every_step(deliver, break_in, opcodes=False)
+    return got
+
+
+def test_an_error_after_a_batch_was_taken_and_before_it_was_given_out_loses_nothing(
+    small_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = whole(small_folder)
+    loader = open_loader(small_folder, **OPTIONS)
+    got = [spans(batch) for batch in islice(loader, 2)]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Counters, "add_batch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            next(iter(loader))
+    assert got + [spans(batch) for batch in loader] == expected
+
+
+class Held:
+    """Keeps a thread inside the making of a window until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.let_go = threading.Event(), threading.Event()
+        read = WindowMaker.make
+
+        def wait(maker: WindowMaker, position: Position) -> RankSlice:
+            self.entered.set()
+            assert self.let_go.wait(60)
+            return read(maker, position)
+
+        monkeypatch.setattr(WindowMaker, "make", wait)
+
+
+@pytest.fixture
+def held(small_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ShardLoader, Any]]:
+    """A loader that another thread is in, and that thread's batch once it has it."""
+    hold = Held(monkeypatch)
+    loader = open_loader(small_folder, **OPTIONS)
+    batches = iter(loader)
+    taken: list[list[Span]] = []
+    thread = threading.Thread(target=lambda: taken.append(spans(next(batches))))
+
+    def finish() -> list[list[Span]]:
+        hold.let_go.set()
+        thread.join(60)
+        return taken
+
+    thread.start()
+    assert hold.entered.wait(60)
+    yield loader, (batches, finish)
+    finish()
+
+
+def test_a_second_thread_is_refused_and_disturbs_nothing(small_folder: Path, held: Any) -> None:
+    loader, (batches, finish) = held
+    state = loader.state_dict()
+    for use in (
+        lambda: next(iter(loader)),
+        lambda: next(batches),
+        loader.close,
+        lambda: loader.load_state_dict(state),
+        lambda: setattr(loader, "num_workers", 2),
+    ):
+        with pytest.raises(LoaderError, match="another thread is using this loader") as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert loader.state_dict() == state
+    assert loader.position == (0, 0, 0)
+    assert loader.stats().batches == 0
+    assert loader.num_workers == 0
+    got = finish()
+    assert got + [spans(batch) for batch in loader] == whole(small_folder)
+
+
+def test_threads_may_take_turns(small_folder: Path) -> None:
+    loader = open_loader(small_folder, **OPTIONS)
+    got: list[list[Span]] = []
+    batches = iter(loader)
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: got.append(spans(next(batches))))
+        thread.start()
+        thread.join(60)
+    loader.close()
+    assert got + [spans(batch) for batch in loader] == whole(small_folder)
+
+
+def test_a_pass_that_has_ended_stays_ended(small_folder: Path) -> None:
+    loader = open_loader(small_folder, **OPTIONS)
+    batches = iter(loader)
+    assert iter(batches) is batches
+    assert len(list(batches)) == len(whole(small_folder))
+    assert next(batches, None) is None
+    assert len(list(loader)) > 0
+
+
+def shuffled(small_folder: Path, epoch: int) -> list[list[Span]]:
+    loader = open_loader(small_folder, epochs=1, window_tokens=5_000)
+    for _ in range(epoch):
+        list(loader)
+    return [spans(batch) for batch in loader]
+
+
+def delivered(loader: Any) -> list[list[Span]]:
+    return [spans(batch) for share in loader for batch in share]
+
+
+def test_an_iteration_keeps_the_epoch_it_began_with(small_folder: Path) -> None:
+    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
+    shares = iter(dataset)
+    dataset.epoch = 1
+    assert delivered(shares) == shuffled(small_folder, 0)

@@ -1,0 +1,149 @@
+"""Groups of ranks that read their own windows deliver everything once, and resume exactly."""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.delivery import (
+    MakeDataset,
+    Span,
+    open_loader,
+    realistic_lengths,
+    small_batches,
+    spans,
+    times_delivered,
+)
+
+from tokenfeed import Batch, Packed, merge_states
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+
+LENGTHS = realistic_lengths()
+POLICY = Packed(sequence_length=256, batch_size=4)
+Run = tuple[list[list[Batch]], dict[str, Any]]
+
+
+@pytest.fixture
+def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+    small_batches(monkeypatch)
+    return make_dataset(LENGTHS, num_shards=3)
+
+
+def run(
+    folder: Path, world_size: int, steps: int, state: dict[str, Any] | None = None, **options: Any
+) -> Run:
+    """The batches of every rank in so many steps, and the merged state after them."""
+    options = {"num_streams": 2, "micro_batches_per_step": 2, "epochs": None} | options
+    batches, states = [], []
+    for rank in range(world_size):
+        loader = open_loader(folder, POLICY, rank=rank, world_size=world_size, **options)
+        if state:
+            loader.load_state_dict(state)
+        batches.append(list(until_step_ends(steps, loader)))
+        states.append(loader.state_dict())
+    return batches, json.loads(json.dumps(merge_states(states)))
+
+
+def until_step_ends(steps: int, batches: Iterable[Batch]) -> Iterator[Batch]:
+    for batch in batches:
+        yield batch
+        steps -= batch.ends_step
+        if not steps:
+            return
+
+
+@pytest.mark.parametrize(("of_node", "streams"), [("2", 2), ("4", 1), ("3", 1), ("", 1)])
+def test_the_ranks_of_a_node_may_be_a_stream(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, of_node: str, streams: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", of_node)
+    loader = open_loader(folder, POLICY, rank=3, world_size=4, num_streams="nodes", epochs=None)
+    assert loader.state_dict()["plan"]["num_streams"] == streams
+    assert loader.state_dict()["plan"]["stream"] == streams - 1
+
+
+def delivered(*runs: Run) -> list[Span]:
+    return sorted(
+        span
+        for batches, _ in runs
+        for of_rank in batches
+        for batch in of_rank
+        if not batch.is_filler
+        for span in spans(batch)
+    )
+
+
+def test_ranks_read_only_the_windows_of_their_stream(folder: Path) -> None:
+    (first, second), _ = run(folder, 2, 10, micro_batches_per_step=1)
+    rows = [
+        {row for batch in of_rank for row in batch.rows.tolist()} for of_rank in (first, second)
+    ]
+    assert not rows[0] & rows[1]
+
+
+def test_all_streams_together_are_every_token_once_an_epoch(folder: Path) -> None:
+    ends = []
+    for rank in range(2):
+        loader = open_loader(
+            folder,
+            POLICY,
+            rank=rank,
+            world_size=2,
+            num_streams=2,
+            micro_batches_per_step=1,
+            epochs=None,
+        )
+        of_epoch = []
+        for batch in loader:
+            of_epoch += spans(batch)
+            if loader.position.epoch:
+                break
+        ends += of_epoch
+    assert times_delivered(ends, LENGTHS) == {1}
+
+
+def test_a_merged_state_goes_on_with_another_number_of_ranks(folder: Path) -> None:
+    first = run(folder, 4, 6)
+    rest = run(folder, 2, 20, first[1])
+    whole = run(folder, 4, 26)
+    assert delivered(first, rest) == delivered(whole)
+    assert rest[1] == whole[1]
+
+
+def test_a_state_of_another_number_of_streams_is_refused(folder: Path) -> None:
+    _, state = run(folder, 4, 3)
+    loader = open_loader(folder, POLICY, rank=0, world_size=4, num_streams=4, epochs=None)
+    with pytest.raises(ResumeError, match="num_streams=2, this loader has num_streams=4"):
+        loader.load_state_dict(state)
+    with pytest.raises(ResumeError, match="stream=0, this loader has stream=1"):
+        open_loader(
+            folder, POLICY, rank=1, world_size=2, num_streams=2, epochs=None
+        ).load_state_dict(state["streams"][0])
+
+
+def test_merging_names_what_is_missing_or_different(folder: Path) -> None:
+    _, state = run(folder, 2, 3)
+    _, other = run(folder, 2, 3, seed=5)
+    with pytest.raises(ResumeError, match="the state of stream 1 of 2"):
+        merge_states(state["streams"][:1])
+    with pytest.raises(ResumeError, match="states of different runs: seed is 0 and 5"):
+        merge_states([state["streams"][0], other["streams"][1]])
+    with pytest.raises(ResumeError, match="not a loader state"):
+        merge_states([{}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_streams": 3, "world_size": 4}, "`num_streams`=3 does not divide `world_size`=4"),
+        ({"num_streams": 0, "world_size": 1}, "`num_streams`=0"),
+        ({"num_streams": 2, "world_size": 2, "epochs": 1}, "needs `epochs`=None"),
+        ({"num_streams": 64, "world_size": 64}, "an epoch has only . windows"),
+    ],
+)
+def test_impossible_streams_are_refused(
+    folder: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_loader(folder, POLICY, rank=0, **{"epochs": None} | options)

@@ -1,0 +1,254 @@
+"""A mixture keeps its proportions, whatever the sizes, weights and policy."""
+
+import dataclasses
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_sets import VOCABULARY_SIZE, random_rows, write_rows
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError
+from tokenfeed.pipeline.format.data_set import OpenedSplit, open_splits
+from tokenfeed.pipeline.format.schema import task_columns
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.pipeline.planning.mixture import Exhausted, Mixture, mix
+from tokenfeed.pipeline.planning.order import EpochOrder
+from tokenfeed.pipeline.planning.plan import Plan
+from tokenfeed.pipeline.planning.policies import Padded
+from tokenfeed.pipeline.windows.reader import WindowReader
+
+EXHAUSTED: tuple[Exhausted, ...] = ("repeat", "stop", "continue")
+WEIGHTS = st.sampled_from([0.3, 0.5, 0.7, 1.0]) | st.floats(0.5, 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """A mixture of sources of which only the sizes are known."""
+
+    sources: tuple[OpenedSplit, ...]
+    weights: tuple[float, ...]
+    exhausted: Exhausted
+    window_tokens: int
+
+    @property
+    def order(self) -> EpochOrder:
+        phases = mix(self.sources, self.weights, self.exhausted, self.window_tokens)
+        return EpochOrder(tuple(s.batches for s in self.sources), phases, seed=0, shuffle=True)
+
+    def ideal(self) -> list[Fraction]:
+        """Record batches of each source in an epoch of exact proportions."""
+        pairs = list(zip(self.sources, map(Fraction, map(str, self.weights)), strict=True))
+        durations = [source.tokens / weight for source, weight in pairs]
+        end = min(durations) if self.exhausted == "stop" else max(durations)
+        return [end * weight * source.batches / source.tokens for source, weight in pairs]
+
+
+def sized(batches: int, tokens_per_batch: int, spare: int) -> OpenedSplit:
+    unknown: Any = None
+    tokens = batches * tokens_per_batch + spare
+    return OpenedSplit(LocalStore.from_path("memory"), unknown, unknown, batches, tokens, batches)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, *policies: Exhausted) -> Mixed:
+    sizes = st.builds(sized, st.integers(1, 12), st.integers(10, 40), st.integers(0, 9))
+    sources = draw(st.lists(sizes, min_size=1, max_size=4).map(tuple))
+    weights = draw(st.tuples(*[WEIGHTS] * len(sources)))
+    exhausted = draw(st.sampled_from(policies or EXHAUSTED))
+    return Mixed(sources, weights, exhausted, draw(st.integers(30, 1000)))
+
+
+def counts(order: EpochOrder, epoch: int = 0) -> list[np.ndarray]:
+    """How often an epoch delivers each record batch, source by source."""
+    seen = np.concatenate([order.window(epoch, window) for window in range(order.num_windows)])
+    return np.split(np.bincount(seen, minlength=sum(order.sizes)), np.cumsum(order.sizes)[:-1])
+
+
+def given_by(order: EpochOrder) -> np.ndarray:
+    """Record batches of each source in each window, (windows, sources)."""
+    edges = np.append(0, np.cumsum(order.sizes))
+    windows = [order.window(1, window) for window in range(order.num_windows)]
+    return np.array([np.histogram(window, edges)[0] for window in windows])
+
+
+@pytest.mark.slow
+@given(mixtures("continue"), st.integers(0, 3))
+def test_continue_delivers_every_record_batch_once(mixed: Mixed, epoch: int) -> None:
+    assert set(np.concatenate(counts(mixed.order, epoch)).tolist()) == {1}
+
+
+@pytest.mark.slow
+@given(mixtures("stop"), st.integers(0, 3))
+def test_stop_delivers_nothing_twice_and_one_source_whole(mixed: Mixed, epoch: int) -> None:
+    delivered = counts(mixed.order, epoch)
+    assert np.concatenate(delivered).max() == 1
+    assert any(source.min() == 1 for source in delivered)
+
+
+@pytest.mark.slow
+@given(mixtures("repeat"), st.integers(0, 3))
+def test_repeat_delivers_everything_and_one_source_once(mixed: Mixed, epoch: int) -> None:
+    delivered = counts(mixed.order, epoch)
+    assert np.concatenate(delivered).min() >= 1
+    assert any(source.max() == 1 for source in delivered)
+    for source in delivered:
+        assert np.ptp(source) <= 1, "a record batch comes twice more than another of its source"
+
+
+@pytest.mark.slow
+@given(mixtures("repeat", "stop"))
+def test_an_epoch_keeps_the_proportions_within_one_record_batch(mixed: Mixed) -> None:
+    for ideal, source in zip(mixed.ideal(), given_by(mixed.order).T, strict=True):
+        assert ideal - 1 < int(source.sum()) <= ideal
+
+
+@pytest.mark.slow
+@given(mixtures("repeat", "stop"))
+def test_the_windows_so_far_keep_those_of_the_epoch_within_one_record_batch(mixed: Mixed) -> None:
+    windows = given_by(mixed.order)
+    so_far = np.cumsum(windows, axis=0)
+    parts = np.arange(1, len(windows) + 1)[:, None] / len(windows)
+    assert np.abs(so_far - parts * so_far[-1]).max() < 1
+
+
+@given(mixtures("continue"))
+def test_while_all_sources_run_continue_keeps_their_proportions(mixed: Mixed) -> None:
+    first = mixed.order.phases[0].batches
+    stop = dataclasses.replace(mixed, exhausted="stop")
+    for ideal, batches in zip(stop.ideal(), first, strict=True):
+        assert ideal - 1 < batches <= ideal
+
+
+@pytest.mark.slow
+@given(mixtures())
+def test_no_window_is_empty_and_windows_are_about_as_large_as_asked(mixed: Mixed) -> None:
+    order = mixed.order
+    assert given_by(order).sum(axis=1).min() >= 1
+    for phase in order.phases:
+        sizes = zip(phase.batches, mixed.sources, strict=True)
+        tokens = sum(batches * source.tokens / source.batches for batches, source in sizes)
+        wanted = max(1, round(tokens / mixed.window_tokens))
+        assert phase.num_windows == min(wanted, max(phase.batches))
+
+
+@given(mixtures(), st.integers(2, 9))
+def test_only_proportions_of_weights_matter(mixed: Mixed, factor: int) -> None:
+    scaled = tuple(weight * 2**factor for weight in mixed.weights)
+    assert dataclasses.replace(mixed, weights=scaled).order == mixed.order
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Mixture({}), "at least one data set"),
+        (lambda: Mixture({"code/": 0.5, "prose/": 0.0}), "weight of prose/ is 0.0"),
+        (lambda: Mixture({"code/": -1}), "weight of code/ is -1"),
+        (lambda: Mixture({"code/": float("nan")}), "weight of code/ is nan"),
+        (lambda: Mixture({"code/": float("inf")}), "weight of code/ is inf"),
+        (lambda: Mixture({"code/": 1}, "loop"), "`exhausted`='loop'"),  # type: ignore[arg-type]
+    ],
+)
+def test_impossible_mixtures_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def write(folder: Path, **settings: Any) -> Path:
+    settings = {"vocabulary_size": VOCABULARY_SIZE, "split": "train", "rows": 3} | settings
+    task, lengths = settings.pop("task", "lm"), np.full(settings.pop("rows"), 5)
+    columns = task_columns(task, pairs=settings.pop("pairs", False))
+    rows = random_rows(lengths, task, pairs=len(columns) > len(task_columns(task)))
+    splits = {settings.pop("split"): rows}
+    return write_rows(folder, splits, task=task, columns=columns, **settings)
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "message"),
+    [
+        (
+            {},
+            {"tokenizer": b"another"},
+            "one tokenizer.*--tokenizer .*/left/tokenizer` on",
+        ),
+        ({}, {"vocabulary_size": 1001}, "one vocabulary size.*1000.*1001"),
+        ({}, {"task": "classify"}, "one task.*lm.*classify"),
+        ({}, {"pairs": True}, r"one columns.*\[\].*token_type_ids"),
+        (
+            {"task": "tag", "label_names": ("a", "b")},
+            {"task": "tag", "label_names": ("b", "a")},
+            "one label names.*'a', 'b'.*'b', 'a'",
+        ),
+    ],
+)
+def test_sources_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, first: dict[str, Any], other: dict[str, Any], message: str
+) -> None:
+    left, right = write(tmp_path / "left", **first), write(tmp_path / "right", **other)
+    with pytest.raises(ConfigError, match=message) as error:
+        open_splits({left: 1, right: 1}, "train")
+    assert str(left) in str(error.value)
+    assert str(right) in str(error.value)
+    assert len(open_splits({left: 1}, "train")) == 1
+
+
+def test_a_source_without_rows_is_refused_by_name(tmp_path: Path) -> None:
+    full, empty = write(tmp_path / "full"), write(tmp_path / "empty", rows=0)
+    with pytest.raises(ConfigError, match=r"empty: the split `train` holds no rows"):
+        open_splits({full: 1, empty: 1}, "train")
+    with pytest.raises(ManifestError, match="nowhere"):
+        open_splits({full: 1, tmp_path / "nowhere": 1}, "train")
+
+
+def test_a_source_without_the_split_is_refused_by_name(tmp_path: Path) -> None:
+    full, other = write(tmp_path / "full"), write(tmp_path / "other", split="validation")
+    with pytest.raises(ManifestError, match="`train`") as error:
+        open_splits({full: 1, other: 1}, "train")
+    assert str(other) in str(error.value), "which of the data sets has no such split?"
+
+
+def test_record_batches_of_a_mixture_are_read_from_their_own_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 20)
+    rows = [random_rows(np.full(count, 5)) for count in (7, 9, 30)]
+    folders = [
+        write_rows(tmp_path / f"{n}", {"train": part}, VOCABULARY_SIZE, num_shards=2)
+        for n, part in enumerate(rows)
+    ]
+    sources = open_splits(folders, "train")
+    assert [source.rows for source in sources] == [7, 9, 30]
+    reader = WindowReader(sources)
+    order = np.random.default_rng(0).permutation(sum(source.batches for source in sources))
+    window = reader.read(order)
+    assert sorted(window.numbers.tolist()) == list(range(46))
+    ids = np.concatenate([part.ids.reshape(-1, 5) for part in rows])
+    assert np.array_equal(window.rows.ids.reshape(-1, 5), ids[window.numbers])
+
+
+def test_a_plan_knows_the_tokens_of_sources_that_are_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.pipeline.format.shard.BATCH_TOKENS", 10)
+    folders = [write(tmp_path / "small", rows=2), write(tmp_path / "large", rows=6)]
+
+    def tokens(exhausted: Exhausted) -> tuple[int | None, ...]:
+        mixture = Mixture({folders[0]: 2, folders[1]: 3}, exhausted)
+        plan = Plan.from_splits(
+            open_splits(folders, "train"),
+            mixture,
+            Padded(100),
+            split="train",
+            micro_batches_per_step=1,
+            window_tokens=None,
+            seed=0,
+            shuffle=True,
+        )
+        return plan.epoch_tokens
+
+    assert tokens("continue") == (10, 30)
+    assert tokens("repeat") == (20, 30)
+    assert tokens("stop") == (10, None)

@@ -1,0 +1,280 @@
+"""Plans of hostile data: sums that are obviously right, and limits of time and memory."""
+
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_sets import (
+    VOCABULARY_SIZE,
+    MakeDataset,
+    random_rows,
+    rows_of,
+    source_of,
+    write_rows,
+)
+from support.delivery import POLICIES, Ranks, joined, open_loader, small_batches, times_delivered
+
+from tokenfeed import Fixed, Mixture, Padded
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.planning import length_bands
+from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.estimates import deviation, unmixed
+from tokenfeed.pipeline.planning.mixture import mix
+from tokenfeed.pipeline.planning.order import Draw, EpochOrder, MixturePhase, derive_key
+from tokenfeed.pipeline.planning.policies import described_policy
+from tokenfeed.pipeline.planning.policy import Batching
+
+SHORT = np.clip(np.random.default_rng(0).lognormal(3.0, 0.6, 300_000), 1, 512).astype(np.int64)
+DRAW = Draw(1, 2, 3, num_windows=1)
+
+
+def seconds(what: Callable[[], object]) -> float:
+    """Processor time of the fastest of three calls."""
+    taken = []
+    for _ in range(3):
+        begin = time.process_time()
+        what()
+        taken.append(time.process_time() - begin)
+    return min(taken)
+
+
+def test_narrow_bands_of_very_many_rows_are_planned_as_fast_as_strict_order() -> None:
+    """A band is found in time that does not grow with the window."""
+    draw = replace(DRAW, num_windows=400)
+
+    def plan(spread: float) -> object:
+        return plan_window(SHORT, Fixed(8, spread=spread), step_size=1, draw=draw)
+
+    assert seconds(lambda: plan(0.033)) < 25 * seconds(lambda: plan(0))
+
+
+def test_very_many_classes_take_no_memory_of_their_own() -> None:
+    """Peak memory goes with the rows, not with classes times micro-batches."""
+    labels = np.random.default_rng(1).permutation(20_000) * 100_000 - 10**9
+    tracemalloc.start()
+    plan_window(SHORT[:20_000], Fixed(8), step_size=1, draw=DRAW, labels=labels)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20e6
+
+
+@given(st.data(), st.integers(1, 60), st.integers(1, 5))
+def test_label_variance_is_that_of_its_definition(data: st.DataObject, count: int, g: int) -> None:
+    label = np.array(data.draw(st.lists(st.integers(0, 4), min_size=count, max_size=count)))
+    label = np.unique(label, return_inverse=True)[1]
+    pieces = np.array(data.draw(st.permutations(range(count))))
+    inner = data.draw(st.sets(st.integers(1, count - 1), max_size=9)) if count > 1 else set()
+    edges = [0, *sorted(inner), count]
+    share = [float((label == value).mean()) for value in range(label.max() + 1)]
+    found = sum(
+        (float((label[pieces[start:stop]] == value).mean()) - p) ** 2 * (stop - start)
+        for start, stop in pairwise(edges)
+        for value, p in enumerate(share)
+    )
+    expected = (len(edges) - 1) * sum(p * (1 - p) for p in share)
+    ratio = found / expected if len(share) > 1 else 1.0
+    said = length_bands._label_variance(label, pieces, np.array(edges), g)
+    assert said == pytest.approx(1 + (ratio - 1) / g)
+
+
+def test_a_tiny_source_that_is_repeated_thousands_of_times_is_planned_at_once() -> None:
+    order = EpochOrder((200, 1), (MixturePhase((0, 0), (200, 40_000), 2),), seed=0, shuffle=True)
+    assert seconds(lambda: order.window(0, 0)) < 0.5
+
+
+@pytest.mark.slow
+@given(
+    size=st.integers(1, 40),
+    windows=st.integers(1, 9),
+    turns=st.integers(1, 6),
+    seed=st.integers(-(2**70), 2**70),
+)
+def test_every_reading_of_a_source_has_each_record_batch_once(
+    size: int, windows: int, turns: int, seed: int
+) -> None:
+    windows = min(windows, size * turns)
+    order = EpochOrder((size,), (MixturePhase((0,), (size * turns,), windows),), seed, shuffle=True)
+    places = [order._batches(0, 3, n * size, (n + 1) * size).tolist() for n in range(turns)]
+    assert all(sorted(reading) == list(range(size)) for reading in places)
+    delivered = Counter(b for w in range(windows) for b in order.window(3, w).tolist())
+    assert set(delivered.values()) == {turns}
+    assert derive_key(seed, 3) != derive_key(seed, 4)
+
+
+@pytest.mark.parametrize(
+    "batching", [Padded(2048, spread=1), Padded(2048, spread=0.3), Fixed(8, spread=0.5)]
+)
+def test_the_estimate_knows_what_bands_pad(make_dataset: MakeDataset, batching: Batching) -> None:
+    lengths = np.clip(np.random.default_rng(3).lognormal(4, 0.7, 3_000), 1, 512).astype(int)
+    with open_loader(make_dataset(lengths), batching, window_tokens=10**9) as loader:
+        assert loader.estimated_batches == pytest.approx(len(loader), rel=0.1)
+
+
+def mixed(sources: tuple[Any, ...], weights: tuple[float, ...], exhausted: Any = "repeat") -> Any:
+    """A plan over sources of which only the sizes are known."""
+    phases = mix(sources, weights, exhausted, 8 << 20)
+    batches = tuple(source.batches for source in sources)
+    return SimpleNamespace(order=EpochOrder(batches, phases, seed=0, shuffle=True))
+
+
+@pytest.mark.slow
+def test_a_small_part_of_a_mixture_is_no_reason_to_warn() -> None:
+    documents, short = source_of(rows_of(600, 1.0)), source_of(rows_of(24, 0.6))
+    few = source_of(rows_of(600, 1.0)[:400])
+    for pair, weights, exhausted in (
+        ((documents, short), (0.98, 0.02), "repeat"),
+        ((documents, few), (1.0, 1.0), "continue"),
+    ):
+        assert unmixed(mixed(pair, weights, exhausted), pair) is None
+
+
+def test_the_warning_names_the_source_and_its_places() -> None:
+    documents, short = source_of(rows_of(600, 1.0)), source_of(rows_of(24, 0.6))
+    short.name = "tweets"
+    warning = unmixed(mixed((documents, short), (0.89, 0.11)), (documents, short))
+    assert warning is not None
+    assert "\n" not in warning
+    assert "from only 14 places of tweets" in warning
+
+
+def test_what_comes_all_or_not_at_all_strays_no_further_than_that() -> None:
+    few, many = source_of(rows_of(600, 1.0)[:200]), source_of(rows_of(600, 1.0))
+    said = deviation(mixed((many, few), (1.0, 1.0), "continue"), (many, few))
+    assert said is not None
+    assert said < 3
+
+
+HOSTILE = {
+    "one row": [7],
+    "fewer than a batch": [3, 1, 2],
+    "all of one length": [9] * 400,
+    "all of one token": [1] * 500,
+    "one very long": [*[5] * 300, 9_000],
+    "many lengths": np.random.default_rng(4).integers(1, 700, 500).tolist(),
+}
+WIDE: list[Batching] = [
+    *POLICIES,
+    Padded(1024, multiple_of=8, spread=1),
+    Padded(1024, spread=5e-324),
+    Fixed(7, spread=0.4),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", HOSTILE)
+def test_len_holds_in_every_epoch_and_every_token_comes_once_in_each(
+    shape: str, make_dataset: MakeDataset
+) -> None:
+    """Over more epochs than a cycle of bands has, at several step sizes and ranks."""
+    lengths = np.array(HOSTILE[shape])
+    folder = make_dataset(lengths, num_shards=1)
+    for number, batching in enumerate(WIDE):
+        world, step = 1 + number % 5, 1 + number % 4
+        options: dict[str, Any] = {
+            "micro_batches_per_step": step,
+            "seed": number,
+            "window_tokens": 10**9,
+        }
+        run = Ranks(folder, world, batching=batching, epochs=10, **options)
+        ours = open_loader(folder, batching, epochs=10, rank=0, world_size=world, **options)
+        due = len(ours)
+        run.run()
+        assert run.loaders[0].stats().batches == due
+        assert times_delivered((s for g in run.steps for b in g for s in b), lengths) == {10}
+        for batch in (b for step in run.steps for b in step):
+            longest = max(length for _, _, length in batch)
+            if isinstance(batching, Padded):
+                assert len(batch) <= batching.rows_of(longest)
+
+
+@pytest.mark.parametrize("values", [(0,), (-1, 2**31 - 1), (-(2**31), 5, 7), range(300)])
+def test_len_holds_whatever_the_labels_are(values: Any, tmp_path: Path) -> None:
+    """Labels of one class, of as many as rows, and such as no manifest has names for."""
+    lengths = np.sort(np.random.default_rng(5).integers(1, 80, 300))
+    rows = random_rows(lengths, "classify")
+    labels = np.sort(np.resize(np.array(values), 300))
+    rows.per_row["label"] = labels.astype(np.int32)
+    folder = write_rows(tmp_path / "set", {"train": rows}, VOCABULARY_SIZE, 1, task="classify")
+    for batching in (Padded(512), Fixed(8), Fixed(4, spread=0), Padded(512, spread=1)):
+        with open_loader(folder, batching, epochs=9) as loader:
+            due, seen, ends = len(loader), [], []
+            for batch in loader:
+                seen += list(zip(batch.rows.tolist(), batch["labels"].tolist(), strict=True))
+                ends.append(batch.num_slots if isinstance(batching, Padded) else 0)
+        assert len(ends) == due
+        assert max(ends) <= 512
+        assert Counter(seen) == {(row, int(label)): 9 for row, label in enumerate(labels)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
+def test_a_mixture_with_bands_is_resumed_anywhere_on_any_ranks(
+    exhausted: Any, make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_batches(monkeypatch)
+    rng = np.random.default_rng(6)
+    folders = [make_dataset(rng.integers(1, 200, count), 1) for count in (6, 300, 80)]
+    mixture = Mixture(dict(zip(folders, (0.02, 0.7, 0.2), strict=True)), exhausted)
+    for batching in (Padded(1024, spread=0.3), Fixed(8, spread=0.2), POLICIES[1], POLICIES[2]):
+        options: dict[str, Any] = {
+            "batching": batching,
+            "micro_batches_per_step": 3,
+            "window_tokens": 6_000,
+        }
+        whole = Ranks(mixture, 1, **options)  # type: ignore[arg-type]
+        end = whole.run()
+        cuts: list[Ranks] = []
+        state: Any = None
+        for world in (1, 2, 3, 5, 4):
+            cuts.append(Ranks(mixture, world, state, **options))  # type: ignore[arg-type]
+            state = cuts[-1].run(None if world == 4 else 2)
+        assert joined(cuts) == joined([whole])
+        assert state == end
+
+
+@pytest.mark.parametrize("policy", [Padded(64, spread=0.2), Fixed(4, spread=1e-300)])
+def test_a_policy_with_a_spread_reads_back_as_it_was_saved(policy: Batching) -> None:
+    assert described_policy(repr(policy)) == described_policy(repr(replace(policy)))
+    assert described_policy(repr(policy)) != described_policy(repr(replace(policy, spread=0.21)))
+    assert repr(replace(policy, spread=np.float64(0.5))) == repr(replace(policy, spread=0.5))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [float("nan"), float("inf"), -1e-9, 1.01, "0.1", None, True, np.array([0.1]), 10**400],
+    ids=lambda value: str(value)[:9],
+)
+def test_a_spread_that_is_no_share_is_refused_in_one_line(value: Any) -> None:
+    for make in (lambda: Padded(64, spread=value), lambda: Fixed(4, spread=value)):
+        with pytest.raises(ConfigError, match="`spread`=") as error:
+            make()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.slow
+def test_a_source_of_little_weight_comes_in_every_4_million_tokens() -> None:
+    """Within half and double its share, of sources of record batches of 64 k tokens."""
+    rng = np.random.default_rng(7)
+    for seed in range(3):
+        sources = tuple(source_of(rows_of(mean, 0.8)) for mean in (600, 200, 24))
+        order = replace(mixed(sources, (0.78, 0.02, 0.2), "stop").order, seed=seed)
+        edges = np.cumsum([0, *order.sizes])
+        came: list[np.ndarray] = []
+        for window in range(order.num_windows):
+            counts = np.histogram(order.window(0, window), edges)[0]
+            came.append(rng.permutation(np.repeat([0, 1, 2], counts * 256)))  # rows of 256 tokens
+        tokens = np.concatenate(came)
+        steps = tokens[: len(tokens) // 16_384 * 16_384].reshape(-1, 16_384)
+        share = (steps == 1).mean(axis=1)
+        assert (share > 0.01).all()
+        assert (share < 0.04).all()

@@ -1,0 +1,303 @@
+"""What was delivered is counted the same, whoever delivers it and wherever it stops."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_sets import MemoryReader, plan_in_memory, random_rows
+
+from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.planning.ahead import Ahead
+from tokenfeed.pipeline.planning.order import EpochOrder, MixturePhase
+from tokenfeed.pipeline.planning.plan import Plan, Position
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.state import Delivered, own_stream
+from tokenfeed.pipeline.windows.maker import WindowMaker
+from tokenfeed.pipeline.windows.reader import Window
+
+START = Position(0, 0, 0)
+POLICIES = st.sampled_from([Padded(30), Fixed(3), Packed(20, 2), Packed(20, 2, split=True)])
+BATCHES = [
+    random_rows(np.random.default_rng(seed).integers(1, 40, size))
+    for seed, size in enumerate([9, 1, 14, 6, 11])
+]
+
+
+def planned(batching: Batching, num_windows: int = 3) -> tuple[Plan, MemoryReader]:
+    return plan_in_memory(BATCHES, batching, micro_batches_per_step=3, num_windows=num_windows)
+
+
+def deliver(
+    delivered: Delivered,
+    reader: MemoryReader,
+    *,
+    rounds: int | None = None,
+    world_size: int = 1,
+    rank: int = 0,
+    epochs: int = 1,
+) -> Iterator[Delivered]:
+    """What was delivered before the first round and after each of some, or all until an epoch
+    ends."""
+    done = 0
+    yield delivered
+    while delivered.position < (epochs, 0, 0):
+        rank_slice = WindowMaker(delivered.plan, reader, rank, world_size).make(delivered.position)
+        for ragged in rank_slice.batches():
+            if rounds is not None and done >= rounds:
+                return
+            done += 1
+            delivered = delivered.after(ragged.round)
+            yield delivered
+
+
+def last(delivered: Iterable[Delivered]) -> Delivered:
+    *_, end = delivered
+    return end
+
+
+def whole_epoch(plan: Plan, reader: MemoryReader, **ranks: int) -> Delivered:
+    return last(deliver(Delivered(plan), reader, **ranks))
+
+
+STOPS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 7)), max_size=5)
+
+
+@pytest.mark.slow
+@settings(max_examples=40)
+@given(POLICIES, STOPS, st.data())
+def test_what_is_delivered_does_not_depend_on_ranks_and_stops(
+    batching: Batching, stops: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    plan, reader = planned(batching)
+    delivered = Delivered(plan)
+    for rounds, world_size in [*stops, (10**9, 2)]:
+        rank = data.draw(st.integers(0, world_size - 1))
+        ranks = {"world_size": world_size, "rank": rank}
+        delivered = last(deliver(delivered, reader, rounds=rounds, **ranks))
+        delivered = Delivered.from_state(plan, json.loads(json.dumps(delivered.state())))
+    assert delivered.state() == whole_epoch(plan, reader).state()
+
+
+def digests(plan: Plan, reader: MemoryReader, position: Position = START) -> list[int]:
+    digests: list[int] = (
+        WindowMaker(plan, reader, 0, 1).make(position).index.rounds.digests.tolist()
+    )
+    return digests
+
+
+class Renumbered(MemoryReader):
+    """The same record batches, with rows of other numbers."""
+
+    def __init__(self, batches: Sequence[Rows], shift: int) -> None:
+        super().__init__(batches)
+        self._ends = self._ends + shift
+
+
+class Swapped(MemoryReader):
+    """The same record batches in the opposite order."""
+
+    def read(self, batches: np.ndarray, ahead: Ahead | None = None) -> Window:
+        return super().read(batches[::-1])
+
+
+def test_a_digest_is_that_of_its_rows_their_spans_and_the_place() -> None:
+    def found(lengths: list[int], batching: Batching, shift: int = 0) -> list[int]:
+        rows = [random_rows(np.array(lengths))]
+        return digests(plan_in_memory(rows, batching, shuffle=False)[0], Renumbered(rows, shift))
+
+    first, second = found([5, 5, 5, 5], Fixed(2))
+    assert found([5, 5, 5, 5], Fixed(2)) == [first, second]
+    assert len({first, second, *found([5, 5, 5, 5], Fixed(2), shift=1)}) == 4
+    assert len({first, second, *found([5, 5, 5, 5], Fixed(1))}) == 6
+    longer = found([5, 5, 5, 6], Fixed(2))
+    assert longer[0] == first
+    assert longer[1] != second
+
+
+def test_the_same_rows_in_another_window_or_epoch_have_another_digest() -> None:
+    plan, reader = plan_in_memory([random_rows(np.full(6, 5))], Fixed(2), shuffle=False)
+    twice = replace(plan, order=EpochOrder((1,), (MixturePhase((0,), (2,), 2),), 0, shuffle=False))
+    places = (START, Position(0, 1, 0), Position(1, 0, 0), Position(1, 1, 0))
+    assert len({digest for place in places for digest in digests(twice, reader, place)}) == 12
+
+
+def test_pieces_of_a_row_in_another_order_are_another_digest() -> None:
+    plan, reader = plan_in_memory([random_rows(np.array([8]))], Padded(4))
+    seeds = [replace(plan, order=replace(plan.order, seed=seed)) for seed in range(20)]
+    assert len({whole_epoch(seeded, reader).digest for seeded in seeds}) == 2
+
+
+def test_another_order_of_micro_batches_is_another_digest() -> None:
+    rows = [random_rows(np.full(2, 5)), random_rows(np.full(2, 5))]
+    plan, reader = plan_in_memory(rows, Fixed(2), shuffle=False)
+    assert whole_epoch(plan, reader).digest != whole_epoch(plan, Swapped(rows)).digest
+
+
+def test_digests_never_change_between_releases() -> None:
+    """They are part of saved states: these may only change with the state's version."""
+    rows = [random_rows(np.array([5, 3, 12, 1, 9, 5, 3, 7]))]
+    policies = (Padded(10), Fixed(3), Packed(10, 2), Packed(10, 2, split=True))
+    plans = [plan_in_memory(rows, batching, micro_batches_per_step=2) for batching in policies]
+    assert [f"{whole_epoch(*plan).digest:016x}" for plan in plans] == [
+        "0e6d14975ecf44e8",
+        "19361d7fa3951b74",
+        "5b9b9571e21bf749",
+        "7f31ef4f953af94f",
+    ]
+
+
+def two_sources(batching: Batching) -> Plan:
+    """Of 2 and of 3 record batches; the first is read twice."""
+    rows = [sum(map(len, part)) for part in (BATCHES[:2], BATCHES)]
+    tokens = [sum(len(batch.ids) for batch in part) for part in (BATCHES[:2], BATCHES[2:])]
+    return replace(
+        planned(batching)[0],
+        data=("one", "two"),
+        row_ends=tuple(rows),
+        epoch_tokens=(2 * tokens[0], tokens[1]),
+        order=EpochOrder((2, 3), (MixturePhase((0, 0), (4, 3), 3),), seed=0, shuffle=True),
+    )
+
+
+@pytest.mark.slow
+@settings(max_examples=30)
+@given(POLICIES, st.integers(1, 7))
+def test_tokens_of_every_source_are_those_of_the_manifest_at_the_end_of_an_epoch(
+    batching: Batching, world_size: int
+) -> None:
+    plan, reader = two_sources(batching), MemoryReader(BATCHES)
+    slices = [
+        [
+            WindowMaker(plan, reader, rank, world_size).make(Position(0, n, 0))
+            for rank in range(world_size)
+        ]
+        for n in range(3)
+    ]
+    counted = np.zeros(2, np.int64)
+    for ranks in slices:
+        for rounds in zip(*(rank_slice.batches() for rank_slice in ranks), strict=True):
+            tokens = np.zeros(2, np.int64)
+            for one in (one for one in rounds if not one.is_filler):
+                source = one.rows >= plan.row_ends[0]
+                tokens += np.bincount(source, one.piece_lengths, 2).astype(np.int64)
+            assert all(one.round.tokens == tuple(tokens.tolist()) for one in rounds)
+            counted += tokens
+    assert tuple(counted.tolist()) == plan.epoch_tokens
+    done = whole_epoch(plan, reader, world_size=world_size)
+    assert (done.position, done.tokens) == ((1, 0, 0), (0, 0))
+
+
+def test_a_wrong_number_of_tokens_at_the_end_of_an_epoch_is_an_error() -> None:
+    plan, reader = two_sources(Padded(70)), MemoryReader(BATCHES)
+    one, two = (tokens or 0 for tokens in plan.epoch_tokens)
+    for number, wrong in enumerate([(one + 1, two), (one, two - 1)]):
+        with pytest.raises(
+            LoaderError, match=f"source {number}, but its manifest .*{wrong[number]:,}"
+        ):
+            whole_epoch(replace(plan, epoch_tokens=wrong), reader)
+    whole_epoch(replace(plan, epoch_tokens=(None, two)), reader)
+
+
+@pytest.mark.parametrize("num_windows", [1, 3, 5])
+def test_the_trail_holds_the_last_two_multiples_of_every_power_of_two(num_windows: int) -> None:
+    plan, reader = planned(Fixed(8), num_windows)
+    digests = {}
+    for delivered in deliver(Delivered(plan), reader, epochs=9):
+        epoch, window, micro_batch = delivered.position
+        windows = epoch * num_windows + window
+        if micro_batch == 0:
+            digests[windows] = delivered.digest
+        powers = [1 << bit for bit in range(20) if 1 << bit <= windows]
+        multiples = {windows - windows % power - back for power in powers for back in (0, power)}
+        assert delivered.trail == tuple((n, digests[n]) for n in sorted(multiples - {0}))
+
+
+def saved(rounds: int = 5) -> tuple[Plan, dict[str, Any]]:
+    plan, reader = planned(Padded(30))
+    return plan, last(deliver(Delivered(plan), reader, rounds=rounds)).state()
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 40))
+def test_a_state_survives_json(rounds: int) -> None:
+    plan, state = saved(rounds)
+    assert Delivered.from_state(plan, json.loads(json.dumps(state))).state() == state
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("batching", {"batching": Padded(31)}),
+        ("batching", {"batching": Padded(30, long_rows="refuse")}),
+        ("micro_batches_per_step", {"micro_batches_per_step": 4}),
+        ("split", {"split": "validation"}),
+        ("data", {"data": ("another",)}),
+        ("weights", {"weights": (0.5, 0.5)}),
+        ("seed", {"seed": 1}),
+        ("shuffle", {"shuffle": False}),
+        ("windows", {"phases": (MixturePhase((0,), (5,), 2),)}),
+        ("phases", {"phases": (MixturePhase((0,), (6,), 3),)}),
+    ],
+)
+def test_the_state_of_another_plan_is_refused_by_what_differs(
+    name: str, other: dict[str, Any]
+) -> None:
+    plan, state = saved()
+    if other.keys() & {"seed", "shuffle", "phases"}:
+        other = {"order": replace(plan.order, **other)}
+    changed = replace(plan, **other)
+    with pytest.raises(ResumeError, match=rf"saved with {name}=.*this loader has {name}="):
+        Delivered.from_state(changed, state)
+
+
+JUNK: list[Any] = [None, "junk", -1, [None], {"a": 1}]
+
+
+@pytest.mark.parametrize("name", saved()[1])
+@pytest.mark.parametrize("junk", ["missing", *JUNK], ids=str)
+def test_a_damaged_state_is_refused(name: str, junk: Any) -> None:
+    plan, state = saved()
+    damaged = {key: value for key, value in state.items() if key != name or junk != "missing"}
+    if name in damaged:
+        damaged[name] = junk
+    with pytest.raises(ResumeError, match="cannot resume"):
+        Delivered.from_state(plan, damaged)
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 3, {}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(ResumeError, match="this is not a loader state"):
+        Delivered.from_state(planned(Padded(30))[0], own_stream(state, 0))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 1},
+        {"window": 3},
+        {"epoch": -1},
+        {"tokens": []},
+        {"tokens": [1, 2]},
+        {"digest": "-1"},
+        {"digest": "1" * 17},
+        {"epoch": float("inf")},
+    ],
+    ids=str,
+)
+def test_a_state_that_no_run_can_have_is_refused(change: dict[str, Any]) -> None:
+    plan, state = saved()
+    with pytest.raises(ResumeError, match="cannot resume"):
+        Delivered.from_state(plan, state | change)
+
+
+def test_a_position_beyond_the_window_is_refused_when_it_is_read() -> None:
+    plan, reader = planned(Padded(30))
+    with pytest.raises(ResumeError, match="window 1 has no micro-batch 1000"):
+        WindowMaker(plan, reader, 0, 1).make(Position(0, 1, 1000))

@@ -1,0 +1,32 @@
+"""A bucket without faults for each test; these tests are a program of ours."""
+
+from collections.abc import Iterator
+
+import pytest
+from support.object_server import Remote, remote_store
+
+from tokenfeed.pipeline.remote import own_process as process
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture(autouse=True)
+def talks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are a program of ours."""
+    monkeypatch.setattr(process, "_ours", True)
+
+
+@pytest.fixture(scope="module")
+def remote() -> Iterator[Remote]:
+    with pytest.MonkeyPatch.context() as monkeypatch, remote_store(monkeypatch) as remote:
+        yield remote
+
+
+@pytest.fixture(autouse=True)
+def no_faults(remote: Remote) -> None:
+    remote.server.objects.clear()
+    remote.server.lies, remote.server.etags = False, None
+    remote.proxy.schedule.clear()
+    remote.proxy.seen.clear()
+    remote.proxy.signed.clear()
+    remote.proxy.always, remote.proxy.match = None, ""

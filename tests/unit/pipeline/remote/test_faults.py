@@ -1,0 +1,212 @@
+"""A fault costs a request and no byte; what cannot be mended is told at once."""
+
+import errno
+import logging
+import pickle
+import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from support.object_server import DATA, FAST, FAULTS, Fault, Kind, Remote
+
+from tokenfeed.pipeline.errors import RemoteError
+from tokenfeed.pipeline.remote.client import without_patience
+from tokenfeed.pipeline.remote.object_store import ObjectStore
+from tokenfeed.pipeline.remote.retrying import Timing
+
+pytest.importorskip("obstore")
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_costs_a_request_and_no_more(remote: Remote, kind: str) -> None:
+    remote.put("x", DATA)
+    store = replace(remote.store, timing=replace(FAST, read_s=0.5))
+    before = store.traffic
+    for times in (1, 2):
+        remote.proxy.seen.clear()
+        remote.proxy.schedule.extend([Fault(kind, 500, seconds=1.0)] * times)  # type: ignore[arg-type]
+        assert store.read_range("x", 5, 2000).data == DATA[5:2005]
+        assert len(remote.proxy.seen) == 1 + times
+    after = store.traffic
+    assert (after.requests - before.requests, after.retries - before.retries) == (5, 3)
+    assert after.bytes - before.bytes == 4000
+    assert 0 < after.outage_s - before.outage_s < 5
+
+
+def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
+    error = "<Error><Code>{}</Code><Message>Said at\nlength.</Message></Error>"
+    for code in ("RequestTimeout", "XAmzContentSHA256Mismatch"):
+        remote.proxy.schedule.append(Fault("400", says=error.format(code)))
+        remote.store.write("x", DATA)
+        assert remote.content("x") == DATA
+    remote.proxy.schedule.append(Fault("400", says=error.format("InvalidName")))
+    with pytest.raises(RemoteError, match=r"mistake \(400 Bad Request, InvalidName, Said at\)\.$"):
+        remote.store.write("x", DATA)
+
+
+def test_a_bit_that_flips_on_the_way_is_for_checksums_to_find(remote: Remote) -> None:
+    remote.put("x", DATA)
+    remote.proxy.schedule.append(Fault("flip"))
+    assert sum(a != b for a, b in zip(remote.store.read("x"), DATA, strict=True)) == 1
+
+
+FINAL: dict[str, tuple[Callable[[ObjectStore], object], str, int]] = {
+    "missing": (lambda store: store.read("none"), "not found", errno.ENOENT),
+    "missing head": (lambda store: store.size("none"), "not found", errno.ENOENT),
+    "range": (lambda store: store.read_range("x", 10**6, 5), "is shorter", errno.EINVAL),
+}
+
+
+@pytest.mark.parametrize("case", FINAL)
+def test_what_repetition_cannot_mend_ends_after_one_request(remote: Remote, case: str) -> None:
+    ask, said, number = FINAL[case]
+    remote.put("x", DATA)
+    with pytest.raises(RemoteError, match=f"^s3://{remote.prefix}/[a-z]+: {said}") as caught:
+        ask(remote.store)
+    assert caught.value.errno == number
+    assert "\n" not in str(caught.value)
+    assert len(remote.proxy.seen) == 1
+    assert isinstance(caught.value, FileNotFoundError) == (number == errno.ENOENT)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["read", "size", "delete", "list", "write"])
+def test_who_may_not_learns_it_at_once(remote: Remote, method: str) -> None:
+    remote.proxy.always = Fault("403")
+    calls: dict[str, Callable[[], object]] = {
+        "list": lambda: list(remote.store.list("x")),
+        "write": lambda: remote.store.write("x", b""),
+    }
+    refused = r"/x: the store refuses access \(403 Forbidden\)\. Check the credentials"
+    with pytest.raises(RemoteError, match=refused) as caught:
+        calls.get(method, lambda: getattr(remote.store, method)("x"))()
+    assert caught.value.errno == errno.EACCES
+    assert len(remote.proxy.seen) == 1
+
+
+def test_an_outage_is_told_of_and_survived(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.put("x", DATA)
+    store = replace(remote.store, timing=replace(FAST, warn_after_s=0.05, warn_every_s=0.1))
+    remote.proxy.always = Fault("503")
+
+    def end() -> None:
+        remote.proxy.always = None
+
+    threading.Timer(0.4, end).start()
+    with caplog.at_level(logging.WARNING, "tokenfeed"):
+        assert store.read("x") == DATA
+    assert 2 <= len(caplog.messages) <= 5
+    pattern = r"s3://{}/x: fails for \d+ s now \(503 Service Unavailable\); given up after 20 s"
+    for message in caplog.messages:
+        assert re.fullmatch(pattern.format(remote.prefix), message)
+    assert 0.3 < store.traffic.outage_s < 2
+
+
+def test_an_outage_of_many_requests_counts_once_and_is_told_once(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    remote.put("x", DATA)
+    store = replace(remote.store, timing=replace(FAST, warn_after_s=0.1))
+    remote.proxy.always = Fault("reset")
+
+    def end() -> None:
+        remote.proxy.always = None
+
+    threading.Timer(0.3, end).start()
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
+    assert 0.2 < store.traffic.outage_s < 1
+    assert len(caplog.messages) == 1
+
+
+def test_an_outage_without_end_is_given_up_in_one_line(remote: Remote) -> None:
+    store = replace(remote.store, timing=replace(FAST, give_up_s=0.5, read_s=0.1))
+    remote.proxy.always = Fault("503")
+    with pytest.raises(RemoteError) as caught:
+        store.read("x")
+    assert caught.value.errno == errno.ETIMEDOUT
+    assert str(caught.value).startswith(f"s3://{remote.prefix}/x: failed for 0 s, ")
+    assert "503" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_acknowledgement_that_is_lost_is_found_again(remote: Remote) -> None:
+    remote.proxy.schedule.append(Fault("lost"))
+    assert remote.store.create("a", b"ours")
+    assert remote.content("a") == b"ours"
+    remote.proxy.schedule.append(Fault("lost"))
+    assert not remote.store.create("a", b"another's")
+    etag = remote.store.head("a").etag
+    remote.proxy.schedule.append(Fault("lost"))
+    assert remote.store.replace("a", b"newer", etag)
+    assert not remote.store.replace("a", b"newest", etag)
+    assert remote.content("a") == b"newer"
+
+
+def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
+    store = replace(remote.store, timing=replace(FAST, give_up_s=100, longest_wait_s=50))
+    remote.proxy.always = Fault("503")
+    started = time.monotonic()
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(store.read, "x") for _ in range(4)]
+        while len(remote.proxy.seen) < 20:
+            time.sleep(0.01)
+        with without_patience():
+            for each in asked:
+                with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
+                    each.result()
+    assert time.monotonic() - started < 5
+    remote.proxy.always = None
+    remote.put("x", DATA)
+    remote.proxy.schedule.append(Fault("503"))
+    assert remote.store.read("x") == DATA, "patient again"
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["503", "stall"])
+def test_forty_seconds_without_an_answer_cost_no_byte(
+    remote: Remote, caplog: pytest.LogCaptureFixture, kind: Kind
+) -> None:
+    remote.put("x", DATA)
+    store = replace(remote.store, timing=Timing())
+    before = store.traffic.outage_s
+    remote.proxy.always = Fault(kind, seconds=12)
+
+    def end() -> None:
+        remote.proxy.always = None
+
+    threading.Timer(40, end).start()
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(store.read, ["x"] * 8)) == [DATA] * 8
+    assert 28 < store.traffic.outage_s - before < 60  # a stall is noticed after ten seconds
+    (told,) = caplog.messages
+    assert re.search(r"/x: fails for 1\d s now \(.*\); given up after 540 s$", told)
+
+
+def test_what_is_large_may_take_long_to_send(remote: Remote) -> None:
+    """No byte comes back while it is sent."""
+    store = replace(remote.store, timing=replace(FAST, read_s=0.3))
+    for size, times in ((1000, 2), (3 << 20, 1)):
+        remote.proxy.seen.clear()
+        remote.proxy.schedule.append(Fault("slow", seconds=1.0))
+        store.write("x", bytes(size))
+        assert len(remote.content("x")) == size
+        assert len(remote.proxy.seen) == times
+
+
+def test_a_bucket_that_is_not_there_is_told_at_once(remote: Remote) -> None:
+    """To list it is the first that `pretokenize` asks; a missing object has an error of its own."""
+    said = "<Error><Code>NoSuchBucket</Code></Error>"
+    remote.proxy.schedule.append(Fault("404", says=said))
+    with pytest.raises(
+        RemoteError, match=r"no such bucket \(404 Not Found, NoSuchBucket\)\. Make it"
+    ):
+        list(remote.store.list())
+    assert len(remote.proxy.seen) == 1

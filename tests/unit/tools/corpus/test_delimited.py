@@ -1,0 +1,207 @@
+"""CSV and TSV that swallow lines, doubled columns, lists that no column holds."""
+
+import csv
+import gzip
+import io
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.corpora import read, read_bytes
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus import blocks
+from tokenfeed.tools.corpus.formats import quoting
+from tokenfeed.tools.corpus.read_records import read_records
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+
+
+def test_a_quote_that_never_closes_names_the_lines_it_swallows(tmp_path: Path) -> None:
+    lines = [b"text", b"a", b'"b', *(b"line %d" % number for number in range(99))]
+    for data in (b"\n".join(lines), b"\r\n".join([*lines, b""])):
+        good, bad = read_bytes(tmp_path / "a.csv", data)
+        assert good == {0: b"a"}
+        reason = "a quoted value begins in line 3 and never ends: lines 3 to 102 are lost"
+        assert bad == {1: reason}
+
+
+def test_a_quote_that_another_row_closes_costs_these_rows_alone(tmp_path: Path) -> None:
+    good, bad = read_bytes(tmp_path / "a.csv", b'text\na\n"b\nc\n"d\ne\n')
+    assert good == {0: b"a", 2: b"e"}
+    assert list(bad) == [1]
+    assert "lines 3 to 5 are lost" in bad[1]
+
+
+def test_quotes_within_unquoted_values_and_sloppy_ones_in_a_line_are_read(tmp_path: Path) -> None:
+    data = b'id,text\n1,5" pipe\n2,say "hi"\n3,"a" b\n4,"x\ny"\n5,""\n"6","q""q"\n'
+    good, bad = read_bytes(tmp_path / "a.csv", data)
+    assert bad == {}
+    assert list(good.values()) == [b'5" pipe', b'say "hi"', b"a b", b"x\ny", b"", b'q"q']
+
+
+@pytest.mark.parametrize("lines", [99, 100, 101, 400])
+def test_a_value_of_very_many_lines_is_read_with_a_warning(tmp_path: Path, lines: int) -> None:
+    value = b"\n".join([b"x"] * lines)
+    path = tmp_path / "a.csv"
+    path.write_bytes(b'id,text\n1,a\n2,"%s"\n3,b\n4,"%s"\n' % (value, value))
+    assert read(path) == ({0: b"a", 1: value, 2: b"b", 3: value}, {})
+    sources = find_corpus((str(path),), out=tmp_path / "out", field="text").sources
+    (unit,) = cut_units(sources, 10**9)
+    found = read_records(unit.parts[0], {"text": FieldKind.TEXT})
+    warnings = [records.warning for records in found if records.warning]
+    assert len(warnings) == (lines > 100)
+    assert all(f"one row is made of lines 3 to {lines + 2}," in line for line in warnings)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_a_byte_order_mark_in_a_value_survives(tmp_path: Path, name: str) -> None:
+    comma, mark = b"\t" if name == "a.tsv" else b",", b"\xef\xbb\xbf"
+    values = [mark + b"a", b"b", mark + mark + b"c", mark + b"d", b"\xef\xbb", mark] * 3
+    rows = [comma.join((value, b"1")) for value in [mark + b"text", *values]]
+    rows[7:7] = [b"a row with too many values" + comma * 5]
+    data = b"\n".join(rows)
+    pack = gzip.compress if name.endswith(".gz") else bytes
+    good, bad = read_bytes(tmp_path / name, pack(data))
+    assert list(good.values()) == [value for value in values if value != b"\xef\xbb"]
+    assert sorted(bad) == [4, 6, 11, 17]
+
+
+def test_a_quote_that_never_closes_beyond_max_record_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "_FIRST_BLOCK_BYTES", 1 << 8)
+    (tmp_path / "a.csv").write_bytes(b'text\na\n"b\n' + b"line\n" * 1000)
+    good, bad = read(tmp_path / "a.csv", max_record_bytes=1 << 10)
+    assert (good, list(bad)) == ({0: b"a"}, [1])
+    assert bad[1] == (
+        "the row has 5,003 bytes, more than the 1,024 of `--max-record`: lines 3 to 1003 are lost; "
+        "is a quote not closed?"
+    )
+
+
+def test_a_tsv_knows_no_quoting(tmp_path: Path) -> None:
+    rows = [b'"b', b"c", b'say "x"', b'"y"', b'"']
+    data = b"\n".join([b"id\ttext", *(b"1\t" + row for row in rows)])
+    assert read_bytes(tmp_path / "a.tsv", data) == (dict(enumerate(rows)), {})
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_two_columns_of_the_wanted_name_are_refused(tmp_path: Path, name: str) -> None:
+    data = b"text,id,text\na,1,b\n".replace(b",", b"," if name == "a.csv" else b"\t")
+    assert read_bytes(tmp_path / name, data) == ({}, {0: "has 2 columns `text`"})
+
+
+@pytest.mark.parametrize("header", [b"id,text", b"\xef\xbb\xbfid,text", b'\r\n"id","text"'])
+def test_a_header_alone_is_an_empty_table(tmp_path: Path, header: bytes) -> None:
+    for end in (b"", b"\n", b"\r\n", b"\r", b"\n\n"):
+        assert read_bytes(tmp_path / "a.csv", header + end) == ({}, {})
+
+
+def test_lists_from_a_csv_are_refused_in_a_line_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_bytes(b"text,tags\n[],[]\n")
+    with pytest.raises(CorpusError, match=r"a\.csv: `text` must hold lists.*JSON Lines or Parquet"):
+        read(tmp_path / "a.csv", FieldKind.WORDS)
+
+
+PIECES = st.sampled_from(['"', '"', '""', ",", "\n", "\r\n", "a", "b c", '","', '"\n"', "1,"])
+
+
+@pytest.mark.slow
+@settings(max_examples=300)
+@given(text=st.lists(PIECES, max_size=30).map("".join), block_bytes=st.integers(1, 9))
+@example(text='"a\n"b\n"c', block_bytes=3)
+@example(text='"a""\n', block_bytes=4)
+def test_no_line_is_lost_in_silence_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int
+) -> None:
+    """Blocks change nothing, and without a reject the standard library reads the same rows."""
+    path = tmp_path_factory.mktemp("csv") / "a.csv"
+    data = f"id,text\n{text}".encode()
+    whole = read_bytes(path, data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        assert read(path) == whole
+    if not whole[1]:
+        rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
+        assert [row[1].encode() for row in rows] == list(whole[0].values())
+
+
+@given(
+    values=st.lists(st.text('ab,"\n\r', max_size=40), max_size=12),
+    block_bytes=st.integers(1, 30),
+    ending=st.sampled_from([".csv", ".tsv"]),
+)
+def test_rows_beyond_max_record_are_rejected_wherever_blocks_end(
+    tmp_path_factory: pytest.TempPathFactory, values: list[str], block_bytes: int, ending: str
+) -> None:
+    plain = [value.replace("\n", "").replace("\r", "") for value in values]
+    if ending == ".csv":
+        rows = [f'1,"{value.replace(chr(34), chr(34) * 2)}"' for value in values]
+    else:
+        values, rows = plain, [f"1\t{value}" for value in plain]
+    path = tmp_path_factory.mktemp("rows") / f"a{ending}"
+    path.write_bytes("\n".join(["i\ttext" if ending == ".tsv" else "i,text", *rows]).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "_FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        good, bad = read(path, max_record_bytes=25)
+    long = [number for number, row in enumerate(rows) if len(row) > 25]
+    assert good == {n: value.encode() for n, value in enumerate(values) if n not in long}
+    assert list(bad) == long
+    for number in long:
+        assert bad[number].startswith(f"the row has {len(rows[number])} bytes, more than the 25 of")
+
+
+def test_what_the_quotes_of_a_block_say_is_what_the_pattern_says() -> None:
+    """The quick look and the careful one cut sound rows at the same place."""
+    draw = random.Random(0)
+    syntax = quoting.QuotedRows(",")
+    for _ in range(500):
+        file = io.StringIO(newline="")
+        values = ["", "a", 'q"', "x\ny", ",", '""', "\r\n"]
+        csv.writer(file).writerows([draw.choices(values, k=3) for _ in range(draw.randint(1, 6))])
+        data = file.getvalue().encode()
+        data = data[: draw.randint(0, len(data))]
+        sound = syntax._sound_rows.match(data)
+        assert sound
+        assert syntax._sound_end(data) == sound.end(), data
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv"])
+def test_a_row_of_too_few_values_that_is_no_utf_8_costs_itself_alone(
+    tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = "id,text\n1,a\nü\n2,ü\nü,b\n3,c\n"
+    data = data.replace(",", "," if name == "a.csv" else "\t")
+    good, bad = read_bytes(tmp_path / name, data.encode("latin-1"))
+    assert good == {0: b"a", 3: b"b", 4: b"c"}
+    assert bad == {
+        1: "has 1 values, expected 2",
+        2: "field `text` has invalid UTF-8 at byte 0",
+    }
+    assert capfd.readouterr().err == ""
+
+
+class _Counting(bytes):
+    """Bytes that know how many of them were looked at to count lines."""
+
+    counted = 0
+
+    def count(self, *arguments: Any) -> int:
+        _, start, stop = (*arguments, 0, len(self))[:3]
+        self.counted += stop - start
+        return super().count(*arguments)
+
+
+def test_lines_are_counted_once_however_many_rows_are_lost() -> None:
+    data = _Counting(b'"abc\nx\n' * 1000)
+    reasons = [row.reason for row in quoting.QuotedRows(",").cut(data, 2) if row.reason]
+    assert len(reasons) == 500
+    assert "lines 2 to 4 are lost" in reasons[0]
+    assert "lines 1998 to 2000 are lost" in reasons[-1]
+    assert data.counted <= len(data)

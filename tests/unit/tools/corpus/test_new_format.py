@@ -1,0 +1,75 @@
+"""What a new format says of itself is believed: its parser, its errors, its endings."""
+
+import gzip
+import io
+import zipfile
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from support.corpora import read
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats.registry import FORMATS
+from tokenfeed.tools.corpus.input_files import FilePart
+from tokenfeed.tools.corpus.records import Fields, Records, records_of
+from tokenfeed.tools.jobs.run_records import versions
+
+
+def read_members(part: FilePart, fields: Fields) -> Iterator[Records]:
+    """Each member is a record; a damaged archive raises what is neither OSError nor ValueError."""
+    with zipfile.ZipFile(io.BytesIO(Path(str(part.source.path)).read_bytes())) as archive:
+        for number, name in enumerate(archive.namelist()):
+            yield records_of([(number, {"text": archive.read(name).decode()})], fields)
+
+
+@pytest.fixture(autouse=True)
+def _zipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    zipped = Format(
+        name="zipped",
+        endings=(".zip",),
+        read=read_members,
+        damage=(zipfile.BadZipFile,),
+        packages=("pytest",),
+    )
+    monkeypatch.setitem(FORMATS, zipped.name, zipped)
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "a.zip", "w") as file:
+        for number in range(3):
+            file.writestr(str(number), f"text {number}" * 100)
+    return folder / "a.zip"
+
+
+def test_a_file_is_read_the_same_whether_it_was_named_or_found(archive: Path) -> None:
+    expected = {number: b"text %d" % number * 100 for number in range(3)}
+    assert read(archive) == read(archive.parent) == (expected, {})
+
+
+def test_an_error_of_its_parser_costs_what_follows_the_damage(archive: Path) -> None:
+    data = bytearray(archive.read_bytes())
+    data[data.index(b"text 1")] ^= 1  # the checksum of the second member is wrong now
+    archive.write_bytes(data)
+    good, bad = read(archive)
+    assert list(good) == [0]
+    assert list(bad) == [1]
+    assert bad[1].startswith("cannot be read from here on: Bad CRC-32")
+    archive.write_bytes(data[:-30])
+    assert read(archive) == ({}, {0: "cannot be read from here on: File is not a zip file"})
+
+
+def test_its_files_are_not_read_compressed_once_more_unless_it_says_so(archive: Path) -> None:
+    compressed = archive.with_name("a.zip.gz")
+    compressed.write_bytes(gzip.compress(archive.read_bytes()))
+    with pytest.raises(CorpusError, match="is an archive of files"):
+        read(compressed)
+
+
+def test_the_version_of_its_parser_is_compared_between_machines() -> None:
+    assert f"pytest {version('pytest')}" in versions()

@@ -1,0 +1,242 @@
+"""Explaining a batch, or a step of a run from its state: the records it was really made of."""
+
+import json
+import re
+from collections import defaultdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.commands import call
+from support.data_sets import MakeDataset
+from support.delivery import POLICIES, open_loader, spans, tokens_of
+from tokenizers import Tokenizer
+
+from tokenfeed import Mixture, ShardLoader
+from tokenfeed.tools import shards
+
+Explained = list[dict[str, Any]]
+
+
+def explain(out: Path | list[Path], state: Path, *options: object, expect: int = 0) -> str:
+    folders = out if isinstance(out, list) else [out]
+    done = call(shards.main, "explain", *folders, "--state", state, *options, expect=expect)
+    return done.stdout if expect == 0 else done.stderr
+
+
+def lines_of(said: str) -> Explained:
+    return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_the_pieces_of_a_batch_are_told_with_their_records_and_tokens(
+    folder: Path, policy: Any
+) -> None:
+    """Row k of these data says k for its record."""
+    with open_loader(folder, policy) as loader:
+        for batch in loader:
+            told = loader.explain(batch)
+            assert [(o.record, o.start, o.stop - o.start) for o in told] == spans(batch)
+            assert {o.file for o in told} == {"corpus.txt"}
+
+
+def test_the_tokens_that_are_told_are_those_of_the_batch(documents: Path) -> None:
+    lines = (documents.parent / "in.jsonl").read_text().splitlines()
+    tokenizer = Tokenizer.from_file(str(documents / "tokenizer.json"))
+    end = json.loads((documents / "manifest.json").read_text())["tokenizer"]["end_id"]
+    with open_loader(documents, POLICIES[2]) as loader:
+        for batch in loader:
+            ids: list[int] = []
+            for origin in loader.explain(batch):
+                assert origin.file == str(documents.parent / "in.jsonl")
+                text = json.loads(lines[origin.record])["text"]
+                ids += [*tokenizer.encode(text).ids, end][origin.start : origin.stop]
+            assert ids == tokens_of(batch).tolist()
+
+
+@pytest.mark.slow
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_step_is_told_from_any_state_as_each_rank_got_it(
+    data: st.DataObject, folder: Path, tmp_path: Path
+) -> None:
+    world_size = data.draw(st.sampled_from([1, 2, 4]), "world_size")
+    step_size = data.draw(st.sampled_from([4, 8]), "step_size")
+    policy = data.draw(st.sampled_from(POLICIES), "policy")
+    saved_after = data.draw(st.integers(0, 9), "saved_after")
+    steps: dict[int, dict[int, Any]] = defaultdict(lambda: defaultdict(list))
+    for rank in range(world_size):
+        loader = open_loader(
+            folder,
+            policy,
+            micro_batches_per_step=step_size,
+            seed=3,
+            epochs=None,
+            rank=rank,
+            world_size=world_size,
+        )
+        step, batches = 0, iter(loader)
+        while step < 10:
+            if step == saved_after and not steps[step][rank]:
+                state = loader.state_dict()
+            batch = next(batches)
+            pieces = [origin._asdict() for origin in loader.explain(batch)]
+            steps[step][rank].append((batch.is_filler, pieces))
+            step += batch.ends_step
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state))
+    wanted = data.draw(st.integers(0, 9), "wanted")
+    said = lines_of(explain(folder, path, "--step", wanted - saved_after + 1, "--json"))
+    everything = [piece for micro_batch in said for piece in micro_batch["pieces"]]
+    assert len(everything) == len({json.dumps(piece) for piece in everything})
+    for rank in range(world_size):
+        options = ("--step", wanted - saved_after + 1, "--rank", rank, "--world-size", world_size)
+        told = lines_of(explain(folder, path, *options, "--json"))
+        assert [(each["filler"], each["pieces"]) for each in told] == steps[wanted][rank]
+
+
+def test_a_checkpoint_counts_the_steps_of_its_run_and_the_next_one_is_told_by_default(
+    folder: Path, tmp_path: Path
+) -> None:
+    with open_loader(folder, micro_batches_per_step=4) as loader:
+        batches = iter(loader)
+        held = [[next(batches) for _ in range(4)] for _ in range(3)]
+        state = loader.state_dict()
+        held.append([next(batches) for _ in range(4)])
+        records = [[[o.record for o in loader.explain(b)] for b in step] for step in held]
+    (tmp_path / "checkpoint.json").write_text(json.dumps({"meta": {"step": 3, "loader": state}}))
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    for options, step in {(): 3, ("--step", 1): 0, ("--step", 3): 2}.items():
+        told = lines_of(explain(folder, tmp_path, *options, "--json"))
+        assert [[p["record"] for p in each["pieces"]] for each in told] == records[step]
+    said = explain(folder, tmp_path / "state.json")
+    assert said.startswith("--- step 1 | epoch 0, window 0, micro-batch 12\ncorpus.txt record ")
+
+
+@pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
+def test_a_step_of_a_mixture_is_told(
+    exhausted: Any, make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    folders = [make_dataset([50] * 3000), make_dataset([50] * 900)]
+    (folders[1] / "sources").write_text(
+        (folders[1] / "sources").read_text().replace("corpus.txt", "others.txt")
+    )
+    mixture = Mixture({folders[0]: 0.7, folders[1]: 0.3}, exhausted)
+    loader = ShardLoader(mixture, batching=POLICIES[0], micro_batches_per_step=4, num_workers=0)
+    batches = iter(loader)
+    state = loader.state_dict()
+    told = [[o._asdict() for o in loader.explain(next(batches))] for _ in range(4)]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    said = lines_of(explain(folders, tmp_path / "state.json", "--json"))
+    assert [each["pieces"] for each in said] == told
+    assert {p["file"] for each in told for p in each} == {"corpus.txt", "others.txt"}
+
+
+def test_what_cannot_be_told_is_one_line(
+    folder: Path, make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    path = tmp_path / "state.json"
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    good = json.dumps(state)
+    for content, words, code in (
+        (None, "No such file", 2),
+        ("{", "is no JSON", 2),
+        ("[1]", "this is not a loader state", 1),
+        (json.dumps({"step": 3}), "this is not a loader state", 1),
+        (json.dumps(state | {"plan": {}}), "this is not a loader state", 1),
+        (good.replace("Padded(", "Odd("), "unknown policy", 2),
+        (
+            good.replace('"windows": ', '"windows": 9'),
+            "the state contradicts itself: its settings make a plan with windows=",
+            1,
+        ),
+    ):
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_text(content)
+        (line,) = explain(folder, path, expect=code).splitlines()
+        assert words in line, line
+    path.write_text(good)
+    assert "before the first step" in explain(folder, path, "--step", 0, expect=2)
+    assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
+    other = make_dataset([5] * 30)
+    assert "Give the same, in the same order" in explain(other, path, expect=1)
+
+
+def test_a_step_that_is_too_far_is_refused_at_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, plan = tmp_path / "state.json", {"micro_batches_per_step": 4}
+    with open_loader(folder, **plan) as loader:
+        state = loader.state_dict()
+    path.write_text(json.dumps(state))
+    for step in (10**9, 10**15):
+        (line,) = explain(folder, path, "--step", step, expect=2).splitlines()
+        assert re.search(
+            rf"`--step` {step}: is some [\d,]+ windows from where .* nearer to it", line
+        )
+    path.write_text(json.dumps(state | {"epoch": 10**6}))
+    assert "windows from where" in explain(folder, path, "--step", -(10**9), expect=2)
+    monkeypatch.setattr("tokenfeed.tools.data_sets.explain._MOST_WINDOWS", 2)
+    path.write_text(json.dumps(state))
+    assert explain(folder, path, "--step", 8).startswith("--- step 8 | epoch 0, window 1")
+    assert "windows from where" in explain(folder, path, "--step", 100, expect=2)
+
+
+def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Three ranks, and one micro-batch a step."""
+    held: dict[int, list[Any]] = {}
+    for rank in range(3):
+        settings: Any = {"micro_batches_per_step": 1, "rank": rank, "world_size": 3}
+        with open_loader(folder, **settings) as loader:
+            batches = iter(loader)
+            next(batches)
+            state = loader.state_dict()
+            held[rank] = [[o.record for o in loader.explain(next(batches))] for _ in range(4)]
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state))
+    for rank, step in product(range(3), range(4)):
+        options = ("--step", step + 1, "--rank", rank, "--world-size", 3, "--json")
+        (told,) = lines_of(explain(folder, path, *options))
+        assert [piece["record"] for piece in told["pieces"]] == held[rank][step]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"num_streams": 0}, {"weights": []}, {"phases": []}, {"phases": [[1, 1]]}]
+)
+def test_a_state_that_is_none_is_told_in_one_line(
+    folder: Path, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    with open_loader(folder) as loader:
+        state = loader.state_dict()
+    path = tmp_path / "state.json"
+    path.write_text(json.dumps(state | {"plan": state["plan"] | changes}))
+    assert explain(folder, path, expect=1).startswith("error: this is not a loader state (")
+    path.write_text('{"streams": 5}')
+    assert explain(folder, path, expect=1).startswith("error: cannot resume: this is not a loader")
+    for step in ({}, {"step": "x"}):
+        path.write_text(json.dumps({"meta": {"loader": state} | step}))
+        assert "a checkpoint that says no step" in explain(folder, path, expect=2)
+
+
+@pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
+@pytest.mark.parametrize("window_tokens", [3_000, 7_000, 20_000, 90_000])
+def test_explain_makes_a_mixture_of_any_window_size_again(
+    window_tokens: int, exhausted: Any, make_dataset: MakeDataset, tmp_path: Path
+) -> None:
+    folders = [make_dataset([50] * 3000), make_dataset([70] * 900)]
+    mixture = Mixture({folders[0]: 0.65, folders[1]: 0.35}, exhausted)
+    settings: dict[str, Any] = {"num_workers": 0, "window_tokens": window_tokens}
+    with ShardLoader(mixture, batching=POLICIES[0], **settings) as loader:
+        batches = iter(loader)
+        state = loader.state_dict()
+        told = [o._asdict() for o in loader.explain(next(batches))]
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    (said,) = lines_of(explain(folders, tmp_path / "state.json", "--json"))
+    assert said["pieces"] == told

@@ -1,0 +1,257 @@
+"""The fast engine never gives another id than the reference: by shape, or by route."""
+
+import dataclasses
+import random
+import unicodedata
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.programs.character_probe import CHARACTERS, differing_characters
+from support.tokenizer_shapes import FLAGS, MARK, added_tokens, json_of, made_texts, shape_parts
+from tokenizers import normalizers
+
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.tools.encoding import engine_support as shapes
+from tokenfeed.tools.encoding.audit import Answers, adversarial_texts
+from tokenfeed.tools.encoding.engines import (
+    EngineUnavailable,
+    FastEngine,
+    ReferenceEngine,
+    Unencodable,
+)
+from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, SIGNS
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+
+LLAMA_3 = shapes._splits(shapes._REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
+DEEPSEEK = shapes._splits(shapes._REGEXES["DeepSeek V3"], "Isolated", invert=False)
+LLAMA_2 = (shapes.Prepend(MARK), shapes._SPACES)
+CONTENTS = [
+    *("<|end|>", "New York", "snake_case", "ab", "bc", "\n\n", "  ", "|>x", "\u6f22", "N", "end|>"),
+    *(f"{MARK}a", " lead", "a\u0301b"),
+]
+
+
+def engines(
+    json_bytes: bytes, *, splits_special: bool = False
+) -> tuple[FastEngine, ReferenceEngine]:
+    made = TextTokenizer.load(json_bytes, origin="test", splits_special=splits_special)
+    return FastEngine.from_tokenizer(made), ReferenceEngine(made)
+
+
+def random_tokens(draw: random.Random, kind: str) -> list[dict[str, Any]]:
+    """Some added tokens, each with some flags."""
+    chances = {"special": 0.4, "normalized": 0.4}
+    return added_tokens(
+        kind,
+        {
+            content: tuple(flag for flag in FLAGS if draw.random() < chances.get(flag, 0.15))
+            for content in draw.sample(CONTENTS, draw.randint(0, 6))
+        },
+    )
+
+
+def compare_shapes(rounds: int, texts: int) -> int:
+    """Compare the engines over every shape with random added tokens; how many were proved."""
+    proved = 0
+    for kind, normalizer, pre_tokenizer in shape_parts():
+        for number in range(rounds):
+            draw = random.Random(f"{kind}{normalizer}{pre_tokenizer}{number}")
+            tokens = random_tokens(draw, kind)
+            options = {"ignore_merges": kind == "byte-level" and draw.random() < 0.5}
+            json_bytes = json_of(kind, normalizer, pre_tokenizer, tokens, **options)
+            try:
+                fast, reference = engines(json_bytes, splits_special=draw.random() < 0.5)
+            except EngineUnavailable as failure:
+                assert "normalizer would change" in str(failure) or "begins with a space" in str(
+                    failure
+                )
+                continue
+            proved += 1
+            made = made_texts(draw, [token["content"] for token in tokens], texts)
+            differing = Answers.from_engine(fast, made).differing(reference)
+            assert differing == [], (kind, normalizer, pre_tokenizer, tokens)
+    return proved
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_every_shape_gives_the_reference_ids() -> None:
+    assert compare_shapes(rounds=1, texts=40) > 35
+
+
+@pytest.mark.long
+def test_every_shape_gives_the_reference_ids_for_thousands_of_texts() -> None:
+    assert compare_shapes(rounds=12, texts=400) > 400
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "SentencePiece"])
+@pytest.mark.parametrize("flag", ["single_word", "lstrip", "rstrip", "normalized"])
+def test_an_added_token_with_flags_has_the_reference_ids(kind: str, flag: str) -> None:
+    normalizer = LLAMA_2 if kind == "SentencePiece" else ()
+    tokens = {f"tok{index}": () for index in range(70)} | {"New York": (flag,), "Yorker": ()}
+    json_bytes = json_of(kind, normalizer, None, added_tokens(kind, tokens))
+    fast, reference = engines(json_bytes)
+    around = ["{}", "x{}y", "I love {} a lot", "{}ers", "a {} ", "{}{}", " {}", "tok7{}tok70"]
+    texts = [text.replace("{}", "New York").encode() * times for text in around for times in (1, 3)]
+    texts += [b"nothing of it", b"New  York", "New\u2581York".encode(), b"a New York"]
+    assert Answers.from_engine(fast, texts).differing(reference) == []
+
+
+def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
+    tokens = {"<|tool|>": ("special",), "tool|": (), "oo": ("normalized",), "<|x": ("normalized",)}
+    json_bytes = json_of("byte-level", (), LLAMA_3, added_tokens("byte-level", tokens))
+    for splits_special in (False, True):
+        fast, reference = engines(json_bytes, splits_special=splits_special)
+        texts = [b"a <|tool|> b", b"tool| x", b"a tool|>", b"<|x<|tool|><|too", b"foo"]
+        assert Answers.from_engine(fast, texts).differing(reference) == []
+
+
+ENDS = sorted({end for pair in (*LETTERS, *SIGNS) for end in pair})
+
+
+@pytest.mark.parametrize("pre_tokenizer", [(shapes._GPT_2,), LLAMA_3, DEEPSEEK], ids=str)
+def test_characters_that_the_engines_classify_differently_go_to_the_reference(
+    pre_tokenizer: Any,
+) -> None:
+    fast, reference = engines(json_of("byte-level", (), pre_tokenizer))
+    texts = [f"{around}{chr(end)}{around}".encode() for end in ENDS for around in ("a", " 1", "!")]
+    assert Answers.from_engine(fast, texts).differing(reference) == []
+    routed = fast._routes.find(texts)
+    sought = ENDS if pre_tokenizer == DEEPSEEK else sorted({e for pair in LETTERS for e in pair})
+    assert {ENDS[place // 3] for place in routed} == set(sought)
+
+
+def _sample() -> list[int]:
+    near = {end + step for end in ENDS for step in (-1, 0, 1)}
+    return sorted(near | set(random.Random(0).sample(CHARACTERS, 1500)) | set(range(0x250)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["", "GPT-4o, gpt-oss", "DeepSeek V3"])
+def test_no_other_character_differs(name: str) -> None:
+    check_characters(name, _sample())
+
+
+NAMES = ["", *shapes._REGEXES]
+IN_CI = {"", "DeepSeek V3"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        pytest.param(place, name, marks=() if name in IN_CI else pytest.mark.long)
+        for place, name in enumerate(NAMES)
+    ],
+)
+def test_no_other_character_of_a_part_of_all_differs(place: int, name: str) -> None:
+    """Another part for each: all of them, which take an hour, `character_probe.py` compares."""
+    check_characters(name, CHARACTERS[place::64] + ENDS)
+
+
+def check_characters(name: str, characters: list[int]) -> None:
+    ranges = LETTERS + SIGNS if name == "DeepSeek V3" else LETTERS
+    found = set(differing_characters(name, characters))
+    assert found
+    assert all(any(first <= c <= last for first, last in ranges) for c in found)
+
+
+def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
+    fast, reference = engines(json_of("byte-level", (shapes.NFC(),), LLAMA_3))
+    changed = [
+        "e\u0301",
+        "\u212b",
+        "a\u0323\u0307 q\u0307\u0323",
+        "\u1100\u1161",
+        "\u0958",
+        "\uf900",
+    ]
+    kept = ["\u00e9", "ascii", "q\u0323\u0307", "\uac00", "\u0939\u093f\u0902", "x\u0301"]
+    texts = [text.encode() for text in (*changed, *kept)]
+    assert fast._routes.find(texts).tolist() == list(range(len(changed)))
+    assert Answers.from_engine(fast, texts).differing(reference) == []
+
+
+@pytest.mark.slow
+def test_nfc_does_nothing_to_characters_that_begin_otherwise() -> None:
+    letters = [each for each in map(chr, CHARACTERS) if each.encode()[:1] not in NFC_LEADS]
+    assert_left_alone(
+        text
+        for letter in letters
+        for text in (letter, f"e{letter}", f"{letter}\u0334", f"\u0345{letter}")
+    )
+
+
+def assert_left_alone(texts: Iterable[str]) -> None:
+    """At once: nothing composes with the end of a line."""
+    text = "\n".join(texts)
+    assert normalizers.NFC().normalize_str(text) == text
+
+
+@pytest.mark.slow
+def test_nfc_does_nothing_to_characters_that_python_does_not_know() -> None:
+    letters = [each for each in map(chr, CHARACTERS) if unicodedata.category(each) == "Cn"]
+    assert_left_alone(f"e{letter}\u0345{letter}\u0334" for letter in letters)
+
+
+def test_ids_do_not_depend_on_the_batch_and_keep_their_order() -> None:
+    tokens = added_tokens("byte-level", {"New York": ("single_word",)})
+    fast, reference = engines(json_of("byte-level", (shapes.NFC(),), LLAMA_3, tokens))
+    draw = random.Random(1)
+    texts = [*made_texts(draw, ["New York"], 200), b"", b"New York", "e\u0301".encode(), b""]
+    together, right = fast.encode(texts), reference.encode(texts)
+    assert 0 < fast.routed < len(texts)
+    assert np.array_equal(together.values, right.values)
+    assert np.array_equal(together.lengths, right.lengths)
+    apart = [fast.encode([text]).values for text in texts]
+    assert np.array_equal(np.concatenate(apart), right.values)
+
+
+def test_a_worker_loads_the_reference_for_the_first_text_that_needs_it() -> None:
+    tokens = added_tokens("byte-level", {"New York": ("lstrip",)})
+    json_bytes = json_of("byte-level", (), LLAMA_3, tokens)
+    fast = FastEngine(json_bytes, 3000, splits_special=False)
+    fast.encode([b"nothing special", "\u6f22\u5b57".encode()])
+    assert (fast._reference, fast.routed) == (None, 0)
+    fast.encode([b"  New York"])
+    assert fast._reference is not None
+
+
+def test_the_fast_engine_is_not_asked_for_what_it_leaves_to_the_reference() -> None:
+    tokens = added_tokens("byte-level", {"New York": ("lstrip",)})
+    json_bytes = json_of("byte-level", (), LLAMA_3, tokens)
+    fast = FastEngine(json_bytes, 3000, splits_special=False)
+    reference = ReferenceEngine(TextTokenizer.load(json_bytes, origin="test"))
+    texts = made_texts(random.Random(2), ["New York"], 200)
+    answers = Answers.from_fast(fast, texts)
+    assert fast._reference is None
+    assert 0 < answers.routed.sum() < len(texts)
+    assert answers.differing(reference) == []
+    shifted = Ragged(answers.ids.values + np.uint16(1), answers.ids.lengths)
+    wrong = dataclasses.replace(answers, ids=shifted).differing(reference)
+    own = [text for text, is_routed in zip(texts, answers.routed, strict=True) if not is_routed]
+    assert wrong == [text for text in own if text]
+
+
+def test_a_text_over_which_the_reference_panics_has_a_reason(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    tokens = added_tokens("byte-level", {"x": ("rstrip",), "\n\n": ("lstrip",)})
+    for engine in engines(json_of("byte-level", (), LLAMA_3, tokens)):
+        with pytest.raises(Unencodable) as caught:
+            engine.encode([b"x", b"x\n\n ", b"y"])
+        assert list(caught.value.reasons) == [1]
+        assert engine.encode([b"x y"]).lengths.tolist() == [2]  # it goes on
+    assert capfd.readouterr().err == ""
+
+
+def test_the_texts_of_the_audit_have_every_added_token_in_every_neighbourhood() -> None:
+    tokens = added_tokens("byte-level", {f"tok{index}en": () for index in range(300)})
+    made = TextTokenizer.load(json_of("byte-level", added_tokens=tokens), origin="test")
+    texts = adversarial_texts(made)
+    for around in ("{}", "x{}y", "1{}2", "{}{}", " {} a", "a {} "):
+        sought = around.replace("{}", "tok299en").encode()
+        assert any(sought in text for text in texts)
+    assert sum(map(len, texts)) < 1 << 20

@@ -1,0 +1,511 @@
+"""Tasks: ids, types, labels and lengths are those of `tokenizers`, asked one text at a time."""
+
+import functools
+import json
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import feather
+from support.commands import call, run
+from support.corpora import WORDS
+from tokenizers import Encoding, Tokenizer, models, normalizers, processors
+from tokenizers import pre_tokenizers as pre
+from tokenizers.trainers import BpeTrainer, WordPieceTrainer
+
+from tokenfeed import Fixed, ShardLoader
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.tools.corpus.records import FieldKind, checker
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.encoding.labels import Labels, find_labels
+from tokenfeed.tools.encoding.tasks import (
+    ClassifyEncoder,
+    CompleteEncoder,
+    LmEncoder,
+    TagEncoder,
+    TaskEncoder,
+)
+from tokenfeed.tools.encoding.tokenizer import TextTokenizer
+from tokenfeed.tools.shards import main
+
+Row = dict[str, Any]
+GONE = "\u200b\x00\x07"
+"""A word that a BertNormalizer leaves nothing of."""
+ODD = ["", " ", " fox", GONE, "quick\u200bfox", "[SEP]</s><|endoftext|>", "e\u0301", "漢字 🎉"]
+TEXT = st.sampled_from(ODD) | st.text(max_size=12)
+TAGS = ("B", "I", "O")
+TAG = st.sampled_from(TAGS)
+ENDS = {
+    "byte-level": "<|endoftext|>",
+    "word-piece": None,
+    "metaspace": "</s>",
+    "metaspace, never": "</s>",
+    "llama": "</s>",
+    "gemma": "</s>",
+}
+SPACED = ("byte-level", "metaspace, never", "gemma")
+"""Tokenizers with other ids for a word behind a space."""
+TEMPLATES = {
+    "word-piece": ("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1"),
+    "metaspace": ("<s> $A </s>", "<s> $A </s> </s>:1 $B:1 </s>:1"),  # ends by itself
+    "llama": ("<s> $A", "<s> $A <s>:1 $B:1"),
+    "roberta": ("<s> $A </s>", "<s> $A </s> </s> $B:0 </s>"),
+}
+for_every_tokenizer = pytest.mark.parametrize("kind", [*ENDS])
+
+
+@functools.cache  # training a WordPiece is not deterministic
+def oracle(kind: str) -> Tokenizer:
+    """The tokenizer that is always asked directly."""
+    bert = kind == "word-piece"
+    unknown = "[UNK]" if bert else "<unk>"
+    made = Tokenizer(models.WordPiece(unk_token=unknown) if bert else models.BPE(unk_token=unknown))
+    if bert:
+        made.normalizer = normalizers.BertNormalizer()
+        made.pre_tokenizer = pre.BertPreTokenizer()
+    elif kind == "llama":
+        parts = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(parts)
+    elif kind == "gemma":
+        made.normalizer = normalizers.Replace(" ", "▁")
+    elif kind == "byte-level":
+        made.pre_tokenizer = pre.ByteLevel(add_prefix_space=False)
+    else:
+        made.pre_tokenizer = pre.Metaspace(prepend_scheme="never" if "never" in kind else "always")
+    special = [unknown, *(("[CLS]", "[SEP]") if bert else ("<s>", "</s>", "<|endoftext|>"))]
+    special = special[-1:] if kind == "byte-level" else special[:3]
+    trainer = (WordPieceTrainer if bert else BpeTrainer)(
+        vocab_size=400,
+        special_tokens=special,
+        initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    made.train_from_iterator(["the quick brown fox jumps over the lazy dog naïve"] * 9, trainer)
+    if kind in TEMPLATES:
+        ids = [(token, made.token_to_id(token)) for token in special]
+        made.post_processor = processors.TemplateProcessing(*TEMPLATES[kind], ids)
+    made.encode_special_tokens = True
+    return made
+
+
+def ids_of(kind: str, text: str) -> list[int]:
+    return list(oracle(kind).encode(text, add_special_tokens=False).ids)
+
+
+def ended(kind: str, ids: list[int]) -> list[int]:
+    """The row of a task whose rows end, which is with one end."""
+    end = ENDS[kind]
+    last = [oracle(kind).get_vocab()[end]] if end else []
+    return ids if ids[-1:] == last else ids + last
+
+
+def word_encoding(kind: str, words: list[str], special: bool) -> Encoding:
+    """Words that are encoded one by one as they are within a text."""
+    words = [word and " " + word for word in words] if kind in SPACED else words
+    return oracle(kind).encode(words, is_pretokenized=True, add_special_tokens=special)
+
+
+def tags_of(encoding: Encoding, tags: list[Any], other: Any) -> list[Any]:
+    """The tag of each token that begins a word, and `other` for all others."""
+    pairs = zip(encoding.word_ids, [None, *encoding.word_ids][:-1], strict=True)
+    return [other if word in (None, before) else tags[word] for word, before in pairs]
+
+
+def listed(ragged: Ragged) -> list[list[int]]:
+    return [ragged.values[start:end].tolist() for start, end in pairwise(ragged.offsets)]
+
+
+def encoded(task: TaskEncoder, kind: str, **values: Any) -> dict[str, list[Any]]:
+    """What the task makes of records, by column: a list of rows each."""
+    given = {name: [*map(checker(of), values[name])] for name, of in task.fields.items()}
+    tokenizer = TextTokenizer.load(oracle(kind).to_str().encode(), origin=kind)
+    samples = task.encode(given, ReferenceEngine(tokenizer).encode, task.template(tokenizer))
+    columns = {name: ragged.values for name, ragged in samples.per_token.items()} | samples.per_row
+    dtypes = {"input_ids": "uint16"} | {column.name: column.dtype for column in task.columns}
+    assert {name: str(column.dtype) for name, column in columns.items()} == dtypes
+    found = {name: listed(ragged) for name, ragged in samples.per_token.items()}
+    found |= {name: column.tolist() for name, column in samples.per_row.items()}
+    found |= {"unusable": samples.unusable} if samples.unusable else {}
+    return found | {"has_text": samples.has_text.tolist()}
+
+
+@for_every_tokenizer
+@given(texts=st.lists(TEXT, max_size=5), special=st.booleans())
+def test_a_document_is_encode_and_one_end(kind: str, texts: list[str], special: bool) -> None:
+    special = special and kind in TEMPLATES
+    rows = [oracle(kind).encode(text, add_special_tokens=special).ids for text in texts]
+    assert encoded(LmEncoder(text="text", add_special_tokens=special), kind, text=texts) == {
+        "input_ids": [ended(kind, ids) for ids in rows],
+        "has_text": [bool(ids_of(kind, text)) for text in texts],
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*ENDS, "roberta"])
+@given(records=st.lists(st.tuples(TEXT, TEXT, TAG), max_size=5), special=st.booleans())
+@pytest.mark.parametrize("pair", [None, "other"])
+def test_a_classified_row_is_encode_of_its_texts_without_an_end(
+    kind: str, pair: str | None, records: list[tuple[str, str, str]], special: bool
+) -> None:
+    special = special and kind in TEMPLATES
+    task = ClassifyEncoder(
+        text="text",
+        pair=pair,
+        label="label",
+        labels=Labels(TAGS),
+        add_special_tokens=special,
+    )
+    texts, others, labels = ([record[place] for record in records] for place in range(3))
+    asked = [(text, other if pair else None) for text, other in zip(texts, others, strict=True)]
+    rows = [oracle(kind).encode(*one, add_special_tokens=special) for one in asked]
+    types = {"token_type_ids": [row.type_ids for row in rows]} if pair else {}
+    assert encoded(task, kind, text=texts, other=others, label=labels) == types | {
+        "input_ids": [row.ids for row in rows],
+        "label": [TAGS.index(label) for label in labels],
+        "has_text": [any(ids_of(kind, text or "") for text in one) for one in asked],
+    }
+
+
+@for_every_tokenizer
+@given(
+    records=st.lists(st.lists(st.tuples(TEXT, TAG), max_size=6), max_size=5), special=st.booleans()
+)
+def test_the_first_token_of_a_word_has_its_tag_and_no_other_token_has_one(
+    kind: str, records: list[list[tuple[str, str]]], special: bool
+) -> None:
+    special = special and kind in TEMPLATES
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=special)
+    words, tags = ([[pair[place] for pair in record] for record in records] for place in range(2))
+    rows = [word_encoding(kind, of_row, special) for of_row in words]
+    numbers = [[TAGS.index(tag) for tag in of_row] for of_row in tags]
+    found = encoded(task, kind, words=words, tags=tags)
+    has_token = [
+        [word in row.word_ids for word in range(len(of))]
+        for row, of in zip(rows, words, strict=True)
+    ]
+    assert [*found.pop("unusable", {})] == [
+        n for n, of in enumerate(has_token) if any(of) and not all(of)
+    ]
+    assert found == {
+        "input_ids": [row.ids for row in rows],
+        "labels": [tags_of(row, of_row, -100) for row, of_row in zip(rows, numbers, strict=True)],
+        "has_text": [any(of) and all(of) for of in has_token],
+    }
+
+
+def test_tag_marks_records_with_a_word_without_a_token_as_unusable() -> None:
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS), add_special_tokens=True)
+    words, tags = [["fox", "", "dog"], [GONE, "fox"], [GONE]], [["B", "I", "O"], ["B", "I"], ["B"]]
+    found = encoded(task, "word-piece", words=words, tags=tags)
+    assert found["labels"] == [[-100, 0, 2, -100], [-100, 1, -100], [-100, -100]]
+    assert found["has_text"] == [False, False, False]
+    assert found["unusable"] == {
+        0: "word 2 ('') has no token for its tag",
+        1: f"word 1 ({GONE!r}) has no token for its tag",
+    }
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "metaspace"])
+def test_words_have_the_ids_that_they_have_within_a_text(kind: str) -> None:
+    task = TagEncoder(tokens="words", tags="tags", labels=Labels(TAGS))
+    found = encoded(task, kind, words=[["lazy", "dog"]], tags=[["B", "I"]])["input_ids"][0]
+    assert ids_of(kind, "quick lazy dog") == ids_of(kind, "quick") + found
+
+
+@pytest.mark.slow
+@for_every_tokenizer
+@given(records=st.lists(st.tuples(TEXT, TEXT), max_size=5), special=st.booleans())
+def test_prompt_and_completion_are_encoded_apart_within_one_template(
+    kind: str, records: list[tuple[str, str]], special: bool
+) -> None:
+    special = special and kind in TEMPLATES
+    records = [record for record in records if ids_of(kind, record[1])]
+    task = CompleteEncoder(prompt="p", completion="c", add_special_tokens=special)
+    found = encoded(task, kind, p=[p for p, _ in records], c=[c for _, c in records])
+    rows, lengths = [], []
+    for record in records:
+        parts = [oracle(kind).encode(text, add_special_tokens=False) for text in record]
+        whole = Encoding.merge(parts, growing_offsets=False)
+        framed = oracle(kind).post_process(whole, add_special_tokens=special)
+        rows.append(ended(kind, framed.ids))
+        lengths.append(framed.special_tokens_mask.index(0) + len(parts[0]))
+    expected = {"input_ids": rows, "prompt_length": lengths, "has_text": [True] * len(rows)}
+    assert found == expected
+    assert not any(encoded(task, kind, p=["the fox"], c=[""])["has_text"])
+
+
+def label_names(
+    folder: Path, field: str = "label", kind: FieldKind = FieldKind.LABEL
+) -> tuple[str, ...]:
+    corpus = find_corpus((str(folder),), out=folder / "out", field=field)
+    units = cut_units(corpus.sources, 10**9)
+    return find_labels(units, {field: kind}, field, lambda values: {}, own="mood").names
+
+
+def write_lines(path: Path, records: list[Any]) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def labels_in_files(folder: Path, *files: list[Any]) -> Path:
+    for number, labels in enumerate(files):
+        write_lines(folder / f"{number}.jsonl", [{"label": label} for label in labels])
+    return folder
+
+
+def test_names_are_sorted_and_whole_numbers_stay_themselves(tmp_path: Path) -> None:
+    cases: list[tuple[list[Any], tuple[str, ...]]] = [
+        (["joy", "anger", "joy", "été"], ("anger", "joy", "été")),
+        ([3, "0"], ("0", "1", "2", "3")),
+        ([10, "02", "x"], ("02", "10", "x")),
+        ([True, False], ("false", "true")),
+        ([-1, None, 1.5, "a"], ("a",)),
+        ([(1 << 15) - 1], tuple(map(str, range(1 << 15)))),
+    ]
+    for number, (labels, names) in enumerate(cases):
+        assert label_names(labels_in_files(tmp_path / f"{number}", labels)) == names
+    of_one_file_alone = labels_in_files(tmp_path / "files", ["b"] * 9, ["c", "a"])
+    assert label_names(of_one_file_alone) == ("a", "b", "c")
+
+
+def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
+    cases: list[tuple[list[Any], FieldKind, str]] = [
+        ([1 << 15], FieldKind.LABEL, "has label 32768"),
+        ([*map(str, range(-1, 1 << 15))], FieldKind.LABEL, "more than 32,768 different"),
+        (
+            [None, -1],
+            FieldKind.LABEL,
+            r"no record has a label in field `label`.*`--field mood=NAME`",
+        ),
+        ([1.0, 2.0], FieldKind.LABEL, r"a name or a whole number from 0, so 1\.0 is none"),
+        ([[], []], FieldKind.LABELS, "`--field mood=NAME`"),
+        (["9" * 5000], FieldKind.LABEL, "field `label` has"),
+    ]
+    for number, (labels, kind, words) in enumerate(cases):
+        with pytest.raises(CorpusError, match=words):
+            label_names(labels_in_files(tmp_path / f"{number}", labels), kind=kind)
+
+
+def pretokenized(task: str, corpus: Path, *options: str) -> tuple[Manifest, dict[str, list[Row]]]:
+    """What the command makes of a corpus: rows by split, without origin and labels by name."""
+    out = corpus.with_name("out")
+    oracle("word-piece").save(str(corpus.with_name("tokenizer.json")))
+    options = "--task", task, "--tokenizer", str(corpus.parent), "--add-special-tokens", *options
+    run(corpus, out, "--workers", 1, *options)
+    manifest = Manifest.read(out)
+    rows: dict[str, list[Row]] = {split: [] for split in manifest.splits}
+    for split, shard in (
+        (s, shard) for s, info in manifest.splits.items() for shard in info.shards
+    ):
+        part, _ = ShardReader.open(out, manifest, shard).read(0)
+        columns = {name: listed(Ragged(v, part.lengths)) for name, v in part.per_token.items()}
+        columns |= {name: v.tolist() for name, v in part.per_row.items() if "origin" not in name}
+        rows[split] += [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ]
+    names = dict(enumerate(manifest.label_names)) | {-100: None}
+    for row in chain(*rows.values()):
+        row |= {"label": names[row["label"]]} if "label" in row else {}
+        row |= {"labels": [*map(names.__getitem__, row["labels"])]} if "labels" in row else {}
+    return manifest, rows
+
+
+FIELDS = {
+    "classify": ("text", "label"),
+    "score": ("text", "score"),
+    "tag": ("tokens", "tags"),
+    "complete": ("prompt", "completion"),
+}
+RECORDS: dict[str, list[tuple[Any, Any, str]]] = {
+    "classify": [
+        ("quick fox", "joy", "good"),
+        ("a dog", "anger", "good"),
+        ("", "joy", "empty"),
+        (GONE, "joy", "empty"),
+        ("a", ..., "no field `label`"),
+        (["a"], "joy", "field `text` is list, expected text"),
+        ("a", None, "field `label` is null, expected a name or"),
+        ("a", -1, "field `label` is -1, expected a name or"),
+        ("lazy", "of validation", "good"),
+    ],
+    "score": [
+        ("quick fox", 2.5, "good"),
+        ("a dog", -3, "good"),
+        ("lazy", "0.1", "good"),
+        ("", 1.0, "empty"),
+        ("a", ..., "no field `score`"),
+        ("a", None, "field `score` is null, expected a finite number"),
+        ("a", True, "field `score` is True, expected a finite number"),
+        ("a", float("nan"), "field `score` is nan, expected a finite number"),
+        ("a", 1e39, "field `score` is 1e+39, expected a finite number"),
+        ("a", "a lot", "field `score` is 'a lot', expected a finite number"),
+        ("the", 0, "good"),
+    ],
+    "tag": [
+        (["quick", "foxes"], ["B", "I"], "good"),
+        (["quick", GONE, "foxes"], ["B", "lost", "I"], "word 2 ("),
+        (["dog"], ["O"], "good"),
+        ([], [], "empty"),
+        (["", GONE], ["B", "I"], "empty"),
+        (["a", "b"], ["B"], "2 word(s), but 1 tag(s)"),
+        ([], ["B"], "0 word(s), but 1 tag(s)"),
+        (["a"], ..., "no field `tags`"),
+        ("a", ["B"], "field `tokens` is str, expected a list of texts"),
+        (["a", 1], ["B", "B"], "field `tokens` is 1, expected text"),
+        (["a"], "B", "field `tags` is str, expected a list of names"),
+        (["a"], [1.5], "field `tags` is 1.5, expected a name or"),
+        (["naïve"], ["of validation"], "good"),
+    ],
+    "complete": [
+        ("quick", "fox", "good"),
+        ("", "dog", "good"),
+        ("a", "", "empty"),
+        ("a", GONE, "empty"),
+        ("a", ..., "no field `completion`"),
+        (1, "a", "field `prompt` is 1, expected text"),
+        ("the lazy", "dog", "good"),
+    ],
+}
+
+
+def expected_row(task: str, first: Any, second: Any) -> Row:
+    if task == "classify":
+        return {"input_ids": oracle("word-piece").encode(first).ids, "label": second}
+    if task == "score":
+        ids = oracle("word-piece").encode(first).ids
+        return {"input_ids": ids, "score": float(np.float32(second))}
+    if task == "tag":
+        encoding = word_encoding("word-piece", first, True)
+        return {"input_ids": encoding.ids, "labels": tags_of(encoding, second, None)}
+    cls, sep = (oracle("word-piece").token_to_id(token) for token in ("[CLS]", "[SEP]"))
+    prompt = [cls, *ids_of("word-piece", first)]
+    ids = [*prompt, *ids_of("word-piece", second), sep]
+    return {"input_ids": ids, "prompt_length": len(prompt)}
+
+
+@pytest.mark.parametrize("task", [*FIELDS])
+def test_the_command_writes_good_records_and_accounts_for_all(task: str, tmp_path: Path) -> None:
+    *train, validation = RECORDS[task]
+    for split, records in ("train", train), ("validation", [validation]):
+        pairs = [zip(FIELDS[task], record[:2], strict=True) for record in records]
+        lines = [{name: value for name, value in pair if value is not ...} for pair in pairs]
+        write_lines(tmp_path / f"in/a.{split}.jsonl", lines)
+    globbed = ("--split", "validation=*.validation.jsonl")
+    manifest, rows = pretokenized(task, tmp_path / "in", *globbed)
+    assert rows == {
+        "train": [expected_row(task, *record[:2]) for record in train if record[2] == "good"],
+        "validation": [expected_row(task, *validation[:2])],
+    }
+    assert manifest.label_names == tuple(sorted(manifest.label_names))
+    fates = [fate for *_, fate in train]
+    reasons = {n: fate for n, fate in enumerate(fates) if fate not in ("good", "empty")}
+    counted = (len(fates) + 1, fates.count("good") + 1, fates.count("empty"), len(reasons))
+    ledger = manifest.ledger
+    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == counted
+    rejects = [*map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())]
+    for reject, (number, words) in zip(rejects, reasons.items(), strict=True):
+        assert (Path(reject["file"]).name, reject["record"]) == ("a.train.jsonl", number)
+        assert reject["reason"].startswith(words)
+
+
+def test_pretokenize_rejects_a_record_whose_word_has_no_token(tmp_path: Path) -> None:
+    records = [
+        {"tokens": ["fox", "", "dog"], "tags": ["B-X", "O", "I-X"]},
+        {"tokens": ["fox", "dog"], "tags": ["B-X", "I-X"]},
+    ]
+    manifest, rows = pretokenized("tag", write_lines(tmp_path / "a.jsonl", records))
+    assert len(rows["train"]) == 1
+    ledger = manifest.ledger
+    assert (ledger.read, ledger.written, ledger.empty, ledger.rejected) == (2, 1, 0, 1)
+    (reject,) = map(json.loads, (tmp_path / "out/rejects.jsonl").read_text().splitlines())
+    assert reject["record"] == 0
+    assert reject["reason"] == "word 2 ('') has no token for its tag"
+
+
+def test_digits_with_a_leading_zero_are_a_label_too(tmp_path: Path) -> None:
+    records = [{"text": "fox", "label": label} for label in ("01", "2", "1")]
+    _, rows = pretokenized("classify", write_lines(tmp_path / "a.jsonl", records))
+    assert [row["label"] for row in rows["train"]] == ["01", "2", "1"]
+
+
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_the_numbers_of_a_saved_data_set_mean_its_classes(task: str, tmp_path: Path) -> None:
+    words, field = FIELDS[task]
+    classes: Any = datasets.ClassLabel(names=["neutral", "good", "bad"])  # in no sorted order
+    content: Row = {words: ["fox", "dog"], field: [2, 0]}
+    if task == "tag":
+        classes, content = datasets.Sequence(classes), {words: [["fox", "dog"]], field: [[2, 0]]}
+    data = datasets.Dataset.from_dict(content).cast_column(field, classes)
+    datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(str(tmp_path / "in"))
+    kind = FieldKind.LABEL if task == "classify" else FieldKind.LABELS
+    assert label_names(tmp_path / "in", field, kind) == ("neutral", "good", "bad")
+    _, rows = pretokenized(task, tmp_path / "in")
+    named = {"classify": ["bad", "neutral"], "tag": [[None, "bad", "neutral", None]]}[task]
+    assert [row[field.replace("tags", "labels")] for row in rows["train"]] == named
+
+
+def scored(path: Path, tokenizer: Path) -> Path:
+    """A data set of texts, each with a score: its number divided by 7."""
+    records = [{"text": text, "to": "dog", "score": at / 7} for at, text in enumerate(WORDS)]
+    data = datasets.Dataset.from_list(records)
+    match path.suffix:
+        case ".arrow":
+            feather.write_feather(data.data.table, str(path))
+        case ".parquet":
+            data.to_parquet(path)
+        case ".jsonl":
+            path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        case suffix:
+            data.to_csv(path, sep="," if suffix == ".csv" else "\t", index=False)
+    out = path.with_name("out")
+    options = ("--tokenizer", tokenizer, "--validation", 0, "--workers", 1)
+    run(path, out, "--task", "score", "--field", "pair=to", *options)
+    return out
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "arrow", "csv", "tsv"])
+def test_scores_of_every_format_reach_the_batches_as_they_were(
+    suffix: str, tokenizer: Path, tmp_path: Path
+) -> None:
+    out = scored(tmp_path / f"a.{suffix}", tokenizer)
+    batches = list(ShardLoader(out, batching=Fixed(2), num_workers=0))
+    assert all(batch["labels"].dtype == torch.float32 for batch in batches)
+    assert sum(batch.num_targets for batch in batches) == len(WORDS)
+    pairs = [pair for b in batches for pair in zip(b.rows, b["labels"].tolist(), strict=True)]
+    assert sorted(pairs) == [(row, float(np.float32(row / 7))) for row in range(len(WORDS))]
+
+
+def test_a_data_set_of_scores_is_inspected_verified_and_read_back(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    out = scored(tmp_path / "a.jsonl", tokenizer)
+    inspected, verified = (call(main, name, out).stdout for name in ("inspect", "verify"))
+    assert "columns input_ids, token_type_ids, score, " in inspected
+    assert verified.startswith(f"{out}: good")
+    lines = call(main, "cat", out, "--json", "--rows", len(WORDS)).stdout.splitlines()
+    scores = [json.loads(line)["score"] for line in lines]
+    assert scores == [float(str(np.float32(row / 7))) for row in range(len(WORDS))]
+    assert "tokens | score 0.2857143\n" in call(main, "cat", out, "--start", 2).stdout
+
+
+def test_a_filler_has_no_score(tokenizer: Path, tmp_path: Path) -> None:
+    out = scored(tmp_path / "a.jsonl", tokenizer)
+    options = {"num_workers": 0, "world_size": 3, "micro_batches_per_step": 4}
+    ranks = [ShardLoader(out, batching=Fixed(2), rank=rank, **options) for rank in range(3)]
+    batches = [batch for rank in ranks for batch in rank]
+    assert any(batch.is_filler for batch in batches)
+    for batch in batches:
+        assert batch["labels"].isnan().all() == batch.is_filler
+    assert sum(batch.num_targets for batch in batches) == len(WORDS)

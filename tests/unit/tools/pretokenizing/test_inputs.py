@@ -1,0 +1,84 @@
+"""What a run finds out about its input before it encodes anything."""
+
+import json
+import os
+import random
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from support.pretokenizing import make
+
+from tokenfeed.pipeline.errors import CorpusError
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import Unit, cut_units
+from tokenfeed.tools.encoding import training
+from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, find_labels
+from tokenfeed.tools.pretokenizing.inputs import Inputs
+from tokenfeed.tools.pretokenizing.options import Options
+
+
+def write_rows(path: Path, count: int, **row: object) -> None:
+    path.write_text("".join(json.dumps(row | {"id": number}) + "\n" for number in range(count)))
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_wrong_field_name_stops_after_10_000_records(
+    tmp_path: Path, tokenizer: Path, is_trained: bool
+) -> None:
+    write_rows(tmp_path / "a.jsonl", 100_000, content="words")
+    with pytest.raises(CorpusError) as caught:
+        make(tmp_path / "a.jsonl", tmp_path / "out", None if is_trained else tokenizer)
+    said = str(caught.value)
+    assert said.startswith("no usable document: the first ")
+    assert "a.jsonl, record 0: no field `text`; it has: content, id." in said
+    assert said.endswith("Name the field with `--field`.")
+    assert int(said.split()[5].replace(",", "")) < 30_000
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_file_without_the_field_does_not_stop_the_run(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    write_rows(corpus / "a.jsonl", 20_000, content="words")
+    write_rows(corpus / "b.jsonl", 3, text="words")
+    made = make(corpus, tmp_path / "out", tokenizer, shard_size="8MB", validation=0)
+    assert (made.documents, made.rejected) == (3, 20_000)
+
+
+def test_default_validation_is_at_most_10_million_tokens(tmp_path: Path) -> None:
+    for num_bytes, part in ((10**6, 0.01), (8 * 10**9, 0.005), (10**13, 4e-6)):
+        with open(tmp_path / "big.jsonl", "wb") as file:
+            os.truncate(file.fileno(), num_bytes)  # a hole: it takes no room
+        options = Options(paths=(str(tmp_path / "big.jsonl"), str(tmp_path / "out")))
+        assert Inputs.listed(options).validation == part
+
+
+def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> None:
+    rows = [{"text": "words " * 9, "label": f"k{number // 40}"} for number in range(400)]
+    rows += [{"text": None, "label": "nowhere usable"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = find_corpus((str(tmp_path / "a.jsonl"),), out=None, field="text")
+    units = cut_units(found.sources, 3_000)
+    assert len(units) > 5
+    fields = {"text": FieldKind.TEXT, "label": FieldKind.LABEL}
+
+    def shuffled(work: CountLabels, units: tuple[Unit, ...]) -> Iterable[LabelCounts]:
+        return map(work.of_unit, random.Random(0).sample(units, len(units)))
+
+    plain = find_labels(units, fields, "label", lambda values: {}, own="label")
+    assert plain.names == tuple(f"k{number}" for number in range(10))
+    assert plain == find_labels(
+        units, fields, "label", lambda values: {}, own="label", counted_by=shuffled
+    )
+
+
+def test_training_a_tokenizer_logs_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "tokenfeed")
+    monkeypatch.setattr(training, "_LOG_S", 0.001)
+    (tmp_path / "a.txt").write_text("the quick brown fox " * 60_000)
+    make(tmp_path / "a.txt", tmp_path / "out", None, vocab_size=260)
+    assert "training a tokenizer: 1 M characters of text read, " in caplog.text

@@ -1,0 +1,171 @@
+"""Options of `pretokenize`: their help and their errors."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from support.commands import call
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.tools import pretokenize, report, shards
+from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
+from tokenfeed.tools.corpus.records import FieldKind, Fields
+from tokenfeed.tools.data_sets.repair import Repair
+from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
+from tokenfeed.tools.pretokenizing.options import (
+    fields_of_tasks,
+    input_formats,
+    parse_options,
+    records_of_tasks,
+)
+from tokenfeed.tools.shell.command_line import parse_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class Titled(LmEncoder):
+    name: ClassVar[Task] = "titled"  # type: ignore[assignment]
+    record: ClassVar[str] = "a document with a title"
+    kinds: ClassVar[Fields] = {"text": FieldKind.TEXT, "title": FieldKind.TEXT}
+    title: str | None = None
+
+
+def test_the_help_names_every_format_and_every_field_of_every_task(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretokenize", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        parse_options()
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for said in (input_formats(), records_of_tasks(), fields_of_tasks()):
+        assert said in shown
+    for format_ in FORMATS.values():
+        assert format_ is FALLBACK or f" {format_.endings[0]}," in shown
+    for name, task in TASK_CLASSES.items():
+        fields = re.search(rf"{name}: ([\w\[\], ]+)[;.]", fields_of_tasks())
+        assert fields
+        assert re.findall(r"\w+", fields[1]) == list(task.kinds)
+
+
+def test_what_was_just_registered_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks: dict[Any, Any] = TASK_CLASSES
+    monkeypatch.setitem(tasks, "titled", Titled)
+    monkeypatch.setitem(FORMATS, "epub", replace(FALLBACK, name="epub", endings=(".epub",)))
+    assert fields_of_tasks().endswith("; titled: text, [title].")
+    assert records_of_tasks().endswith("; titled: a document with a title.")
+    assert ", .epub, each also .gz" in input_formats()
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "message"),
+    [
+        (pretokenize.main, "a o --text-field x", "Unknown option `--text-field`."),
+        (
+            pretokenize.main,
+            "a o --validaton 0",
+            "Unknown option `--validaton`. Did you mean --validation?",
+        ),
+        (
+            pretokenize.main,
+            "a o --task foo",
+            "`--task`: expected one of lm, classify",
+        ),
+        (
+            pretokenize.main,
+            "a",
+            "`OUT` is missing: expected CORPUS... OUT. See pretokenize",
+        ),
+        (shards.main, "", "expected a command: inspect, verify, "),
+        (shards.main, "inspct o", "Unknown command `inspct`. Did you mean inspect? See shards"),
+        (shards.main, "verify", "`OUT` is missing. See shards verify --help."),
+        (shards.main, "copy a", "`TO` is missing: expected FROM TO. See shards copy --help."),
+        (shards.main, "copy a b c", "`c`: unexpected word, expected FROM TO. See shards copy"),
+        (shards.main, "cat o --rows", "`--rows`: expected a value. See shards cat --help."),
+        (shards.main, "cat o --json=1", "`--json=1`: --json takes no value. See shards cat"),
+        (shards.main, "cat o --rows abc", "`--rows`: expected a whole number, got abc."),
+        (
+            shards.main,
+            "explain o --state s --step 1.5",
+            "`--step`: expected a whole number, got 1.5.",
+        ),
+        (shards.main, "explain o", "`--state` is needed: expected"),
+        (report.main, "", "`RUN` is missing. See report --help."),
+        (report.main, "--jsn run", "Unknown option `--jsn`. Did you mean --json? See report"),
+        (report.main, "run --jsn", "Unknown option `--jsn`. Did you mean --json? See report"),
+        (report.main, "compare a", "`RUN` is missing: expected RUN RUN. See report compare"),
+    ],
+)
+@pytest.mark.parametrize("columns", ["40", "80", "300"])
+def test_wrong_words_are_one_line(
+    main: Any, words: str, message: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    ended = call(main, *words.split(), expect=2)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith(f"error: {message}")
+    assert ended.stderr.count("\n") == 1
+    assert ended.stderr.endswith("--help.\n") or "expected" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "`CORPUS...` is missing: expected CORPUS... OUT."),
+        ("--workers abc", "`--workers`: expected a whole number of at least 1 or auto, got abc."),
+        ("--workers 0", "`--workers`: expected a whole number of at least 1 or auto, got 0."),
+        ("--validation 1", "`--validation`: expected a share from 0 up to 1, got 1."),
+        ("--vocab-size 9", "`--vocab-size`: expected a whole number from "),
+        ("--max-rejects -1", "`--max-rejects`: expected a whole number of at least 0, got -1."),
+        ("--max-rejects 1 --strict", "`--max-rejects` 1 and `--strict`: leave one of them out."),
+        ("--tokenizer=", "`--tokenizer` is empty: expected text. Is a shell variable unset?"),
+        ("--strict=yes", "`--strict=yes`: --strict takes no value."),
+        ("--shard-size 5G", "`--shard-size` '5G': expected a size like 256MB, or auto."),
+    ],
+)
+def test_pretokenize_rejects_wrong_value_in_one_line(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = ["corpus", "out"] if words else []
+    monkeypatch.setattr("sys.argv", ["pretokenize", *paths, *words.split()])
+    with pytest.raises(ConfigError) as caught:
+        parse_options().check()
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (pretokenize.main, ["", "out"]),
+        (report.main, [""]),
+        (report.main, ["compare", "a", ""]),
+        (shards.main, ["verify", ""]),
+        (shards.main, ["copy", "", "out"]),
+    ],
+)
+def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
+    assert "error: a path is empty: expected " in call(main, *words, expect=2).stderr
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_shards_help_lists_every_command(word: str) -> None:
+    shown = call(shards.main, word).stdout
+    for name in ("inspect", "verify", "cat", "copy", "repair", "explain"):
+        assert f"\n{name} " in shown
+
+
+def test_repeated_option_with_words_takes_all_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["out", "--corpus", "a", "b", "--json", "--corpus", "c"]
+    command = parse_command(Repair, "shards repair", words)
+    assert (command.out, command.corpus, command.json) == (Path("out"), (("a", "b"), ("c",)), True)
+
+
+def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "a --strict b --exclude *.md c --exclude *.txt --workers=3 -"
+    monkeypatch.setattr("sys.argv", ["pretokenize", *words.split()])
+    options = parse_options()
+    assert options.paths == ("a", "b", "c", "-")
+    assert options.exclude == ("*.md", "*.txt")
+    assert (options.workers, options.strict, options.json) == (3, True, False)

@@ -1,0 +1,304 @@
+"""Parts of a run, in any order, repeated, at once and killed: the bytes of one process."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.corpora import texts
+from support.data_sets import files_of
+from support.false_engine import false_engine, sampled_document
+from support.pretokenizing import make, part, with_fast_engine
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.corpus.sources import find_corpus
+from tokenfeed.tools.corpus.units import cut_units
+from tokenfeed.tools.encoding.record_blocks import UnitResult
+from tokenfeed.tools.jobs.run_records import JobPart, RunRecords
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of seven units."""
+    folder = tmp_path_factory.mktemp("lines")
+    text = "".join(json.dumps({"text": text}) + "\n" for text in texts(170, seed=3))
+    (folder / "lines.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    lines: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert make(lines, out, tokenizer, validation=0.1).units >= 7
+    return files_of(out)
+
+
+def stopped_after(units: int) -> Callable[..., None]:
+    """`Records.append`, and an interruption after so many calls."""
+    append, left = RunRecords.append, [units]
+
+    def stopping(parts: RunRecords[Any], result: Any) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt  # its shards are there, its record is not
+        left[0] -= 1
+        append(parts, result)
+
+    return stopping
+
+
+@pytest.mark.slow
+@settings(max_examples=5)
+@given(
+    attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=6),
+    last=st.permutations(range(3)),
+    at_end=st.sampled_from(["finish", "plain"]),
+)
+def test_parts_in_any_order_repeated_and_killed_give_the_bytes_of_one_run(
+    attempts: list[tuple[int, int]],
+    last: list[int],
+    at_end: str,
+    lines: Path,
+    tokenizer: Path,
+    undisturbed: dict[str, bytes],
+) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        out = Path(folder, "out")
+        for index, units in attempts:
+            patch.setattr(RunRecords, "append", stopped_after(units))
+            try:
+                part(f"{index}/3", lines, out, tokenizer, validation=0.1)
+            except KeyboardInterrupt as stopped:
+                assert "finished and kept" in str(stopped)
+            patch.undo()
+        for index in last[: 3 if at_end == "finish" else 1]:
+            part(f"{index}/3", lines, out, tokenizer, validation=0.1)
+        made = make(lines, out, tokenizer, validation=0.1, finish=at_end == "finish")
+        assert made.resumed_units >= (made.units if at_end == "finish" else made.units // 3)
+        assert files_of(out) == undisturbed
+
+
+def test_finish_encodes_units_of_missing_parts(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match="holds nothing to finish"):
+        make(lines, out, tokenizer, finish=True)
+    done = sum(part(f"{index}/5", lines, out, tokenizer, validation=0.1).units for index in (1, 3))
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == done < made.units
+    assert files_of(out) == undisturbed
+    assert part("1/5", lines, out, tokenizer, validation=0.1).already_finished
+    assert make(lines, out, tokenizer, validation=0.1, finish=True).already_finished
+
+
+def test_finish_encodes_damaged_unit_again(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    units = part("0/1", lines, out, tokenizer, validation=0.1).units
+    record = next((out / ".parts").glob("0*1.json"))
+    shard = next(iter(json.loads(record.read_bytes())["result"]["shards"].values()))["file"]
+    (out / shard).write_bytes(b"not as it was left")
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == units - 1
+    assert files_of(out) == undisturbed
+
+
+def test_finish_encodes_nothing_that_parts_of_other_counts_have_done(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes]
+) -> None:
+    out = tmp_path / "out"
+    part("0/3", lines, out, tokenizer, validation=0.1)
+    for index in range(2):
+        part(f"{index}/2", lines, out, tokenizer, validation=0.1)
+    made = make(lines, out, tokenizer, validation=0.1, finish=True)
+    assert made.resumed_units == made.units
+    assert files_of(out) == undisturbed
+
+
+def test_finish_is_rejected_while_a_part_is_at_work(
+    lines: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    part("0/3", lines, out, tokenizer)
+    recipe = json.loads((out / ".parts/job.json").read_bytes())["recipe"]
+    recipe.pop("the packages")
+    with RunRecords.begin(LocalStore(out), recipe, UnitResult, JobPart(1, 3)):
+        part("2/3", lines, out, tokenizer)
+        with pytest.raises(ConfigError, match="writing here, or a part of a run"):
+            make(lines, out, tokenizer, finish=True)
+    make(lines, out, tokenizer, finish=True)
+
+
+def test_part_of_another_command_is_rejected(lines: Path, tmp_path: Path, tokenizer: Path) -> None:
+    out = tmp_path / "out"
+    part("0/3", lines, out, tokenizer)
+    before = files_of(out)
+    with pytest.raises(ConfigError, match=r"--shard-size was 30000, is 40000"):
+        part("1/3", lines, out, tokenizer, shard_size="40KB")
+    with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
+        make(lines, out, tokenizer, validation=0.5)
+    more = tmp_path / "more"
+    shutil.copytree(lines, more)
+    (more / "more.txt").write_text("one more")
+    with pytest.raises(ConfigError, match="the number of input files was 1, is 2"):
+        part("1/3", more, out, tokenizer)
+    assert files_of(out) == before
+
+
+def test_a_part_with_other_packages_is_refused(
+    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part("0/3", lines, tmp_path / "out", tokenizer)
+    monkeypatch.setattr("tokenfeed.tools.jobs.run_records.versions", lambda: ["pyarrow 1.0"])
+    with pytest.raises(ConfigError, match=r"the packages was tokenfeed .* is pyarrow 1\.0"):
+        part("1/3", lines, tmp_path / "out", tokenizer)
+
+
+def test_a_part_beside_a_run_of_another_command_is_refused(
+    lines: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokenfeed.tools.pretokenizing.make.commit", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(lines, tmp_path / "out", tokenizer)
+    with pytest.raises(ConfigError, match="--validation was"):
+        part("0/3", lines, tmp_path / "out", tokenizer, validation=0.5)
+
+
+def test_the_limit_on_rejects_holds_over_all_parts(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    (corpus / "0.jsonl").write_text('{"text": 1}\n')
+    for index in range(5):
+        part(f"{index}/5", corpus, tmp_path / "out", tokenizer, max_rejects=2)
+    with pytest.raises(CorpusError, match="`--max-rejects 2` ends the run here"):
+        make(corpus, tmp_path / "out", tokenizer, finish=True, max_rejects=2)
+    make(corpus, tmp_path / "out", tokenizer, finish=True, max_rejects=3)
+
+
+@pytest.mark.slow
+def test_one_part_that_finds_the_fast_engine_wrong_has_all_parts_use_the_other(
+    tmp_path: Path, byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, corpus = tmp_path / "tokenizer.json", tmp_path / "corpus"
+    byte_level.save(str(tokenizer))
+    corpus.mkdir()
+    honest = [texts(30, seed=seed) for seed in range(3)]
+    written = [*honest[0], *honest[1], sampled_document("LIE", 3_000), *honest[2]]
+    for number, text in enumerate(written):
+        (corpus / f"{number:03}.txt").write_text(text)
+    with_fast_engine(monkeypatch)
+    monkeypatch.setitem(sys.modules, "gigatoken", false_engine())
+    make(corpus, tmp_path / "plain", tokenizer)
+    assert Manifest.read(tmp_path / "plain").tokenizer.differences == 1
+    out = tmp_path / "out"
+    found = find_corpus((str(corpus),), out=out, field="text")
+    (lying,) = (
+        unit.number
+        for unit in cut_units(found.sources, 30_000)
+        if any(part.source.name.endswith("060.txt") for part in unit.parts)
+    )
+    others = [index for index in range(3) if index != lying % 3]
+    for index in (*others, lying % 3):
+        part(f"{index}/3", corpus, out, tokenizer)
+    make(corpus, out, tokenizer, finish=True)
+    assert files_of(out) == files_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("text", ["", "3", "3/3", "-1/3", "1/0", "a/b", "1/2/3", "1 /2", "²/3"])
+def test_what_names_no_part_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected I/N"):
+        JobPart.from_text(text)
+
+
+@given(st.integers(1, 20), st.integers(0, 200))
+def test_every_unit_is_of_exactly_one_part(count: int, number: int) -> None:
+    assert sum(JobPart.from_text(f"{index}/{count}").has(number) for index in range(count)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"part": "0/2", "finish": True}, "`--part 0/2` and `--finish`: leave one"),
+        ({"part": "0/2", "runner": "dask"}, "`--runner dask` and `--part 0/2`: leave one"),
+        ({"runner": "dask", "workers": 2}, "`--workers`: has no effect beside `--runner dask`"),
+    ],
+)
+def test_options_that_say_two_things_are_refused(
+    options: dict[str, Any],
+    words: str,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "tokenfeed.tools.pretokenizing.options.check_installed", lambda runner: None
+    )
+    with pytest.raises(ConfigError, match=words):
+        make(tmp_path, tmp_path / "out", tokenizer, **options)
+
+
+def test_standard_input_is_of_one_machine(tmp_path: Path, tokenizer: Path) -> None:
+    with pytest.raises(ConfigError, match="only this machine has standard input"):
+        part("0/2", Path("-"), tmp_path / "out", tokenizer)
+
+
+def test_job_file_that_is_a_folder_is_named(lines: Path, tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "out/.parts/job.json").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"out/\.parts/job\.json: is damaged"):
+        make(lines, tmp_path / "out", tokenizer)
+    with pytest.raises(ConfigError, match=r"out/\.parts/job\.json: is damaged"):
+        part("0/2", lines, tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"by": "x"}'])
+def test_a_job_that_is_damaged_is_told(
+    lines: Path, tokenizer: Path, tmp_path: Path, content: str
+) -> None:
+    out = tmp_path / "out"
+    (out / ".parts").mkdir(parents=True)
+    (out / ".parts/job.json").write_text(content)
+    with pytest.raises(
+        ConfigError, match=r"job\.json: is damaged, so what was begun there is unkn"
+    ):
+        part("0/2", lines, out, tokenizer)
+    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+        make(lines, out, tokenizer, finish=True)
+
+
+@pytest.mark.parametrize("folder", ["x.tmp", ".parts/sub", "train/x.arrow", "train/x.tmp"])
+def test_finish_leaves_folders_that_are_not_its_own(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], folder: str
+) -> None:
+    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
+    (tmp_path / "out" / folder).mkdir(parents=True)
+    make(lines, tmp_path / "out", tokenizer, validation=0.1, finish=True)
+    assert files_of(tmp_path / "out") == undisturbed
+
+
+@pytest.mark.parametrize("name", ["00000.json", "plan.json", "job.json"])
+def test_records_nested_too_deeply_are_damaged_records(
+    lines: Path, tmp_path: Path, tokenizer: Path, undisturbed: dict[str, bytes], name: str
+) -> None:
+    part("0/1", lines, tmp_path / "out", tokenizer, validation=0.1)
+    (tmp_path / "out/.parts" / name).write_text("[" * 100_000)
+    if name == "job.json":
+        with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+            make(lines, tmp_path / "out", tokenizer, validation=0.1)
+    else:
+        make(lines, tmp_path / "out", tokenizer, validation=0.1)
+        assert files_of(tmp_path / "out") == undisturbed

@@ -1,0 +1,234 @@
+"""A data set made in a store is the one made in a folder, wherever its making was broken off."""
+
+import contextlib
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from support.corpora import texts
+from support.data_sets import files_of
+from support.false_engine import false_engine, sampled_document
+from support.object_server import FAULTS, Fault, Remote, remote_store
+from support.pretokenizing import CarelessExecutor, make, on_cluster, part, with_fast_engine
+from tokenizers import Tokenizer
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.remote import own_process as process
+from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
+
+pytest.importorskip("obstore")
+
+CHANGES = ("write", "create", "replace")
+
+
+class Killed(BaseException):
+    """The process has come to its end."""
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of three units."""
+    folder = tmp_path_factory.mktemp("lines")
+    text = "".join(json.dumps({"text": text}) + "\n" for text in texts(45, seed=3))
+    (folder / "lines.jsonl").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    lines: Path, tokenizer: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    out = tmp_path_factory.mktemp("undisturbed") / "out"
+    assert make(lines, out, tokenizer, validation=0.1).units >= 3
+    return files_of(out)
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
+    monkeypatch.setattr(process, "_ours", True)
+    with remote_store(monkeypatch) as remote:
+        yield remote
+
+
+def url_of(remote: Remote) -> str:
+    return f"s3://{remote.prefix}"
+
+
+def objects_of(remote: Remote) -> dict[str, bytes]:
+    there = remote.server.objects.items()
+    return {name.removeprefix(f"{remote.prefix}/"): each.data for name, each in there}
+
+
+def killed_after(patch: pytest.MonkeyPatch, changes: int) -> list[str]:
+    """Have a process end after so many changes of a store: from then on it makes none. What it
+    makes is in the list."""
+    made: list[str] = []
+
+    def ending(do: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        def done(store: ObjectStore, name: str, *arguments: Any) -> Any:
+            if len(made) == changes:
+                raise Killed
+            made.append(f"{kind} {name}")
+            return do(store, name, *arguments)
+
+        return done
+
+    for kind in CHANGES:
+        patch.setattr(ObjectStore, kind, ending(getattr(ObjectStore, kind), kind))
+    delete = ending(ObjectStore.delete, "delete")
+
+    def delete_each(store: ObjectStore, *names: str) -> None:
+        for name in names:
+            delete(store, name)
+
+    patch.setattr(ObjectStore, "delete", delete_each)
+    return made
+
+
+@pytest.mark.slow
+def test_a_run_broken_off_at_any_change_of_the_store_is_continued_to_the_same_objects(
+    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
+) -> None:
+    for changes in itertools.count():
+        remote.server.objects.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            made = killed_after(patch, changes)
+            try:
+                make(lines, url_of(remote), tokenizer, validation=0.1)
+                break
+            except Killed:
+                pass
+        make(lines, url_of(remote), tokenizer, validation=0.1)
+        assert objects_of(remote) == undisturbed, made
+    assert len(made) == changes >= 20
+    assert objects_of(remote) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_store_behind_a_bad_network_gets_the_same_objects(
+    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
+) -> None:
+    faults = [Fault(kind, seconds=0.01) for kind in FAULTS if kind != "stall"]
+    remote.proxy.schedule.extend(itertools.chain.from_iterable((each, None) for each in faults * 2))
+    make(lines, url_of(remote), tokenizer, validation=0.1)
+    assert not remote.proxy.schedule
+    assert objects_of(remote) == undisturbed
+
+
+def test_a_shard_is_one_request_and_carries_its_checksum(
+    lines: Path, tokenizer: Path, remote: Remote
+) -> None:
+    made = make(lines, url_of(remote), tokenizer)
+    manifest = Manifest.read(remote.store)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    assert len(shards) >= made.units
+    for shard in shards:
+        name = f"{remote.prefix}/{shard.file}"
+        assert remote.server.objects[name].metadata[XXH3_KEY] == shard.xxh3
+        assert remote.proxy.seen.count(f"PUT /{name}") == 1
+        assert f"GET /{name}" not in remote.proxy.seen
+
+
+@pytest.mark.slow
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    attempts=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 9)), max_size=4),
+    last=st.permutations(range(3)),
+    finishes=st.booleans(),
+)
+def test_parts_in_any_order_repeated_and_killed_make_the_same_objects(
+    attempts: list[tuple[int, int]],
+    last: list[int],
+    finishes: bool,
+    lines: Path,
+    tokenizer: Path,
+    remote: Remote,
+    undisturbed: dict[str, bytes],
+) -> None:
+    remote.server.objects.clear()
+    for index, changes in attempts:
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(Killed):
+            killed_after(patch, changes)
+            part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
+    for index in last[: 3 if finishes else 1]:
+        part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
+    made = make(lines, url_of(remote), tokenizer, validation=0.1, finish=finishes)
+    assert made.resumed_units >= (made.units if finishes else made.units // 3)
+    assert objects_of(remote) == undisturbed
+
+
+@pytest.mark.slow
+def test_a_cluster_needs_no_shared_folder_and_a_wrong_engine_leaves_nothing(
+    tmp_path: Path, byte_level: Tokenizer, remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, corpus = tmp_path / "tokenizer.json", tmp_path / "corpus"
+    byte_level.save(str(tokenizer))
+    corpus.mkdir()
+    for number, text in enumerate([*texts(40), sampled_document("LIE", 3_000)]):
+        (corpus / f"{number:03}.txt").write_text(text)
+    with_fast_engine(monkeypatch)
+    monkeypatch.setitem(sys.modules, "gigatoken", false_engine())
+    make(corpus, tmp_path / "plain", tokenizer)
+    with_fast_engine(monkeypatch, crew=True)
+    on_cluster(monkeypatch, CarelessExecutor(1))
+    make(corpus, url_of(remote), tokenizer, runner="dask")
+    assert objects_of(remote) == files_of(tmp_path / "plain")
+
+
+def test_what_is_in_a_store_is_recognised_or_refused_as_in_a_folder(
+    lines: Path, tokenizer: Path, remote: Remote
+) -> None:
+    url = url_of(remote)
+    with pytest.raises(ConfigError, match=f"{url} holds nothing to finish"):
+        make(lines, url, tokenizer, finish=True)
+    remote.put("notes.txt", b"mine")
+    with pytest.raises(ConfigError, match=f"{url}: already holds other data \\(notes.txt\\)"):
+        make(lines, url, tokenizer)
+    remote.server.objects.clear()
+    part("0/3", lines, url, tokenizer)
+    with pytest.raises(ConfigError, match=r"--validation was 0\.01, is 0\.5"):
+        make(lines, url, tokenizer, validation=0.5)
+    made = make(lines, url, tokenizer, finish=True)
+    assert 0 < made.resumed_units < made.units
+    made = objects_of(remote)
+    assert make(lines, url, tokenizer).already_finished
+    assert part("0/3", lines, url, tokenizer).already_finished
+    with pytest.raises(ConfigError, match=r"already holds a finished .* --validation was"):
+        make(lines, url, tokenizer, validation=0.5)
+    assert objects_of(remote) == made
+    del remote.server.objects[f"{remote.prefix}/train/00001.arrow"]
+    with pytest.raises(ManifestError, match=f"{url}/train/00001.arrow: is missing or of another"):
+        make(lines, url, tokenizer)
+
+
+def test_a_damaged_shard_of_an_unfinished_run_is_made_again(
+    lines: Path, tokenizer: Path, remote: Remote, undisturbed: dict[str, bytes]
+) -> None:
+    for index in range(3):
+        part(f"{index}/3", lines, url_of(remote), tokenizer, validation=0.1)
+    remote.put("train/00001.arrow", b"not as it was left")
+    made = make(lines, url_of(remote), tokenizer, validation=0.1)
+    assert made.resumed_units == made.units - 1
+    assert objects_of(remote) == undisturbed
+
+
+def test_a_run_without_a_document_leaves_nothing(
+    tmp_path: Path, tokenizer: Path, remote: Remote
+) -> None:
+    (tmp_path / "lines.jsonl").write_text('{"text": 1}\n')
+    with pytest.raises(CorpusError, match="no usable document"):
+        make(tmp_path / "lines.jsonl", url_of(remote), tokenizer)
+    assert not objects_of(remote)
+
+
+@pytest.mark.parametrize("url", ["https://example.org/out", "hf://datasets/a/b"])
+def test_a_place_that_is_not_written_to_is_refused(lines: Path, tokenizer: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match=f"{url}: nothing can be written there"):
+        make(lines, url, tokenizer)

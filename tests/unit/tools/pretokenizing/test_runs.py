@@ -1,0 +1,337 @@
+"""Runs of `pretokenize` that are refused, damaged, repeated or given nonsense."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.commands import run
+from support.data_sets import files_of
+from tokenizers import Tokenizer, models
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, TokenizerError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.pipeline.format.store import LocalStore
+from tokenfeed.tools.corpus.records import FieldKind
+from tokenfeed.tools.encoding.audit import Answers, Audit
+from tokenfeed.tools.encoding.engines import ReferenceEngine
+from tokenfeed.tools.jobs.claim import state_of
+from tokenfeed.tools.pretokenizing import make as make_module
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options, parse_options
+from tokenfeed.tools.pretokenizing.summary import Summary
+
+
+def make(corpus: Path, out: Path, tokenizer: Path, **options: Any) -> Summary:
+    paths = (str(corpus), str(out))
+    return make_dataset(Options(paths=paths, tokenizer=str(tokenizer), **options))
+
+
+def interrupt_before_the_manifest(
+    monkeypatch: pytest.MonkeyPatch, *arguments: Path, **options: Any
+) -> None:
+    """A run that has finished every unit and was then interrupted."""
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(make_module, "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:-9], lambda whole: whole[:50] + b"?" + whole[51:]]
+)
+def test_a_shard_damaged_before_the_run_goes_on_is_made_again(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    damage: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    make(corpus, tmp_path / "undisturbed", tokenizer, shard_size="30KB")
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer, shard_size="30KB")
+    shard = out / "train/00001.arrow"
+    shard.write_bytes(damage(shard.read_bytes()))
+    summary = make(corpus, out, tokenizer, shard_size="30KB")
+    assert summary.resumed_units == summary.units - 1 > 3
+    for info in Manifest.read(out).splits["train"].shards:
+        assert file_xxh3(out / info.file) == info.xxh3
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+    assert "shards of 1 finished units are missing or damaged" in caplog.text
+
+
+def test_a_finished_run_repeated_says_the_same_again(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    first = make(corpus, out, tokenizer)
+    before = files_of(out)
+    again = make(corpus, out, tokenizer)
+    assert (first.already_finished, again.already_finished) == (False, True)
+    of_a_run = {"already_finished", "resumed_units", "seconds", "tokenizer_seconds", "mb_per_s"}
+    one, two = (
+        {name: value for name, value in summary.as_json().items() if name not in of_a_run}
+        for summary in (first, again)
+    )
+    assert one == two
+    assert files_of(out) == before
+
+
+def test_a_finished_run_repeated_otherwise_is_refused_by_the_difference(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    make(corpus, out, tokenizer)
+    with pytest.raises(ConfigError, match=r"finished data set.*--validation was 0.01, is 0.5"):
+        make(corpus, out, tokenizer, validation=0.5)
+    (corpus / "one more.txt").write_text("new")
+    with pytest.raises(ConfigError, match="the number of input files was 61, is 62"):
+        make(corpus, out, tokenizer)
+    (out / ".made_by.json").write_text("[")
+    with pytest.raises(ConfigError, match=r"\.made_by\.json: is damaged"):
+        make(corpus, out, tokenizer)
+    (out / ".made_by.json").unlink()  # as data sets of before are
+    with pytest.raises(ConfigError, match=r"already holds a finished data set, and no \.made_by"):
+        make(corpus, out, tokenizer)
+
+
+def test_a_trained_tokenizer_is_recognised_as_well(corpus: Path, tmp_path: Path) -> None:
+    options = Options(paths=(str(corpus), str(tmp_path / "out")), vocab_size=300)
+    assert not make_dataset(options).already_finished
+    assert make_dataset(options).already_finished
+    with pytest.raises(ConfigError, match="--vocab-size and --seed was 300 0, is 300 1"):
+        make_dataset(dataclasses.replace(options, seed=1))
+
+
+def test_memory_error_names_the_unit(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(engine: ReferenceEngine, texts: list[bytes]) -> Ragged:
+        raise MemoryError("Unable to allocate 9 GiB")
+
+    monkeypatch.setattr(ReferenceEngine, "encode", fail)
+    message = rf"at unit 0, {corpus}/\S+ and \d+ other files: Unable to allocate 9 GiB"
+    with pytest.raises(MemoryError, match=message):
+        make(corpus, tmp_path / "out", tokenizer)
+
+
+def test_an_engine_that_cannot_be_had_leaves_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    unknown = Tokenizer(models.WordLevel({"the": 0}, unk_token="the"))
+    unknown.save(str(tmp_path / "unknown.json"))
+    out = tmp_path / "new/folders/out"
+    with pytest.raises(TokenizerError, match="Leave it out"):
+        make(corpus, out, tmp_path / "unknown.json", engine="gigatoken")
+    assert not (tmp_path / "new").exists()
+    make(corpus, out, tmp_path / "unknown.json")
+
+
+def test_an_engine_found_wrong_late_leaves_nothing(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    compared: list[int] = []
+
+    def compare(audit: Audit, answers: Answers) -> list[bytes]:
+        compared.append(len(list((out / "train").glob("*.arrow"))))
+        return [b"wrong"] if compared[-1] > 2 else []
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Audit, "compare", compare)
+        with pytest.raises(TokenizerError, match="Leave out `--engine`"):
+            make(corpus, out, tokenizer, engine="gigatoken", shard_size="30KB")
+    assert max(compared) > 2
+    assert not out.exists()
+    make(corpus, out, tokenizer, shard_size="30KB")
+
+
+UNIT = {"shards": {}, "histograms": {}, "sources": [], "rejects": []}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        3,
+        {"unit": 0},
+        {"result": {"unit": 0}, "written_at": {}},
+        {"result": UNIT | {"unit": "0"}, "written_at": {}},
+        {"result": UNIT | {"unit": 0}, "written_at": []},
+        {"result": UNIT | {"unit": 0, "sources": [{"source": 0}]}, "written_at": {}},
+        {"result": UNIT | {"unit": 0, "rejects": [[0, 1]]}, "written_at": {}},
+    ],
+)
+def test_unit_with_damaged_record_is_made_again(
+    corpus: Path,
+    tmp_path: Path,
+    tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: Any,
+) -> None:
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
+    (out / ".parts/00000.json").write_text(json.dumps(content))
+    assert make(corpus, out, tokenizer).resumed_units == 0
+
+
+def test_damaged_job_is_named(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    interrupt_before_the_manifest(monkeypatch, corpus, out, tokenizer)
+    (out / ".parts/job.json").write_text("[1]\n")
+    with pytest.raises(ConfigError, match=r"job\.json: is damaged"):
+        make(corpus, out, tokenizer)
+
+
+def check(tokenizer: str | None = None, **options: Any) -> None:
+    Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "."])
+def test_a_pipe_is_no_tokenizer(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="not a regular file"):
+        check(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tokenizer": "t", "vocab_size": 400}, "`--vocab-size` 400: is for a tokenizer that is"),
+        ({"tokenizer": "t", "seed": 7}, "`--seed` 7: is for a tokenizer that is trained"),
+        ({"seed": -1}, "`--seed`: expected a whole number of at least 0, got -1"),
+        ({"seed": 2**63}, "`--seed`: expected below 2**63"),
+        ({"split": ("n" * 256 + "=*.txt",)}, "the name has 256 bytes, at most 255 fit"),
+    ],
+)
+def test_an_option_without_a_meaning_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(**options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "words"),
+    [
+        ("lm", ["pair=b"], "`--task lm` reads: text."),
+        ("classify", ["tags=b"], "'tags=b': expected NAME=FIELD, where NAME is what"),
+        ("complete", ["text=b"], "`--task complete` reads: prompt, completion."),
+        ("lm", ["body"], "'body': expected NAME=FIELD"),
+        ("lm", ["text="], "'text=': expected NAME=FIELD"),
+        ("lm", ["=body"], "'=body': expected NAME=FIELD"),
+        ("lm", ["text=a", "text=b"], "'text=b': text is named twice"),
+        ("classify", ["pair=text"], "needs fields of different names, got text, text, label"),
+        ("tag", ["tokens=a", "tags=a"], "needs fields of different names, got a, a"),
+    ],
+)
+def test_a_field_that_the_task_does_not_read_is_refused(
+    task: str, field: list[str], words: str
+) -> None:
+    for given in [(tuple(field),), tuple((one,) for one in field)]:
+        with pytest.raises(ConfigError) as caught:
+            check(task=task, field=given)
+        assert words in str(caught.value)
+    with pytest.raises(ConfigError, match="'': expected NAME=FIELD"):
+        check(task=task, field=((),))
+
+
+def test_folders_of_a_thousand_levels_are_read(tmp_path: Path, tokenizer: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    here, levels = os.getcwd(), 1200
+    try:
+        os.chdir(tmp_path / "corpus")
+        for _ in range(levels):  # a path of so many levels is too long to be made at once
+            os.mkdir("d")
+            os.chdir("d")
+        Path("text.txt").write_text("deep down")
+        os.chdir(here)
+        run(tmp_path / "corpus", tmp_path / "out", "--tokenizer", tokenizer)
+        assert Manifest.read(tmp_path / "out").ledger.written == 1
+    finally:
+        deepest = tmp_path / "corpus" / "/".join("d" * levels)
+        (deepest / "text.txt").unlink()
+        os.removedirs(deepest)  # pytest could not remove them
+        os.chdir(here)
+
+
+def options_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Options:
+    monkeypatch.setattr(sys, "argv", ["pretokenize", "corpus", "out", *arguments])
+    return parse_options()
+
+
+def test_fields_are_named_together_or_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = ("--field", "text=body", "label=a=b")
+    apart = ("--field", "label=a=b", "--strict", "--field", "text=body")
+    for arguments in (together, apart):
+        options = options_of(monkeypatch, "--task", "classify", *arguments)
+        options.check()
+        assert options.make_task().fields == {"body": FieldKind.TEXT, "a=b": FieldKind.LABEL}
+    pair = options_of(monkeypatch, "--task", "classify", "--field", "pair=other").make_task()
+    assert list(pair.fields) == ["text", "other", "label"]
+
+
+@pytest.mark.parametrize("out", ["s3://bucket/out", "gs://b", "hf+x://a/b/c"])
+def test_an_address_of_another_place_is_no_output_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="looks like an address of another place"):
+        state_of(LocalStore(Path(out)))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_corpus_whose_name_is_no_utf_8_continues(
+    corpus: Path, tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, out = tmp_path / os.fsdecode(b"n\xff"), tmp_path / "out"
+    corpus.rename(odd)
+    make(odd, tmp_path / "undisturbed", tokenizer)
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(make_module, "commit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make(odd, out, tokenizer)
+    summary = make(odd, out, tokenizer)
+    assert summary.resumed_units == summary.units
+    assert files_of(out) == files_of(tmp_path / "undisturbed")
+    assert make(odd, out, tokenizer).already_finished
+
+
+@pytest.mark.parametrize("name", ["train/00000.arrow", "tokenizer.json", "sources.jsonl"])
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: path.write_bytes(b"")])
+def test_a_finished_data_set_that_has_lost_a_file_is_not_called_finished(
+    corpus: Path, tmp_path: Path, tokenizer: Path, name: str, spoil: Callable[[Path], object]
+) -> None:
+    out = tmp_path / "out"
+    make(corpus, out, tokenizer)
+    spoil(out / name)
+    with pytest.raises(ManifestError, match=rf"{name}: is missing or of another size"):
+        make(corpus, out, tokenizer)
+
+
+def test_a_finished_data_set_is_held_to_the_rejects_that_are_allowed_now(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    out = tmp_path / "out"
+    assert make(corpus, out, tokenizer).rejected == 2
+    assert make(corpus, out, tokenizer, max_rejects=2).already_finished
+    with pytest.raises(CorpusError, match="with 2 rejected, and `--max-rejects 1` allows fewer"):
+        make(corpus, out, tokenizer, max_rejects=1)
+    with pytest.raises(CorpusError, match="and `--strict` allows fewer"):
+        make(corpus, out, tokenizer, strict=True)

@@ -1,0 +1,328 @@
+"""What `train` is told: by flags, by a file, by a preset, and by what suits, in this order."""
+
+import dataclasses
+import itertools
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from support import ROOT
+from support.commands import call
+from support.training import make_config, write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools import train
+from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered, parse_config
+from tokenfeed.trainer.config.presets import PRESETS
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.values import expected, read_settings, setting_of
+from tokenfeed.trainer.sensors.gpu_models import GPUS
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["mini", "hf:some/model", "module:factory"]),
+    "objective": st.sampled_from(["auto", "masked"]),
+    "sequence_length": st.integers(2, 10**6),
+    "learning_rate": st.floats(1e-9, 10, allow_nan=False),
+    "dropout": st.none() | st.floats(0, 0.99),
+    "eval_tokens": st.none() | st.integers(1, 10**6),
+    "compile": st.booleans(),
+    "seed": st.integers(0, 2**63 - 1),
+    "run_dir": st.sampled_from([Path("runs/a"), Path("é/b")]),
+    "export": st.none() | st.just(Path("out")),
+}
+settings_of_runs = st.fixed_dictionaries({}, optional=VALUES)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The settings by the words of a command line."""
+
+    def parse(*words: object) -> TrainConfig:
+        monkeypatch.setattr("sys.argv", ["train", *map(str, words)])
+        return parse_config()
+
+    return parse
+
+
+def written(path: Path, **settings: object) -> Path:
+    path.write_text(yaml.safe_dump(settings), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@given(settings_of_runs)
+def test_what_is_written_to_yaml_is_read_again(
+    tmp_path_factory: pytest.TempPathFactory, settings: dict[str, Any]
+) -> None:
+    path = tmp_path_factory.mktemp("yaml") / "some.yaml"
+    config = TrainConfig(shards="out", **{"run_dir": Path("run")} | settings)
+    path.write_text(yaml.safe_dump(config.as_dict()), encoding="utf-8")
+    assert TrainConfig(**read_settings(path, FILE_KINDS)) == config
+
+
+@given(settings_of_runs)
+def test_flags_and_yaml_mean_the_same_by_the_same_text(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if value is not None:
+            assert setting_of(FILE_KINDS[name], text, name) == value
+
+
+@given(settings_of_runs, settings_of_runs, settings_of_runs)
+def test_layers_can_be_laid_in_any_grouping(one: Any, two: Any, three: Any) -> None:
+    assert layered(layered(one, two), three) == layered(one, layered(two, three))
+    assert layered(one, two, three) == layered(layered(one, two), three)
+    assert layered(one, two).items() >= two.items()
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_preset(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards=str(shards), steps=7, **{"log-every": 3})
+    config = told("--config", file, "--preset", "quick", "--log-every", 4)
+    assert (config.log_every, config.steps, config.eval_every) == (4, 7, 10)
+    assert config.model == "shallow"  # what suits the data set, since none of them says otherwise
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "rows", "tokens"),
+    [
+        ({"step_rows": 32}, {"step_tokens": 4096}, None, 4096),
+        ({"step_tokens": 4096}, {"step_rows": 32}, 32, 2048),
+    ],
+)
+def test_of_two_that_say_what_a_step_is_the_upper_one_counts(
+    below: Any, above: Any, rows: Any, tokens: int, told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", **below)
+    words = [(f"--{name.replace('_', '-')}", value) for name, value in above.items()]
+    config = told("--shards", shards, "--config", file, *itertools.chain(*words))
+    assert (config.step_rows, config.step_tokens) == (rows, tokens)
+
+
+def test_epochs_in_a_file_become_steps_but_steps_on_the_command_line_count(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards=str(shards), epochs=3, step_rows=10)
+    assert told("--config", file).steps == 3 * math.ceil(40 / 10)
+    assert told("--config", file, "--steps", 5).steps == 5
+
+
+@pytest.mark.parametrize("words", [(), ("--preset", "t4"), ("--steps", 9), ("--step-rows", 5)])
+def test_what_is_printed_is_read_again_as_the_same(
+    words: tuple[object, ...], told: Any, shards: Path, tmp_path: Path
+) -> None:
+    given = ("--shards", shards, "--run-dir", tmp_path / "run", *words)
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(call(train.main, *given, "--print-config").stdout)
+    assert told("--config", printed) == told(*given)
+    again = call(train.main, "--config", printed, "--print-config").stdout
+    assert again == printed.read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_config_yaml_of_a_run_begins_another_run(told: Any, shards: Path, tmp_path: Path) -> None:
+    begun = make_config(shards, tmp_path, resume=True, json=True, step_rows=4)
+    begun.write()
+    config = told("--config", tmp_path / "config.yaml", "--run-dir", tmp_path / "other")
+    fresh = {"run_dir": tmp_path / "other", "resume": False, "json": False}
+    assert config.as_dict() == dataclasses.replace(begun, **fresh).as_dict()
+
+
+def test_a_switch_of_a_file_can_be_turned_off(told: Any, shards: Path, tmp_path: Path) -> None:
+    file = written(tmp_path / "a.yaml", compile=True, shards=str(shards))
+    assert told("--config", file).compile
+    assert not told("--config", file, "--no-compile").compile
+
+
+def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
+    told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", trainable="", shards=str(shards))
+    assert told("--config", file).trainable == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("stepps: 3", r"unknown setting stepps\. Did you mean steps\?"),
+        ("zzz: 3", r"unknown setting zzz\.$"),
+        ("steps: many", r"steps: expected a whole number of at least 1, got many\."),
+        ("steps: 0", r"steps: expected a whole number of at least 1, got 0\."),
+        ("dropout: 1", r"dropout: expected a number of at least 0 and below 1, got 1\."),
+        ("learning-rate: [1]", r"learning-rate: expected a number above 0, got \[1\]\."),
+        ("compile: perhaps", r"compile: expected true or false, got perhaps\."),
+        ("schedule: step", r"schedule: expected one of cosine, linear, wsd, constant, got step\."),
+        ("run_dir: ''", r"run_dir is empty: expected a path"),
+        ("shards: {}", r"shards is empty: expected a folder"),
+        ("shards: []", r"shards is empty: expected a folder"),
+        ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
+        ("run_dir: 3", r"run_dir: expected a path, got 3\."),
+        ("log_every: 2\nlog-every: 3", "log_every is there twice"),
+        ("steps: 2\nseed: 1\nsteps: 3", "line 3 says steps again, after line 1. Leave one out."),
+        ("shards:\n  a: 1\n  b: 2\n  a: 3", "line 4 says a again, after line 2. Leave one out."),
+        ("phases:\n- steps: 2\n  steps: 2", "line 3 says steps again, after line 2"),
+        ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
+        ("cache_bytes: -1", r"cache_bytes: expected a size like 50GB, or 0, got -1\."),
+        ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
+        ("step-tokens: 64\nstep_rows: 4", "`step_rows` and step_tokens both say what a step is"),
+        ("config: other.yaml", "unknown setting config"),
+        ("- steps", "expected settings, one a line, like `steps: 200`"),
+        ("steps: [1", "invalid YAML"),
+        (f"shards: {'[' * 5000}", "is nested too deeply to be settings"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
+    content: str, message: str, told: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        told("--config", path)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--stepps", "3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
+        (["--stepps=3"], r"Unknown option `--stepps`\. Did you mean --steps\?"),
+        (["out/"], r"`out/`: unexpected word\. Did you mean --shards out/\? See train --help"),
+        (["--batch-size", "8"], "Did you mean --step-rows"),
+        (["--steps"], r"`--steps`: expected a value\. See train --help"),
+        (["--steps="], r"`--steps` is empty: expected a whole number of at least 1\. Is a shell"),
+        (["--shards", "a", "--track", "wandb", "x"], r"`x`: unexpected word\. See train --help"),
+        (["--steps", "1.5"], r"`--steps`: expected a whole number of at least 1, got 1\.5"),
+        (
+            ["--precision", "int8"],
+            "`--precision`: expected one of auto, fp32, bf16, fp16, got int8",
+        ),
+        (["--cache-bytes", "5G"], r"`--cache-bytes`: expected a size like 50GB, or 0, got 5G"),
+        (["--preset", "H100"], "`--preset`: expected one of quick, t4, rtx4090, h100, production"),
+        (["--config", "nowhere.yaml"], "`--config`: nowhere.yaml: No such file or directory"),
+        (["--shards", ""], "`--shards` is empty"),
+        (["--upload", ""], r"`--upload` is empty: expected text\. Is a shell variable unset"),
+        (["--compile=yes"], r"`--compile=yes`: --compile takes no value\. See train --help"),
+        (["--compile", "yes"], "`yes`: unexpected word"),
+        (["--resume", "perhaps"], "`--resume`: expected true or false or auto, got perhaps"),
+        (["--shards"], "`--shards` is empty"),
+        (["--track", "x"], "`--track`: expected a list of one of tensorboard, wandb, trackio"),
+        ([], "`--shards` is needed"),
+    ],
+)
+def test_words_that_cannot_be_meant_are_refused_in_one_line(
+    words: list[str], message: str, told: Any
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        told(*words)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [(".3", 0.3), ("0.", 0.0), ("+.5", 0.5), ("1.e-1", 0.1), (".1E0", 0.1)]
+)
+def test_number_without_leading_or_trailing_zero_is_read(
+    text: str, number: float, told: Any, shards: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "f.yaml"
+    file.write_text(f"shards: {shards}\ndropout: '{text}'\n")
+    assert told("--shards", shards, "--dropout", text).dropout == number
+    assert told("--config", file).dropout == number
+
+
+def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> None:
+    config = told("--shards=a_b", "--log_every", 3, "--save_every=4", "--print-config")
+    assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
+
+
+SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
+
+
+@pytest.mark.parametrize(("said", "meant"), SIZES)
+def test_a_size_has_a_unit_or_is_plain_bytes(
+    said: str | int, meant: int, told: Any, tmp_path: Path
+) -> None:
+    file = written(tmp_path / "a.yaml", shards="a", cache_bytes=said)
+    flags = ("--shards", "a", "--cache-bytes", said)
+    for words in (flags, ("--config", file)):
+        config = told(*words, "--print-config")
+        assert config.cache_bytes == meant
+        assert config.as_dict()["cache_bytes"] == meant
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_works_and_is_named(name: str, told: Any, shards: Path, caplog: Any) -> None:
+    caplog.set_level("INFO")
+    config = told("--shards", shards, "--preset", name)
+    config.check()
+    config.check_packed()
+    settings = {key: value for key, value in PRESETS[name].items() if key != "epochs"}  # type: ignore[index]
+    assert dataclasses.asdict(config).items() >= settings.items()
+    assert f"(preset {name})" in caplog.text
+
+
+def test_every_preset_is_in_the_table_of_the_page() -> None:
+    page = (ROOT / "docs" / "how" / "settings.md").read_text(encoding="utf-8")
+    assert all(f"| `{name}` |" in page for name in PRESETS)
+
+
+def test_every_option_is_in_one_group_of_the_help() -> None:
+    grouped = list(itertools.chain(*GROUPS.values()))
+    fields = [field.name for field in dataclasses.fields(Command) if field.name != "phases"]
+    assert sorted(grouped) == sorted(fields)  # only files have phases
+
+
+def test_help_shows_every_option_with_its_default(
+    capsys: pytest.CaptureFixture[str], told: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit, match="0"):
+        told("--help")
+    printed = capsys.readouterr().out
+    shown = " ".join(re.sub("[│╭╮╰╯─]", " ", printed).split())
+    for field in dataclasses.fields(Command):
+        if field.name != "phases":
+            assert f" --{field.name.replace('_', '-')}" in shown
+    assert all(f" {title} options " in shown for title in GROUPS)
+    assert " --compile, --no-compile " in shown
+    assert " --dry-run, " not in shown  # a file cannot turn it on
+    assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
+    assert len(printed.splitlines()) <= 120
+
+
+@pytest.mark.parametrize("pair", [("steps", "epochs"), ("step_tokens", "step_rows")])
+def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> None:
+    one, other = pair
+    assert layered({one: 1}, {other: 2}) == {other: 2}
+    assert layered({other: 1}, {one: 2}) == {one: 2}
+    assert layered({one: 1}, {one: None, other: 2}) == {one: None, other: 2}
+
+
+@pytest.mark.parametrize("name", FILE_KINDS)
+def test_every_setting_can_be_described(name: str) -> None:
+    assert expected(FILE_KINDS[name])
+
+
+def test_presets_of_gpus_name_gpus_that_can_be_planned_for() -> None:
+    known = {name.lower().replace("-", "") for name in GPUS}
+    assert {"t4", "rtx4090", "h100"} <= known
+
+
+@pytest.mark.parametrize("option", ["steps", "epochs", "seed", "log-every"])
+def test_number_of_hundreds_of_digits_is_refused_in_one_line(
+    option: str, told: Any, tmp_path: Path
+) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify", count=30)
+    with pytest.raises(ConfigError, match=rf"^`--{option}`: expected below 2\*\*63, got 9+\.$"):
+        told("--shards", shards, f"--{option}", "9" * 400)

@@ -1,0 +1,259 @@
+"""Saving beside the loop: what is saved, who waits for whom, and who is told of errors."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import CPU, make_meta, make_state, names_in, open_saver
+from support.simulated_cuda import CUDA_1, SimulatedCuda, simulate
+from support.training import make_config, run, write_counting
+from torch import nn
+
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.trainer.checkpoints import checkpoint_format
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
+from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.optimizer_io import load_optimizer, optimizer_state
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator["Disk"]:
+    disk = Disk(checkpoint_format.write_tensors)
+    monkeypatch.setattr(checkpoint_format, "write_tensors", disk.write)
+    yield disk
+    disk.opened.set()
+
+
+class Disk:
+    """One that writes when the test says so, or refuses."""
+
+    def __init__(self, write: Callable[..., str]) -> None:
+        self._write = write
+        self.opened = threading.Event()
+        self.is_full = False
+
+    def write(self, *args: Any) -> str:
+        assert self.opened.wait(60)
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+        return self._write(*args)
+
+
+def test_what_changes_after_a_save_has_its_old_value_on_disk(folder: Path, disk: Disk) -> None:
+    weight = torch.arange(1000.0)
+    with open_saver(folder) as saver:
+        saver.save(make_meta(1), {"model": {"weight": weight}})
+        weight.zero_()
+        threading.Timer(0.2, disk.opened.set).start()
+        saver.save(make_meta(2), {"model": {"weight": weight}})
+    for step, expected in ((1, torch.arange(1000.0)), (2, torch.zeros(1000))):
+        assert torch.equal(Checkpoints(folder).load(CPU, step)[1]["model"]["weight"], expected)
+
+
+def test_a_save_waits_for_the_one_before_only(folder: Path, disk: Disk) -> None:
+    with open_saver(folder) as saver:
+        saver.save(make_meta(1), make_state(1))  # the disk writes nothing yet
+        assert Checkpoints(folder).latest() is None
+        threading.Timer(0.3, disk.opened.set).start()
+        started = time.perf_counter()
+        saver.save(make_meta(2), make_state(2))
+        assert time.perf_counter() - started > 0.2
+        assert names_in(folder)[0] == "step-00000001"
+
+
+@pytest.mark.parametrize("tell", ["save", "wait", "check"])
+def test_an_error_of_the_disk_is_told_once_and_leaves_the_earlier_checkpoint_the_latest(
+    folder: Path, disk: Disk, tell: str
+) -> None:
+    disk.opened.set()
+    saver = Saver(Checkpoints(folder), 2, CPU)
+    saver.save(make_meta(1), make_state(1))
+    saver.wait()
+    disk.is_full = True
+    saver.save(make_meta(2), make_state(2))
+    tellers: dict[str, Callable[[], None]] = {
+        "save": lambda: saver.save(make_meta(3), make_state(3)),
+        "wait": saver.wait,
+        "check": lambda: until_told(saver),
+    }
+    with pytest.raises(OSError, match="No space") as error:
+        tellers[tell]()
+    assert error.value.filename == str(folder / "step-00000002")
+    assert error.value.strerror.endswith(f"go on with --resume from {folder / 'step-00000001'}")
+    saver.wait()
+    assert names_in(folder) == ["step-00000001"]
+
+
+def until_told(saver: Saver) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        saver.check()
+        time.sleep(0.01)
+
+
+def test_an_error_of_the_disk_behind_another_error_is_logged(
+    folder: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk.is_full = True
+    disk.opened.set()
+    saver = Saver(Checkpoints(folder), 2, CPU)
+    saver.save(make_meta(1), make_state(1))
+    saver.wait_after_error()
+    (record,) = caplog.records
+    assert "was not saved: [Errno 28] No space left" in record.getMessage()
+    assert "step-00000001" in record.getMessage()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
+    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"), validation_rows=0)
+
+
+def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, disk: Disk) -> None:
+    steps = iter(range(1, 100))
+
+    def open_after_six() -> bool:
+        if next(steps) == 6:
+            assert names_in(tmp_path / "checkpoints") == ["step-00000004.tmp"]
+            disk.opened.set()
+        return False
+
+    train(make_config(shards, tmp_path, save_every=4), open_after_six)
+    assert names_in(tmp_path / "checkpoints") == ["step-00000004", "step-00000008"]
+
+
+@pytest.mark.slow
+def test_a_slow_disk_delays_steps_by_what_the_report_says(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, wait = checkpoint_format.write_tensors, Saver.wait
+    waits: list[float] = []
+
+    def slow(*args: Any) -> str:
+        time.sleep(0.5)
+        return write(*args)
+
+    def timed(saver: Saver) -> None:
+        started = time.perf_counter()
+        wait(saver)
+        waits.append(time.perf_counter() - started)
+
+    monkeypatch.setattr(checkpoint_format, "write_tensors", slow)
+    monkeypatch.setattr(Saver, "wait", timed)
+    report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
+    of_window = waits[1:3]  # behind steps 6 and 9: of the last steps, and followed by some
+    charged = report.stall.causes["checkpoint"].seconds
+    assert sum(of_window) > 0.2
+    assert sum(of_window) < charged < sum(of_window) + 0.3
+
+
+def test_a_step_that_is_told_to_save_saves_and_the_run_goes_on(
+    shards: Path, tmp_path: Path
+) -> None:
+    steps = iter(range(1, 100))
+    train(make_config(shards, tmp_path, save_every=100), lambda: False, lambda: next(steps) == 3)
+    assert names_in(tmp_path / "checkpoints") == ["step-00000003", "step-00000008"]
+
+
+class Reordered(nn.Module):
+    """Weights in another order of memory, as of convolutions, and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.rand(3, 5).t())
+        self.convolution = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.unused = nn.Parameter(torch.rand(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.convolution(x).sum() * self.gain + (self.turned**2).sum()).view(1) ** 2
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimizer_goes_on_bit_for_bit_by_the_names_of_the_weights(
+    name: OptimizerName, folder: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Reordered(), nn.Linear(1, 4), nn.Linear(4, 4))
+    inputs = torch.rand(5, 1, 2, 6, 6)
+
+    def steps(optimizer: torch.optim.Optimizer, numbers: range) -> None:
+        for number in numbers:
+            set_learning_rate(optimizer, 1e-2 / (number + 1))
+            model(inputs[number]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def weights() -> list[torch.Tensor]:
+        return [weight.detach().clone() for weight in model.parameters()]
+
+    optimizer = make_optimizer(model, name, 0.1)
+    steps(optimizer, range(2))
+    kept = weights()
+    with open_saver(folder) as saver:
+        saver.save(make_meta(1), {"optimizer": optimizer_state(optimizer, model)})
+    steps(optimizer, range(2, 5))
+    expected = weights()
+
+    for weight, before in zip(model.parameters(), kept, strict=True):
+        weight.data.copy_(before)
+    fresh = make_optimizer(model, name, 0.1)
+    _, state = Checkpoints(folder).load(CPU)
+    assert state["optimizer"]["weights"][0]["0.turned"].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    load_optimizer(fresh, model, state["optimizer"])
+    steps(fresh, range(2, 5))
+    assert all(torch.equal(one, other) for one, other in zip(weights(), expected, strict=True))
+
+
+def test_an_optimizer_of_other_weights_is_refused(folder: Path) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
+    state = optimizer_state(make_optimizer(model, "adamw", 0.1), model)
+    with pytest.raises(ResumeError, match="other weights"):
+        load_optimizer(make_optimizer(other, "adamw", 0.1), other, state)
+
+
+def copied(cuda: SimulatedCuda) -> None:
+    tensors = {"weight": torch.arange(4.0)}
+    copy = HostCopy(CUDA_1)
+    for _ in range(3):
+        copy.take(tensors)
+        copy.wait()
+    copy.close()
+
+
+def test_memory_is_page_locked_once_and_unlocked_when_nothing_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulate(monkeypatch) as cuda:
+        copied(cuda)
+    assert cuda.marks == ["register", "unregister"]
+    assert cuda.contexts == {1}
+    events = cuda.compute.recorded
+    assert len(events) == 3
+    assert all(event.was_waited_for for event in events)
+
+
+def test_where_no_memory_can_be_locked_a_warning_says_so_and_copies_are_right(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with simulate(monkeypatch) as cuda:
+        cuda.refuses = True
+        copy = HostCopy(CUDA_1)
+        copy.take({"weight": torch.arange(4.0)})
+        copy.close()
+    assert torch.equal(copy.places["weight"].view(copy.memory), torch.arange(4.0))
+    assert "refused to page-lock" in caplog.text
+    assert cuda.last_error == 0

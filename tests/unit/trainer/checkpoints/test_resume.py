@@ -1,0 +1,169 @@
+"""Going on from the newest checkpoint, in the folder of a run or at its URL."""
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from support.checkpoints import (
+    checkpoint,
+    copy_of,
+    files_in,
+    make_state,
+    names_in,
+    refuse,
+    save,
+    saving_config,
+)
+from support.stores import URL, FaultyStore
+from support.training import run, write_counting
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
+from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+
+pytestmark = pytest.mark.usefixtures("hurried")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    return write_counting(write_dataset, folder, rows=400, validation_rows=20)
+
+
+def spoil(path: Path) -> None:
+    file = path / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_auto_takes_the_one_before_a_damaged_one_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 1)
+    damaged = checkpoint(tmp_path, 2)
+    spoil(damaged)
+    assert bring_newest(tmp_path, None)
+    assert Checkpoints.of_run(tmp_path).steps() == [1]
+    assert f"{damaged} is damaged (state.safetensors fails its checksum)" in caplog.text
+    assert names_in(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.damaged"]
+
+
+def test_auto_takes_a_good_copy_instead_of_a_damaged_one(
+    tmp_path: Path, store: type[FaultyStore]
+) -> None:
+    checkpoint(tmp_path, 1)
+    path = checkpoint(tmp_path, 2)
+    copy_of(tmp_path, URL)
+    good = files_in(path)
+    spoil(path)
+    assert bring_newest(tmp_path, URL)
+    assert Checkpoints.of_run(tmp_path).steps() == [1, 2]
+    assert files_in(path) == good
+
+
+def test_auto_takes_no_damaged_copy(
+    tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint(tmp_path, 1)
+    shutil.copytree(tmp_path, tmp_path / "other")
+    spoiled = checkpoint(tmp_path / "other", 2)
+    copy_of(tmp_path / "other", URL)
+    spoil(spoiled)
+    file = spoiled / "state.safetensors"
+    store.store[f"{URL}/checkpoints/{spoiled.name}/{file.name}"] = file.read_bytes()
+    assert bring_newest(tmp_path, URL)
+    assert Checkpoints.of_run(tmp_path).steps() == [1]
+    assert f"{URL}: step 2 is damaged there" in caplog.text
+    assert RemoteRun(URL).steps() == [1]
+
+
+def test_where_all_are_damaged_auto_begins_nothing_anew(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path, 1)
+    spoil(path)
+    with pytest.raises(ResumeError, match="every checkpoint is damaged"):
+        bring_newest(tmp_path, None)
+    assert path.exists()
+
+
+def test_auto_does_not_begin_anew_where_the_url_does_not_answer(
+    tmp_path: Path, store: type[FaultyStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    store.before = staticmethod(refuse)
+    with pytest.raises(ResumeError, match=f"{URL}: cannot be read .*the line is dead"):
+        bring_newest(tmp_path, URL)
+    checkpoint(tmp_path, 1)
+    assert bring_newest(tmp_path, URL)
+    assert f"{URL} cannot be read" in caplog.text
+
+
+def test_auto_without_a_checkpoint_begins(tmp_path: Path, store: type[FaultyStore]) -> None:
+    assert not bring_newest(tmp_path / "new", URL)
+    assert not bring_newest(tmp_path / "new", None)
+
+
+def test_auto_takes_the_newer_of_here_and_there(tmp_path: Path, store: type[FaultyStore]) -> None:
+    ahead, behind = tmp_path / "ahead", tmp_path / "behind"
+    checkpoint(behind, 3)
+    save(ahead / "checkpoints", 5, make_state(5))
+    copy_of(ahead, URL)
+    assert bring_newest(behind, URL)
+    assert Checkpoints.of_run(behind).steps() == [3, 5]
+    save(behind / "checkpoints", 7, make_state(7))
+    store.before = staticmethod(lambda operation, path: operation != "get" or refuse("", ""))
+    assert bring_newest(behind, URL)
+
+
+def test_of_several_processes_that_a_launcher_starts_one_brings_the_checkpoint(
+    tmp_path: Path, store: type[FaultyStore]
+) -> None:
+    checkpoint(tmp_path / "first", 1)
+    copy_of(tmp_path / "first", URL)
+    gets: list[str] = []
+    store.before = staticmethod(
+        lambda operation, path: operation == "get" and (gets.append(path), time.sleep(0.05))
+    )
+    run_dir = tmp_path / "run"
+    with ThreadPoolExecutor(4) as pool:  # a file that is opened twice is locked as by two processes
+        assert all(pool.map(lambda _: bring_newest(run_dir, URL), range(4)))
+    assert len(gets) == 2
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *words: str) -> TrainConfig:
+    monkeypatch.setattr("sys.argv", ["train", *words])
+    return parse_config()
+
+
+def test_the_same_command_line_begins_a_run_and_goes_on_with_its_settings(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: type[FaultyStore]
+) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--shards", str(shards), "--run-dir", str(run_dir), "--upload", URL]
+    begun = parsed(monkeypatch, *words, "--resume", "auto", "--steps", "4")
+    assert begun.resume is False
+    small = saving_config(shards, run_dir, upload=URL, steps=4, learning_rate=0.01)
+    run(small)
+    shutil.rmtree(run_dir)
+    again = parsed(monkeypatch, *words, "--resume", "auto", "--steps", "4")
+    assert again == dataclasses.replace(small, resume=True)
+    longer = parsed(monkeypatch, "--run-dir", str(run_dir), "--resume", "--steps", "6")
+    assert longer == dataclasses.replace(small, resume=True, steps=6)
+    run(longer)
+    assert RemoteRun(URL).steps()[-1] == 6
+
+
+def test_resume_alone_needs_a_run(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--shards", str(shards), "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(ResumeError, match="no checkpoint to resume from"):
+        run(parsed(monkeypatch, *words, "--resume"))
+    with pytest.raises(ConfigError, match="needs --run-dir"):
+        parsed(monkeypatch, *words[:2], "--resume", "auto")

@@ -1,0 +1,247 @@
+"""Checkpoints on a real disk: whole or absent, checked to the bit, the latest and best kept."""
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.checkpoints import (
+    CPU,
+    assert_same,
+    best_of,
+    make_meta,
+    make_state,
+    names_in,
+    open_saver,
+    save,
+)
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.checkpoints.checkpoint_format import join, split
+from tokenfeed.trainer.checkpoints.metadata import Best
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.distributed.world import State
+from tokenfeed.trainer.optim.optimizer_io import random_state, set_random_state
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.uint16,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+    torch.float8_e4m3fn,
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+def load(folder: Path, step: int | None = None) -> State:
+    return Checkpoints(folder).load(CPU, step)[1]
+
+
+def step_of(folder: Path) -> int:
+    return Checkpoints(folder).load(CPU)[0].step
+
+
+def test_what_was_saved_last_is_loaded(folder: Path) -> None:
+    for step in (9, 10):
+        save(folder, step)
+    meta, state = Checkpoints(folder).load(CPU)
+    assert meta == make_meta(10)
+    assert torch.equal(state["model"]["weight"], torch.full((4,), 10.0))
+    assert state["scaler"] == {"scale": 65536.0}
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Of any dtype and shape, also laid out in another order of memory."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    raw = torch.empty([*shape], dtype=dtype)
+    count = raw.numel() * raw.element_size()
+    content = random.Random(draw(st.integers(0, 99))).randbytes(count)
+    if dtype == torch.bool:
+        content = bytes(byte & 1 for byte in content)
+    if count:
+        raw = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+    return raw.t() if raw.dim() == 2 and draw(st.booleans()) else raw
+
+
+NUMBERS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)
+STATES = st.dictionaries(
+    st.text("abc.", max_size=3),
+    st.recursive(
+        tensors() | NUMBERS | st.text(max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.text("xyz", min_size=1, max_size=2), inner, max_size=3)
+        ),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(state=STATES)
+def test_any_state_comes_back_bit_for_bit(
+    state: State, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("state")
+    save(folder, 1, state)
+    assert_same(state, load(folder))
+    shutil.rmtree(folder)
+
+
+def test_two_paths_with_one_name_stay_two_tensors() -> None:
+    state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}}
+    rest, named = split(state)
+    assert_same(state, join(rest, named))
+
+
+def test_other_programs_read_the_tensors_by_the_names_of_the_weights(folder: Path) -> None:
+    path = save(folder, 1, {"model": {"blocks.0.weight": torch.arange(6.0).view(2, 3)}})
+    found = safetensors.torch.load_file(path / "state.safetensors")
+    assert found.keys() == {"model.blocks.0.weight"}
+    assert torch.equal(found["model.blocks.0.weight"], torch.arange(6.0).view(2, 3))
+    described = json.loads((path / "checkpoint.json").read_bytes())["tensors"]
+    assert described["model.blocks.0.weight"] == {
+        "dtype": "float32",
+        "shape": [2, 3],
+    }
+
+
+def test_tied_weights_are_kept_once(folder: Path) -> None:
+    weight = torch.rand(300, 10)
+    path = save(folder, 1, {"model": {"embedding": weight, "head": weight}})
+    assert (path / "state.safetensors").stat().st_size < 1.5 * 300 * 10 * 4
+    model = load(folder)["model"]
+    assert torch.equal(model["embedding"], weight)
+    assert torch.equal(model["head"], weight)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [({1, 2}, r"model\.x: a set"), ({3: 4}, r"model\.x: the key 3")]
+)
+def test_what_cannot_be_saved_is_named(value: object, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        save(folder, 1, {"model": {"x": value}})
+
+
+def test_the_latest_are_kept(folder: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+    assert names_in(folder) == ["step-00000003", "step-00000004"]
+    for step in (5, 6):
+        save(folder, step, keep=3)
+    assert names_in(folder) == ["step-00000004", "step-00000005", "step-00000006"]
+    save(folder, 7, keep=1)
+    assert names_in(folder) == ["step-00000007"]
+
+
+def test_the_best_is_kept_besides(folder: Path) -> None:
+    with open_saver(folder) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(make_meta(step, best=best_of(1)), make_state(step))
+    assert names_in(folder) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert Checkpoints(folder).best() == best_of(1)
+
+
+@pytest.mark.parametrize("loss", [math.inf, -math.inf, math.nan])
+def test_the_best_is_kept_also_where_a_loss_that_did_not_decide_is_no_number(
+    loss: float, folder: Path
+) -> None:
+    best = Best(step=1, metric="macro_f1", metrics={"loss": loss, "macro_f1": 0.5})
+    with open_saver(folder) as saver:
+        for step in (1, 2, 3, 4):
+            saver.save(make_meta(step, best=best), make_state(step))
+    assert names_in(folder) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert repr(Checkpoints(folder).best()) == repr(best)  # a NaN is not equal to itself
+
+
+def test_a_save_that_was_killed_is_no_checkpoint_and_is_cleared_by_the_next(folder: Path) -> None:
+    save(folder, 1)
+    unfinished = folder / "step-00000002.tmp"
+    unfinished.mkdir()
+    (unfinished / "state.safetensors").write_bytes(b"half")
+    assert step_of(folder) == 1
+    save(folder, 2)
+    assert not unfinished.exists()
+    assert step_of(folder) == 2
+
+
+def test_a_bit_that_was_flipped_anywhere_is_refused_in_one_line(folder: Path) -> None:
+    path = save(folder, 1, make_state(1) | {"random": torch.get_rng_state()[:200]})
+    draw = random.Random(0)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        for place in draw.sample(range(len(whole)), 150):
+            damaged = bytearray(whole)
+            damaged[place] ^= 1 << draw.randrange(8)
+            file.write_bytes(damaged)
+            try:
+                _, state = Checkpoints(folder).load(CPU)
+            except ResumeError as error:
+                assert "step-00000001: the checkpoint is damaged" in str(error)
+                assert "\n" not in str(error)
+            else:  # white space between what JSON says
+                assert file.suffix == ".json"
+                assert whole[place : place + 1].isspace()
+                assert_same(state["model"], make_state(1)["model"])
+        file.write_bytes(whole)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def nest(path: Path) -> None:
+    path.write_bytes(b"[" * 100_000)
+
+
+@pytest.mark.parametrize("damage", [cut, Path.unlink, nest])
+@pytest.mark.parametrize("name", ["state.safetensors", "checkpoint.json"])
+def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
+    folder: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    damage(save(folder, 1) / name)
+    with pytest.raises(ResumeError, match=r"step-00000001.* damaged .*Delete this folder") as error:
+        Checkpoints(folder).load(CPU)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_resume_from_says_so(folder: Path) -> None:
+    with pytest.raises(ResumeError, match="no checkpoint to resume from"):
+        Checkpoints(folder).load(CPU)
+
+
+def test_what_was_loaded_stays_when_its_file_goes(folder: Path) -> None:
+    path = save(folder, 1)
+    weight = load(folder)["model"]["weight"]
+    (path / "state.safetensors").write_bytes(b"")
+    assert torch.equal(weight, torch.full((4,), 1.0))
+
+
+def test_random_numbers_go_on_where_the_state_was_taken() -> None:
+    state = random_state(CPU)
+    expected = torch.rand(5)
+    set_random_state(state, CPU)
+    assert torch.equal(torch.rand(5), expected)

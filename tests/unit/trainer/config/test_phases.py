@@ -1,0 +1,285 @@
+"""Runs in phases: what trains, at which rate, on which data; and that they go on from anywhere."""
+
+import itertools
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.training import (
+    assert_same_run,
+    load_state,
+    load_weights,
+    make_config,
+    make_head,
+    read_metrics,
+    run,
+    small_model,
+    write_labelled,
+)
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.lr_schedule import learning_rate
+from tokenfeed.trainer.config.phases import phase_at, phases_of
+from tokenfeed.trainer.config.run_config import PhaseSettings, TrainConfig
+from tokenfeed.trainer.models.weights import train_only, trainable_names
+from tokenfeed.trainer.optim.optimizer import make_optimizer
+from tokenfeed.trainer.optim.optimizer_io import keep_moments
+from tokenfeed.trainer.sizing.dry_run import dry_run
+
+PATTERNS = ("norm", r"blocks\.0", ".")
+STEPS = (3, 4, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sets")
+    write_labelled(folder / "code", "lm", count=200)
+    write_labelled(folder / "prose", "lm", count=80)
+    write_labelled(folder / "classes", "classify", count=30)
+    return folder
+
+
+def phases(*changes: dict[str, Any]) -> tuple[PhaseSettings, ...]:
+    """Three of them, with changes to the first, the second, ..."""
+    pairs = itertools.zip_longest(STEPS, PATTERNS, changes, fillvalue={})
+    return tuple(PhaseSettings(**{"steps": n, "trainable": p} | c) for n, p, c in pairs)  # type: ignore[dict-item]
+
+
+def config_of(
+    shards: Path, run_dir: Path, parts: tuple[PhaseSettings, ...], **changes: Any
+) -> TrainConfig:
+    return make_config(shards, run_dir, phases=parts, **{"steps": sum(STEPS)} | changes)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_each_phase_changes_what_it_names_and_nothing_else(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    run(config_of(folder / "code", tmp_path, phases(), optimizer=name, save_every=1, keep=99))
+    ends = list(itertools.accumulate(STEPS))
+    for before, end, pattern in zip([1, *ends], ends, PATTERNS, strict=False):
+        first, last = load_weights(tmp_path, before), load_weights(tmp_path, end)
+        changed = {each for each in first if not torch.equal(first[each], last[each])}
+        assert changed == {each for each in first if re.search(pattern, each)}
+
+
+AT_SEAMS = (2, 3, 4, 7)
+"""Before the end of the first phase, at it, behind it, and at the end of the second."""
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(stop, marks=() if stop in AT_SEAMS else pytest.mark.slow)
+        for stop in range(1, sum(STEPS))
+    ],
+)
+@pytest.mark.parametrize("way", ["one data set", "several"])
+def test_a_run_goes_on_bit_for_bit_from_any_step_of_any_phase(
+    stop: int, way: str, folder: Path, tmp_path: Path, whole: dict[str, Path]
+) -> None:
+    parts = WAYS[way](folder)
+    run(config_of(folder / "code", tmp_path, parts), stop_after=stop)
+    run(config_of(folder / "code", tmp_path, parts, resume=True))
+    assert_same_run(whole[way], tmp_path, sum(STEPS))
+
+
+def of_one(folder: Path) -> tuple[PhaseSettings, ...]:
+    return phases({"learning_rate": 1e-2}, {"schedule": "linear", "warmup_steps": 0})
+
+
+def of_several(folder: Path) -> tuple[PhaseSettings, ...]:
+    both = {str(folder / "code"): 1.0, str(folder / "prose"): 1.0}
+    return phases({}, {"shards": both})
+
+
+WAYS = {"one data set": of_one, "several": of_several}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An undisturbed run of each way."""
+    found = {}
+    for way, parts in WAYS.items():
+        found[way] = tmp_path_factory.mktemp("whole")
+        run(config_of(folder / "code", found[way], parts(folder)))
+    return found
+
+
+def test_weights_that_stay_keep_their_moments_and_new_ones_begin(
+    folder: Path, tmp_path: Path
+) -> None:
+    parts = phases({}, {"trainable": r"norm|blocks\.0\.feed"})
+    run(config_of(folder / "code", tmp_path, parts), stop_after=4)
+    groups = load_state(tmp_path, 4)["optimizer"]["weights"]
+    taken = {name: int(state["step"]) for group in groups for name, state in group.items()}
+    assert {n for n, steps in taken.items() if steps == 4} == {n for n in taken if "norm" in n}
+    assert {n for n, steps in taken.items() if steps == 1} == {n for n in taken if "norm" not in n}
+
+
+@pytest.mark.slow
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([".", "norm", "feed", "embed"]), min_size=2, max_size=5))
+def test_moments_are_kept_of_exactly_what_both_optimizers_have(patterns: list[str]) -> None:
+    model = small_model(make_head())
+    before, trained = None, frozenset[str]()
+    for pattern in patterns:
+        names = trainable_names(model, pattern)
+        train_only(model, names)
+        optimizer = make_optimizer(model, "muon", 0.1)
+        if before is not None:
+            keep_moments(optimizer, before)
+        known = {name for name, weight in model.named_parameters() if weight in optimizer.state}
+        assert known == {name for name, _ in model.named_parameters() if name in names & trained}
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        before, trained = optimizer, names
+
+
+def test_a_run_of_equal_phases_is_a_run_without(folder: Path, tmp_path: Path) -> None:
+    """Nothing happens between two phases that does not happen between two steps."""
+    parts = tuple(PhaseSettings(steps=n, schedule="constant", warmup_steps=0) for n in STEPS)
+    run(config_of(folder / "code", tmp_path / "phases", parts))
+    plain = {"schedule": "constant", "warmup_steps": 0, "steps": sum(STEPS)}
+    run(make_config(folder / "code", tmp_path / "plain", **plain))
+    assert_same_run(tmp_path / "plain", tmp_path / "phases", sum(STEPS))
+
+
+counts = st.lists(st.integers(1, 30), min_size=1, max_size=5)
+
+
+@given(counts, st.integers(0, 8))
+def test_rates_are_those_of_runs_as_long_as_the_phases(lengths: list[int], warmup: int) -> None:
+    parts = tuple(
+        PhaseSettings(steps=steps, learning_rate=1.0 + n, schedule="linear", warmup_steps=warmup)
+        for n, steps in enumerate(lengths)
+    )
+    found = phases_of(TrainConfig(shards="out", phases=parts, steps=sum(lengths)))
+    rates = [phase_at(found, step).rate(step) for step in range(1, sum(lengths) + 1)]
+    assert rates == [
+        learning_rate(step, schedule="linear", peak=1.0 + n, steps=steps, warmup_steps=warmup)
+        for n, steps in enumerate(lengths)
+        for step in range(1, steps + 1)
+    ]
+
+
+@given(counts)
+def test_each_step_is_in_one_phase_and_phases_follow_each_other(lengths: list[int]) -> None:
+    parts = tuple(PhaseSettings(steps=steps) for steps in lengths)
+    found = phases_of(TrainConfig(shards="out", phases=parts, steps=sum(lengths)))
+    numbers = [phase_at(found, step).number for step in range(1, sum(lengths) + 1)]
+    assert numbers == [n for n, steps in enumerate(lengths, 1) for _ in range(steps)]
+    assert phase_at(found, sum(lengths) + 1) == found[-1]
+
+
+def test_data_changes_where_a_phase_has_its_own(folder: Path, tmp_path: Path) -> None:
+    parts = phases({}, {"shards": str(folder / "prose")})
+    run(config_of(folder / "code", tmp_path / "both", parts, log_every=1))
+    run(config_of(folder / "code", tmp_path / "one", phases(), log_every=1))
+    both, one = (read_metrics(tmp_path / name, "loss") for name in ("both", "one"))
+    assert [step for step in both if both[step] != one[step]] == list(range(4, 11))
+    assert [phase.changes for phase in phases_of(config_of(folder / "code", tmp_path, parts))] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_the_log_says_which_phase_begins_and_what_it_trains(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run(config_of(folder / "code", tmp_path, phases(), log_every=100))
+    found = re.findall(r"phase (\d) of 3, until step (\d+): trains ([\d,]+) of ", caplog.text)
+    assert [(int(n), int(last)) for n, last, _ in found] == [(1, 3), (2, 7), (3, 10)]
+    assert len({trained for _, _, trained in found}) == 3
+
+
+def test_a_file_says_phases_and_their_steps_are_the_run_s(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.yaml"
+    listed = [
+        {"trainable": "norm", "steps": 3, "learning-rate": "1e-2"},
+        {"steps": 4, "shards": [f"{folder / 'code'}=1", f"{folder / 'prose'}=2"]},
+    ]
+    file.write_text(yaml.safe_dump({"shards": str(folder / "code"), "phases": listed}))
+    monkeypatch.setattr(sys, "argv", ["train", "--config", str(file), "--run-dir", str(tmp_path)])
+    config = parse_config()
+    assert config.steps == 7
+    assert config.phases == (
+        PhaseSettings(steps=3, trainable="norm", learning_rate=1e-2),
+        PhaseSettings(steps=4, shards={str(folder / "code"): 1.0, str(folder / "prose"): 2.0}),
+    )
+    config.write()
+    begun = TrainConfig.of_run(tmp_path)
+    assert begun is not None
+    assert begun.phases == config.phases
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            "phases: [{steps: 3, learning_rat: 1}]",
+            "phases 1: unknown setting learning_rat\\b.*learning_rate",
+        ),
+        ("phases: [{trainable: norm}]", "phases 1: has no steps"),
+        ("phases: [{steps: 3}, {steps: 0}]", "phases 2: steps: expected a whole number of at"),
+        ("phases: [3]", "phases 1: expected settings"),
+        ("phases: 3", "phases: expected a list of settings, got 3"),
+        ("{phases: [{steps: 3}], steps: 4}", "`--steps`: expected 3, the steps of all phases"),
+        ("{phases: [{steps: 3}], epochs: 4}", "`--epochs`"),
+        ("phases: [{steps: 3, trainable: '('}]", "invalid regular expression"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused_in_one_line(
+    content: str, words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run.yaml").write_text(content)
+    argv = ["train", "--shards", str(folder / "code"), "--config", str(tmp_path / "run.yaml")]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(ConfigError, match=words) as caught:
+        parse_config().check()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"shards": "classes"}, "one task"), ({"trainable": "nothing_like"}, "nearest are")],
+)
+def test_what_a_later_phase_cannot_do_is_found_at_the_start(
+    changes: dict[str, str], words: str, folder: Path, tmp_path: Path
+) -> None:
+    if "shards" in changes:
+        changes = {"shards": str(folder / changes["shards"])}
+    with pytest.raises(ConfigError, match=words):
+        run(config_of(folder / "code", tmp_path, phases({}, {}, changes)))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_does_not_go_on_in_a_phase_of_other_weights(folder: Path, tmp_path: Path) -> None:
+    run(config_of(folder / "code", tmp_path, phases()), stop_after=5)
+    others = phases({}, {"trainable": "embed"})
+    with pytest.raises(ResumeError, match="phases"):
+        run(config_of(folder / "code", tmp_path, others, resume=True))
+
+
+@pytest.mark.slow
+def test_a_plan_counts_what_each_phase_trains(folder: Path, tmp_path: Path) -> None:
+    planned = dry_run(config_of(folder / "code", tmp_path, phases()), None)
+    assert planned.trained_parameters[2] == planned.parameters
+    assert planned.trained_parameters[0] < planned.trained_parameters[1] < planned.parameters
+    assert "M are trained" in planned.summary()
+    assert planned.steps == sum(STEPS)
+    whole = dry_run(make_config(folder / "code", tmp_path, steps=sum(STEPS)), None)
+    assert planned.peak_gib == whole.peak_gib

@@ -1,0 +1,63 @@
+"""What a run is advised to do about padding: what its tasks take, and what helps."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from support.training import LONGEST, RUNS, make_config, write_every_task
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy, padding_remedy
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.tasks.registry import task_of
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_task(tmp_path_factory.mktemp("data"))
+
+
+def remedy(config: TrainConfig) -> str:
+    return padding_remedy(config, task_of(config, CPU))
+
+
+def takes_packing(config: TrainConfig) -> bool:
+    packed = dataclasses.replace(config, batching="packed")
+    try:
+        SplitLoaders(packed, task_of(packed, CPU), CPU, torch.float32)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_packing_is_advised_where_it_is_taken_and_would_change_something(
+    data: Path, tmp_path: Path, way: str
+) -> None:
+    settings = dict(RUNS[way])
+    config = make_config(data / settings.pop("shards"), tmp_path, **settings)
+    is_padded = config.batching == "padded"
+    assert ("--batching packed" in remedy(config)) == (is_padded and takes_packing(config))
+
+
+def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) -> None:
+    config = make_config(data / "classify", tmp_path)
+    assert "lower `--micro-batch-tokens`" in remedy(config)
+    sizes = [rows * LONGEST for rows in (16, 8, 4, 2)]
+    wastes = [waste(dataclasses.replace(config, micro_batch_tokens=size)) for size in sizes]
+    assert wastes == sorted(wastes, reverse=True)
+    assert wastes[-1] < 0.7 * wastes[0]
+
+
+def waste(config: TrainConfig) -> float:
+    """The padding of an epoch."""
+    task = task_of(config, CPU)
+    policy = make_policy(config, packed=is_packed(config, task), on_gpu=False)
+    split = task.manifest.split("train")
+    epoch = EpochShapes.of_split(split, policy, config.seed, step_size=1)
+    return 1 - epoch.tokens / epoch.slots

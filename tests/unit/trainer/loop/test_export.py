@@ -1,0 +1,230 @@
+"""Exported folders: whole or absent, and the way back from them."""
+
+import dataclasses
+import logging
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from support.hub_models import LABELS, VOCABULARY, write_shards
+from support.training import load_weights, make_config, run
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop import evaluation, export
+from tokenfeed.trainer.loop.export import Exported, load_exported
+
+IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
+
+
+class Bigram(nn.Module):
+    """A model of somebody's own, with weights tied."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(head.vocabulary_size, 16)
+        self.head = nn.Linear(16, head.vocabulary_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(micro_batch.ids_BT))
+        return logits
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+@pytest.fixture(scope="module")
+def tagged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("tag") / "shards", "tag")
+
+
+@pytest.fixture
+def own(monkeypatch: pytest.MonkeyPatch) -> str:
+    module = type("own_model", (), {"Bigram": Bigram})
+    monkeypatch.setitem(__import__("sys").modules, "own_model", module)  # type: ignore[arg-type]
+    return "own_model:Bigram"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "own"])
+def test_an_exported_model_gives_the_logits_of_the_best_weights(
+    name: str, documents: Path, own: str, tmp_path: Path
+) -> None:
+    model = own if name == "own" else name
+    folder = tmp_path / "exported"
+    report = run(make_config(documents, tmp_path / "run", model=model, export=folder))
+    loaded = load_exported(folder)
+    assert report.best_step is not None
+    weights = load_weights(tmp_path / "run", report.best_step)
+    state = loaded.state_dict()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    with torch.no_grad():
+        assert loaded(MicroBatch.of_ids(IDS, causal=True)).shape[:2] == IDS.shape
+    about = Exported.read(folder)
+    assert (about.step, about.task, about.model) == (report.best_step, "lm", model)
+    assert about.metrics == report.metrics["validation"]
+
+
+@pytest.mark.parametrize("loss", [math.inf, math.nan])
+def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
+    loss: float, tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = evaluation.evaluate
+    monkeypatch.setattr(evaluation, "evaluate", lambda *args: evaluate(*args) | {"loss": loss})
+    folder = tmp_path / "exported"
+    report = run(make_config(tagged, tmp_path / "run", export=folder))
+    assert Exported.read(folder).step == report.best_step is not None
+    assert repr(Exported.read(folder).metrics["loss"]) == repr(loss)
+    assert load_exported(folder).state_dict()
+
+
+def test_a_finished_run_is_exported_without_training(documents: Path, tmp_path: Path) -> None:
+    config = make_config(documents, tmp_path / "run")
+    report = run(config)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    later = dataclasses.replace(config, resume=True, export=tmp_path / "exported")
+    assert run(later) == report
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+    made = (tmp_path / "exported" / "model.safetensors").stat().st_ino
+    assert run(later) == report  # started twice
+    assert (tmp_path / "exported" / "model.safetensors").stat().st_ino == made
+
+
+def test_export_rejects_data_replaced_since_training(documents: Path, tmp_path: Path) -> None:
+    shards = shutil.copytree(documents, tmp_path / "shards")
+    config = make_config(shards, tmp_path / "run")
+    run(config)
+    shutil.rmtree(shards)
+    write_shards(shards, "lm", rows=61)
+    later = dataclasses.replace(config, resume=True, export=tmp_path / "exported")
+    with pytest.raises(ResumeError, match="is not the data that step 8 was trained on") as error:
+        run(later)
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_exported_weights_with_a_flipped_bit_are_rejected(documents: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "exported"
+    run(make_config(documents, tmp_path / "run", export=folder))
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 64
+    weights.write_bytes(content)
+    begun = make_config(documents, tmp_path / "other", init_from=str(folder))
+    for read in (lambda: load_exported(folder), lambda: run(begun)):
+        with pytest.raises(ConfigError, match=r"model\.safetensors is damaged: .* checksum"):
+            read()
+    (folder / "tokenfeed.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenfeed\.json: is damaged"):
+        run(begun)
+
+
+def test_a_folder_that_is_there_is_refused_before_training(documents: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "mine")
+    with pytest.raises(ConfigError, match="--export"):
+        run(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoints/.."])
+@pytest.mark.parametrize("export", ["runs/one", "runs"])
+def test_a_folder_that_will_hold_the_run_is_refused_before_training(
+    inside: str, export: str, documents: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / export / inside
+    config = make_config(documents, tmp_path / "runs" / "one", export=folder)
+    with pytest.raises(ConfigError, match="--export") as caught:
+        run(config)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stopped_run_is_exported_when_it_is_finished(documents: Path, tmp_path: Path) -> None:
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
+    run(config, stop_after=2)
+    assert not (tmp_path / "exported").exists()
+    run(dataclasses.replace(config, resume=True))
+    assert load_exported(tmp_path / "exported")
+
+
+def test_export_is_not_repeated_by_a_later_resume(documents: Path, tmp_path: Path) -> None:
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "exported")
+    run(config)
+    begun = TrainConfig.of_run(tmp_path / "run")
+    assert begun is not None
+    assert begun.export is None
+    assert run(dataclasses.replace(begun, steps=config.steps + 2)).finished
+
+
+def test_a_failed_export_leaves_nothing_and_can_be_repeated(
+    documents: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(documents, tmp_path / "run", export=tmp_path / "out" / "exported")
+
+    def refuse(*_: Any) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(export, "_sync", refuse)
+        with pytest.raises(OSError, match="disk full"):
+            run(config)
+    assert list((tmp_path / "out").iterdir()) == []
+    run(config)
+    assert load_exported(tmp_path / "out" / "exported")
+
+
+def test_what_is_no_export_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train --export") as caught:
+        load_exported(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["run", "exported"])
+def test_another_task_keeps_the_body_and_says_what_starts_fresh(
+    source: str, documents: Path, tagged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(documents, tmp_path / "run", export=tmp_path / "exported"))
+    caplog.set_level(logging.INFO)
+    config = make_config(
+        tagged,
+        tmp_path / "tag",
+        init_from=str(tmp_path / source),
+        learning_rate=1e-12,
+        steps=1,
+    )
+    report = run(config)
+    (line,) = [line for line in caplog.messages if "starts fresh" in line]
+    assert line.endswith("starts fresh: head.weight, head.bias")
+    taken = load_weights(tmp_path / "tag", 1)
+    kept = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    for name in kept:
+        torch.testing.assert_close(taken[name], kept[name], rtol=0, atol=1e-6)
+    assert taken["head.weight"].shape[0] == len(LABELS["tag"])
+    # Weights are taken once: a resumed run needs no source.
+    resumed = dataclasses.replace(config, resume=True, steps=2, init_from=str(tmp_path / "gone"))
+    assert run(resumed).steps == 2
+    assert report.finished
+
+
+def test_weights_that_fit_nowhere_are_refused_in_one_line(
+    documents: Path, own: str, tmp_path: Path
+) -> None:
+    run(make_config(documents, tmp_path / "run"))
+    for source, words in (("run", "no weight that fits"), ("nowhere", "--init-from")):
+        config = make_config(
+            documents, tmp_path / "other", model="mini", init_from=str(tmp_path / source)
+        )
+        with pytest.raises(ConfigError, match=words) as caught:
+            run(config)
+        assert "\n" not in str(caught.value)

@@ -1,0 +1,339 @@
+"""Runs of `transformers` models: resumed, adapted, begun from earlier weights, exported."""
+
+import dataclasses
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from support.hub_models import LABELS, VOCABULARY, save_model, write_shards
+from support.training import assert_same_run, load_weights, make_config, run
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop.export import load_exported
+
+pytest.importorskip("peft")
+
+IDS = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(2))
+LORA = {"lora": 4, "learning_rate": 5e-2}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("lm") / "shards", "lm")
+
+
+@pytest.fixture(scope="module")
+def classes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("classify") / "shards", "classify")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"hf:{save_model(tmp_path_factory.mktemp('llama'), 'CausalLM', 'Llama')}"
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"hf:{save_model(tmp_path_factory.mktemp('bert'), 'MaskedLM', 'Bert')}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, LORA, {"from_scratch": True}])
+def test_a_resumed_run_repeats_an_undisturbed_one(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for name, stop in (("whole", None), ("parts", 3)):
+        run(make_config(documents, tmp_path / name, model=llama, **changes), stop_after=stop)
+    run(make_config(documents, tmp_path / "parts", model=llama, resume=True, **changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+
+
+def test_from_scratch_does_not_begin_with_the_weights(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    losses = [
+        run(make_config(documents, tmp_path / str(scratch), model=llama, from_scratch=scratch))
+        for scratch in (False, True)
+    ]
+    assert losses[0].validation_loss_first != losses[1].validation_loss_first
+
+
+def test_adapters_alone_are_trained_and_saved(documents: Path, llama: str, tmp_path: Path) -> None:
+    run(make_config(documents, tmp_path / "lora", model=llama, **LORA))
+    saved = load_weights(tmp_path / "lora", 8)
+    assert saved
+    assert all(".lora_" in name for name in saved)
+    run(make_config(documents, tmp_path / "full", model=llama))
+    sizes = [
+        (tmp_path / name / "checkpoints" / "step-00000008" / "state.safetensors").stat().st_size
+        for name in ("lora", "full")
+    ]
+    assert sizes[0] < sizes[1] / 2
+
+
+def test_a_head_of_classes_is_trained_whole_beside_adapters(
+    classes: Path, bert: str, tmp_path: Path
+) -> None:
+    run(make_config(classes, tmp_path / "run", model=bert, **LORA))
+    whole = {name for name in load_weights(tmp_path / "run", 8) if ".lora_" not in name}
+    assert any("classifier" in name for name in whole)
+    assert any("pooler" in name for name in whole)
+    assert all("modules_to_save" in name for name in whole)
+
+
+@pytest.mark.slow
+def test_adapters_of_another_rank_do_not_resume(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    run(make_config(documents, tmp_path / "run", model=llama, **LORA), stop_after=2)
+    other = make_config(documents, tmp_path / "run", model=llama, lora=2, resume=True)
+    with pytest.raises(ResumeError, match=r"lora_A.*4x48 there and 2x48 here"):
+        run(other)
+
+
+def test_lora_is_refused_in_one_line_where_it_cannot_be(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for changes, words in (
+        ({"lora": 4}, "--lora"),
+        ({"from_scratch": True}, "--from-scratch"),
+        ({"lora": 4, "from_scratch": True, "model": llama}, "--from-scratch"),
+        ({"lora": 4, "lora_target": "nothing", "model": llama}, "--lora-target"),
+        ({"lora": 4, "lora_target": "q_proj,q_prok", "model": llama}, "`q_prok`"),
+        ({"lora": 4, "lora_target": "q_proj,", "model": llama}, "--lora-target"),
+        ({"lora_target": "q_proj", "model": llama}, "Add --lora"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            run(make_config(documents, tmp_path / "run", **changes))
+        assert "\n" not in str(caught.value)
+
+
+def test_every_layer_that_is_named_gets_adapters(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    target = {"lora": 4, "lora_target": "q_proj, v_proj"}
+    run(make_config(documents, tmp_path / "run", model=llama, **target), stop_after=1)
+    names = "".join(load_weights(tmp_path / "run", 1))
+    assert "q_proj.lora_A" in names
+    assert "v_proj.lora_A" in names
+    assert "k_proj.lora_A" not in names
+
+
+@pytest.mark.parametrize("changes", [{}, LORA])
+def test_from_pretrained_loads_what_was_exported(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    config = make_config(
+        documents, tmp_path / "run", model=llama, export=tmp_path / "out" / "model", **changes
+    )
+    report = run(config)
+    folder = tmp_path / "out" / "model"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    ours = load_exported(folder)
+    with torch.no_grad():
+        got = ours(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    about = json.loads((folder / "tokenfeed.json").read_text())
+    assert (about["step"], about["task"]) == (report.best_step, "lm")
+    before = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
+    changed = before.model.layers[0].mlp.up_proj.weight - theirs.model.layers[0].mlp.up_proj.weight
+    assert changed.abs().max() > 1e-4
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("w5")["input_ids"] == [5]
+
+
+def test_an_exported_classifier_names_its_classes(classes: Path, bert: str, tmp_path: Path) -> None:
+    run(make_config(classes, tmp_path / "run", model=bert, export=tmp_path / "model", **LORA))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "model")
+    assert theirs.config.id2label == dict(enumerate(LABELS["classify"]))
+    ours = load_exported(tmp_path / "model")
+    with torch.no_grad():
+        got = ours(MicroBatch.of_ids(IDS, causal=False))
+        expected = theirs.eval()(input_ids=IDS).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_another_task_keeps_the_body_and_gets_a_fresh_head(
+    documents: Path, classes: Path, llama: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(make_config(documents, tmp_path / "lm", model=llama, export=tmp_path / "model"))
+    caplog.set_level(logging.INFO)
+    for source in ("lm", "model"):
+        caplog.clear()
+        begun = make_config(
+            classes,
+            tmp_path / f"after-{source}",
+            model=llama,
+            init_from=str(tmp_path / source),
+            learning_rate=1e-12,
+            steps=1,
+        )
+        run(begun)
+        (line,) = [line for line in caplog.messages if line.startswith(str(tmp_path / source))]
+        assert line.endswith("starts fresh: model.score.weight")
+        kept, taken = load_weights(tmp_path / "lm", 8), load_weights(begun.run_dir, 1)
+        name = "model.model.layers.1.mlp.up_proj.weight"
+        torch.testing.assert_close(kept[name], taken[name], rtol=0, atol=1e-6)
+
+
+TOP = {"trainable": r"layers\.1\.|norm"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [TOP, LORA | {"trainable": r"lora_|embed_tokens"}])
+def test_of_a_model_with_weights_only_what_is_trained_is_saved(
+    changes: dict[str, Any], documents: Path, llama: str, tmp_path: Path
+) -> None:
+    for name, stop in (("whole", None), ("parts", 3)):
+        run(make_config(documents, tmp_path / name, model=llama, **changes), stop_after=stop)
+    saved = load_weights(tmp_path / "parts", 3)
+    search = re.compile(changes["trainable"]).search
+    assert saved.keys() - {"model.lm_head.weight"} == set(filter(search, saved)) != set()
+    run(make_config(documents, tmp_path / "parts", model=llama, resume=True, **changes))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+
+
+def test_a_head_without_weights_is_saved_also_where_it_is_frozen(
+    classes: Path, bert: str, tmp_path: Path
+) -> None:
+    run(make_config(classes, tmp_path, model=bert, trainable=r"layer\.1\."), stop_after=1)
+    assert any("classifier" in name for name in load_weights(tmp_path, 1))
+
+
+def test_what_was_trained_by_name_is_exported_with_the_rest(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    export = tmp_path / "model"
+    report = run(make_config(documents, tmp_path / "run", model=llama, export=export, **TOP))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(export).state_dict()
+    begun = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
+    changed = {
+        name for name, value in begun.state_dict().items() if not torch.equal(value, theirs[name])
+    }
+    assert report.finished
+    assert changed == set(filter(re.compile(TOP["trainable"]).search, theirs))
+
+
+@pytest.mark.slow
+def test_adapters_come_first_and_then_everything(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    phases = (
+        PhaseSettings(steps=3, trainable="lora_", learning_rate=5e-2),
+        PhaseSettings(steps=2, trainable=r"layers\.1\.|lora_"),
+        PhaseSettings(steps=3, trainable="."),
+    )
+    settings: dict[str, Any] = {"model": llama, "lora": 4, "phases": phases, "keep": 9}
+    whole = make_config(documents, tmp_path / "whole", export=tmp_path / "model", **settings)
+    run(dataclasses.replace(whole, save_every=1))
+    for stop in (3, 5):
+        folder = tmp_path / f"parts{stop}"
+        run(make_config(documents, folder, **settings), stop_after=stop)
+        run(make_config(documents, folder, resume=True, **settings))
+        assert_same_run(tmp_path / "whole", folder, 8)
+    first, last = (load_weights(tmp_path / "whole", step) for step in (3, 8))
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    assert any("base_layer" in name for name in changed)
+    assert any("embed_tokens" in name for name in changed)
+    begun = load_weights(tmp_path / "whole", 1)
+    assert all("lora_" in n for n in first if not torch.equal(begun[n], first[n]))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with torch.no_grad():
+        got = load_exported(tmp_path / "model")(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def own_llama(llama: str, tmp_path: Path) -> Path:
+    """A copy of the model's folder, for tests that change it."""
+    return shutil.copytree(llama.removeprefix("hf:"), tmp_path / "model")
+
+
+def change_weights(folder: Path) -> None:
+    """Change one number of a weight that is saved in fp32."""
+    file = folder / "model.safetensors"
+    weights = safetensors.torch.load_file(file)
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] += 0.5
+    safetensors.torch.save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize("changes", [LORA, TOP], ids=["lora", "trainable"])
+def test_resume_refuses_frozen_weights_that_changed(
+    changes: dict[str, Any], documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **changes)
+    run(config, stop_after=3)
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began") as caught:
+        run(dataclasses.replace(config, resume=True))
+    assert f"hf:{own_llama} has" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("formats", [("fp32", "bf16"), ("bf16", "fp32")])
+def test_resume_takes_the_same_frozen_weights_in_another_precision(
+    formats: tuple[Any, Any], documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", **LORA)
+    run(dataclasses.replace(config, precision=formats[0]), stop_after=3)
+    later = dataclasses.replace(config, precision=formats[1], resume=True)
+    assert run(later, stop_after=1).steps == 4
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began"):
+        run(later)
+
+
+def test_export_refuses_frozen_weights_that_changed(
+    documents: Path, own_llama: Path, tmp_path: Path
+) -> None:
+    config = make_config(documents, tmp_path / "run", model=f"hf:{own_llama}", steps=2, **LORA)
+    run(config)
+    change_weights(own_llama)
+    with pytest.raises(ResumeError, match="other weights than when this run began"):
+        run(dataclasses.replace(config, export=tmp_path / "exported", resume=True))
+    assert not (tmp_path / "exported").exists()
+
+
+def test_resume_refuses_an_initial_run_that_trained_on(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    first = make_config(documents, tmp_path / "first", model=llama, steps=4)
+    run(first)
+    init = {"init_from": str(tmp_path / "first")}
+    config = make_config(documents, tmp_path / "adapted", model=llama, **LORA, **init)
+    run(config, stop_after=3)
+    run(dataclasses.replace(config, resume=True), stop_after=1)
+    assert run(dataclasses.replace(first, steps=8, resume=True)).best_step == 8
+    with pytest.raises(ResumeError, match=r"--init-from .*first has.*then step 4, now step 8"):
+        run(dataclasses.replace(config, resume=True))
+
+
+@pytest.mark.parametrize(("kind", "warns"), [("Roberta", True), ("Bert", False)])
+def test_export_warns_where_a_padding_id_of_the_model_is_a_word(
+    kind: str, warns: bool, classes: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_model(tmp_path / "source", "MaskedLM", kind)
+    export = tmp_path / "model"
+    run(make_config(classes, tmp_path / "run", model=f"hf:{model}", export=export, steps=1))
+    assert ("counts positions by its padding id 1, which is another" in caplog.text) == warns
+    if not warns:
+        return
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(export).eval()
+    ids_BT = IDS.clone()
+    ids_BT[:, 3] = 1
+    with torch.no_grad():
+        ours = load_exported(export)(MicroBatch.of_ids(ids_BT, causal=False))
+        positions_BT = torch.arange(ids_BT.shape[1])[None].expand_as(ids_BT) + 2
+        given = theirs(input_ids=ids_BT, position_ids=positions_BT).logits
+        counted = theirs(input_ids=ids_BT).logits
+    torch.testing.assert_close(given, ours, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(counted, ours, atol=1e-3)

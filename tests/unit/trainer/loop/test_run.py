@@ -1,0 +1,477 @@
+"""Training end to end, on a corpus small enough to be learnt in seconds."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from support.data_sets import random_rows, write_rows
+from support.training import (
+    VOCABULARY,
+    assert_same_run,
+    counting_rows,
+    load_weights,
+    make_config,
+    read_metrics,
+    run,
+    write_counting,
+    write_labelled,
+)
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.loop.evaluation import Evaluator
+from tokenfeed.trainer.loop.run import train
+from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.report.progress_lines import StepLog
+from tokenfeed.trainer.sensors.gpu import GpuReading
+from tokenfeed.trainer.stall import CAUSES
+
+MakeShards = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def make_shards(write_dataset: Callable[..., Path]) -> MakeShards:
+    return functools.partial(write_counting, write_dataset)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, make_shards: MakeShards) -> Path:
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+@pytest.fixture(scope="module")
+def finished(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    run(make_config(shards, run_dir))
+    return run_dir
+
+
+@pytest.mark.slow
+def test_the_loss_falls(shards: Path, tmp_path: Path) -> None:
+    config = make_config(
+        shards, tmp_path / "run", steps=60, log_every=20, eval_every=60, learning_rate=3e-3
+    )
+    report = run(config)
+    assert report.loss_first == pytest.approx(np.log(VOCABULARY), abs=0.3)
+    assert report.loss_last < 0.5 * report.loss_first
+    assert report.validation_loss_first is not None
+    assert report.validation_loss_last is not None
+    assert report.validation_loss_last < 0.5 * report.validation_loss_first
+
+
+def test_a_run_leaves_config_metrics_checkpoints_and_report(finished: Path) -> None:
+    assert sorted(path.name for path in finished.iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "metrics.jsonl",
+        "report.html",
+        "report.json",
+        "trace.json",
+    ]
+    assert yaml.safe_load((finished / "config.yaml").read_text())["step_tokens"] == 256
+    assert list(read_metrics(finished, "loss")) == list(range(1, 9))
+    assert list(read_metrics(finished, "validation_loss")) == [0, 4, 8]
+    checkpoints = sorted(path.name for path in (finished / "checkpoints").iterdir())
+    assert checkpoints == ["step-00000004", "step-00000008"]
+
+
+def test_the_report_has_speed_padding_losses_and_a_stall_whose_parts_sum(finished: Path) -> None:
+    report = json.loads((finished / "report.json").read_text())
+    assert report["steps"] == 8
+    assert report["finished"] is True
+    assert report["loss_last"] == read_metrics(finished, "loss")[8]
+    assert 0 <= report["padding"] < 0.05
+    assert 0.95 * 8 * 256 < report["tokens"] <= 8 * 256
+    assert report["real_tokens_per_s"] > 0
+    stall = report["stall"]
+    assert tuple(stall["causes"]) == CAUSES
+    parts = sum(part["fraction"] for part in stall["causes"].values())
+    assert stall["stall"] == pytest.approx(parts)
+    assert 0 < stall["stall"] < 1
+    assert stall["steps"] == 8 - 4  # half of so few steps is warm-up
+    assert "CPU" in stall["method"]
+
+
+def test_evaluation_changes_nothing(shards: Path, finished: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path / "run", eval_every=1, eval_tokens=256))
+    assert read_metrics(tmp_path / "run", "loss") == read_metrics(finished, "loss")
+
+
+def test_evaluation_of_some_tokens_repeats_its_rows(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", eval_tokens=500)
+    with contextlib.closing(Trainer(config)) as trainer:
+        once, again = (trainer.evaluator.metrics_of("validation") for _ in range(2))
+        whole = dataclasses.replace(config, eval_tokens=10**9)
+        with contextlib.closing(Trainer(whole)) as other:
+            assert once == again != other.evaluator.metrics_of("validation")
+
+
+def test_stop_during_first_evaluation_ends_before_training(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    report = train(make_config(shards, tmp_path / "run"), lambda: True)
+    assert (report.finished, report.steps, report.tokens) == (False, 0, 0)
+    assert "start it again without --resume" in report.summary()
+    assert "the evaluation of validation was stopped" in caplog.text
+    assert read_metrics(tmp_path / "run", "validation_loss") == {}
+
+
+def test_stop_during_test_evaluation_is_made_up_on_resume(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify")
+    config = make_config(shards, tmp_path / "run", steps=4, eval_every=100)
+    report = run(config, stop_after=4)
+    assert (report.finished, report.steps) == (False, 4)
+    assert "test" not in report.metrics
+    report = run(dataclasses.replace(config, resume=True))
+    assert report.finished
+    assert "accuracy" in report.metrics["test"]
+
+
+def test_resume_evaluates_only_when_due(
+    shards: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, evaluated = Evaluator.metrics_of, []
+
+    def count(evaluator: Evaluator, split: str) -> dict[str, float]:
+        evaluated.append(split)
+        return plain(evaluator, split)
+
+    run(make_config(shards, tmp_path / "run"), stop_after=3)
+    monkeypatch.setattr(Evaluator, "metrics_of", count)
+    run(make_config(shards, tmp_path / "run", resume=True), stop_after=4)
+    run(make_config(shards, tmp_path / "run", resume=True))
+    assert evaluated == ["validation", "validation"]  # at steps 4 and 8
+    assert_same_run(tmp_path / "run", finished, 8)
+
+
+def test_run_says_what_it_trains_before_the_first_step(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    train(make_config(shards, tmp_path / "run", steps=100), lambda: True)
+    size = Manifest.read(shards).split("train").tokens
+    assert f"data: {shards}, {size:,} tokens of lm" in caplog.messages
+    assert f"run: {tmp_path / 'run'}" in caplog.messages
+    beginnings = [line.split(":")[0] for line in caplog.messages]
+    assert beginnings[:4] == ["model", "data", "steps", "run"]
+    assert "without the embedding), fp32 on cpu" in caplog.messages[0]
+    epochs = float(caplog.messages[2].split("; ")[1].removesuffix(" epochs"))
+    assert epochs == pytest.approx(100 * 256 / size, rel=0.05)
+
+
+def test_long_completions_keep_their_prompts_and_lose_their_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lengths = np.full(60, 100, np.int64)
+    rows = random_rows(lengths, "complete", vocabulary_size=64)
+    rows.per_row["prompt_length"][:] = 10
+    shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="complete")
+    for batching in ("packed", "padded"):
+        config = make_config(shards, tmp_path / batching, steps=1, batching=batching)
+        with contextlib.closing(Trainer(config)) as trainer:
+            batch, _, _ = next(trainer.curriculum.feed)
+        assert not batch.starts.any()
+        assert batch.num_targets == len(batch.rows) * (32 - 10)
+    run(make_config(shards, tmp_path / "run", steps=1))
+    assert "lose their end: about 4,080 tokens, 68.0 %" in caplog.text
+
+
+def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
+    shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
+    report = run(make_config(shards, tmp_path / "run", steps=1))
+    assert report.validation_loss_last is None
+    assert "validation" not in report.summary()
+
+
+def test_resuming_from_a_checkpoint_repeats_the_run_bit_for_bit(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000008")
+    with open(run_dir / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 9, "lo')  # killed while writing
+    report = run(make_config(shards, run_dir, resume=True))
+    assert_same_run(run_dir, finished, 8)
+    assert report.tokens == json.loads((finished / "report.json").read_text())["tokens"]
+
+
+@pytest.mark.slow
+def test_a_run_with_muon_and_wsd_resumes_bit_for_bit(shards: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer": "muon", "schedule": "wsd", "eval_every": 8}
+    run(make_config(shards, tmp_path / "whole", **settings))
+    run(make_config(shards, tmp_path / "halved", **settings), stop_after=4)
+    run(make_config(shards, tmp_path / "halved", **settings, resume=True))
+    assert_same_run(tmp_path / "halved", tmp_path / "whole", 8)
+
+
+BAD_SETTINGS = [
+    ({"steps": 0}, r"`--steps`: expected a whole number of at least 1, got 0\."),
+    ({"learning_rate": 0.0}, r"`--learning-rate`: expected a number above 0, got 0\.0\."),
+    ({"num_workers": -1}, r"`--num-workers`: expected a whole number of at least 0, got -1\."),
+    ({"sequence_length": 1}, r"`--sequence-length`: expected a whole number of at least 2"),
+    (
+        {"micro_batch_tokens": 100, "step_tokens": 100},
+        r"multiple of --sequence-length=32, got 100\. Try 96\.",
+    ),
+    ({"step_tokens": 300}, r"multiple of --micro-batch-tokens=128, got 300\. Try 256\."),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS)
+def test_a_setting_that_cannot_work_is_named_with_its_value(
+    changes: dict[str, Any], message: str, shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(make_config(shards, tmp_path / "run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here cuda is there")
+def test_asking_for_a_missing_gpu_is_refused(shards: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`device`=.cuda.: torch finds no CUDA device"):
+        run(make_config(shards, tmp_path / "run", device="cuda"))
+
+
+def test_missing_shards_leave_no_run_behind(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: not found"):
+        run(make_config(tmp_path / "nowhere", tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_saved_nothing_leaves_its_folder_free(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=100, steps=40)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
+            run(config)
+
+
+def test_a_loss_that_is_no_number_is_never_saved(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", learning_rate=1e30, save_every=1, steps=40)
+    with pytest.raises(ConfigError, match="not finite, 20 steps in a row"):
+        run(config)
+    steps = [int(path.name[5:]) for path in (tmp_path / "run/checkpoints").glob("step-*")]
+    assert steps
+    for step in steps:
+        weights = load_weights(tmp_path / "run", step)
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+
+
+def test_resume_takes_the_settings_the_run_was_begun_with(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun = make_config(shards, tmp_path / "run", seed=5)
+    run(begun)
+    caplog.set_level("INFO")
+    arguments = ["train", "--resume", "--run-dir", str(begun.run_dir), "--steps", "12"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    resumed = parse_config()
+    assert resumed == dataclasses.replace(begun, resume=True, steps=12)
+    with pytest.raises(ResumeError):
+        run(dataclasses.replace(resumed, optimizer="muon"))
+    assert "from now on" not in caplog.text
+    run(resumed)
+    assert "steps was 8, is 12 from now on" in caplog.text
+
+
+def test_resume_with_other_weight_decay_uses_it(
+    shards: Path, finished: Path, tmp_path: Path
+) -> None:
+    for name, decay in (("same", 0.1), ("other", 50.0)):
+        shutil.copytree(finished, tmp_path / name)
+        config = make_config(shards, tmp_path / name, steps=10, weight_decay=decay, resume=True)
+        run(config)
+    same, other = (load_weights(tmp_path / name, 10) for name in ("same", "other"))
+    matrices = [name for name, weight in same.items() if weight.dim() == 2]
+    assert all(float(other[name].norm()) < 0.99 * float(same[name].norm()) for name in matrices)
+
+
+def test_a_damaged_config_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("steps: [1")
+    monkeypatch.setattr(sys, "argv", ["train", "--resume", "--run-dir", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"invalid YAML .* is not the config\.yaml of a run"):
+        parse_config()
+
+
+def test_evaluation_sees_short_and_long_documents(shards: Path, tmp_path: Path) -> None:
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "run"))) as trainer:
+        feed = trainer.loaders.evaluation_loader("validation")
+        lengths = np.concatenate([batch.piece_lengths for batch in itertools.islice(feed, 4)])
+    assert lengths.min() < 10
+    assert lengths.max() > 25
+
+
+def test_the_folder_of_another_run_is_refused(shards: Path, finished: Path) -> None:
+    with pytest.raises(ConfigError, match=r"already holds a run\. Add --resume"):
+        run(make_config(shards, finished, seed=1))
+
+
+def test_a_file_is_no_run_folder(shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ConfigError, match="is not a folder"):
+        run(make_config(shards, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": "mini"},
+            "--model support.training:small_model, this run has mini",
+        ),
+        ({"optimizer": "muon"}, "the checkpoint has --optimizer adamw, this run has muon"),
+        ({"seed": 1}, "seed=0, this loader has seed=1"),
+        ({"sequence_length": 64}, "sequence_length=32.*sequence_length=64"),
+    ],
+)
+def test_resuming_another_run_says_what_differs(
+    changes: dict[str, Any], message: str, shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ResumeError, match=message) as error:
+        run(make_config(shards, finished, resume=True, steps=10, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_resuming_on_other_shards_is_refused(
+    finished: Path, tmp_path: Path, make_shards: MakeShards
+) -> None:
+    others = make_shards(tmp_path / "shards", rows=50)
+    with pytest.raises(ResumeError, match="cannot resume"):
+        run(make_config(others, finished, resume=True, steps=10))
+
+
+@pytest.mark.parametrize(("steps", "changes"), [(7, {}), (8, {"log_every": 2})])
+def test_resuming_past_the_end_asks_for_more_steps(
+    steps: int, changes: dict[str, Any], shards: Path, finished: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"`--steps`={steps}: .* has trained 8 steps already"):
+        run(make_config(shards, finished, resume=True, steps=steps, **changes))
+
+
+@pytest.mark.parametrize("log_every", [1, 5])
+def test_a_step_that_is_not_finite_is_skipped_and_named(
+    shards: Path, tmp_path: Path, log_every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = make_config(
+        shards, tmp_path / "run", model="support.training:failing_model", log_every=log_every
+    )
+    report = run(config)
+    assert (report.finished, report.skipped_steps) == (True, 1)
+    losses = read_metrics(tmp_path / "run", "loss")
+    assert set(losses) == ({1, 2, 4, 5, 6, 7, 8} if log_every == 1 else {1, 4, 5, 8})
+    assert all(map(math.isfinite, losses.values()))
+    assert all(
+        bool(torch.isfinite(tensor).all()) for tensor in load_weights(tmp_path / "run", 8).values()
+    )
+    assert "step 3 was skipped: its loss or gradients are not finite" in caplog.text
+    named = [
+        json.loads(line)["record"]
+        for line in (tmp_path / "run" / "bad-step.jsonl").read_text().splitlines()
+    ]
+    with contextlib.closing(Trainer(make_config(shards, tmp_path / "other"))) as trainer:
+        steps = itertools.islice(trainer.curriculum.feed, 6)
+        rows = [batch.rows for batch, _, _ in steps]
+    assert named == sorted({int(row) for part in rows[4:6] for row in part})
+
+
+def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -> None:
+    log = StepLog(
+        step=20,
+        loss=5.25,
+        learning_rate=1e-3,
+        gradient_norm=0.5,
+        skipped_steps=0,
+        tokens=4096,
+        real_tokens_per_s=12345.6,
+        stall=0.0123,
+        stall_causes={"data": 0.0013, "evaluation": 0.011},
+        step_seconds=None,
+        gpu=GpuReading(memory_bytes=12_300_000_000, utilization=0.98),
+        host=None,
+    )
+    assert log.line(1000) == (
+        "step   20/1000 | loss 5.2500 | lr 1.00e-03 | 12,346 real tok/s "
+        "| stall 1.23% (evaluation 1.10) | gpu 12.3 GB 98%"
+    )
+    skipped = dataclasses.replace(log, skipped_steps=3, gpu=None)
+    assert skipped.line(1000).endswith("stall 1.23% (evaluation 1.10) | 3 skipped")
+    hardly_any = dataclasses.replace(log, stall=0.0001, stall_causes={"data": 0.0001}, gpu=None)
+    assert hardly_any.line(1000).endswith("| stall 0.01%")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [("classify", "names no labels"), ("rank", "was made for `--task rank`.* only lm, complete")],
+)
+def test_shards_that_nothing_can_be_learnt_of_are_refused(
+    tmp_path: Path, make_shards: MakeShards, task: str, message: str
+) -> None:
+    folder = make_shards(tmp_path / "shards")
+    manifest = Manifest.read(folder)
+    dataclasses.replace(manifest, task=task).write(folder)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(make_config(folder, tmp_path / "run"))
+
+
+def test_a_validation_split_without_a_target_is_left_out(
+    tmp_path: Path, make_shards: MakeShards, write_dataset: Callable[..., Path]
+) -> None:
+    one = (np.array([3]), np.array([1]))  # a document's first token is no target
+    splits = {"train": counting_rows(200), "validation": one, "test": one}
+    folder = write_dataset(tmp_path / "shards", splits, VOCABULARY)
+    report = run(make_config(folder, tmp_path / "run"))
+    assert report.metrics == {}
+    assert report.best_step is None
+
+
+WORSENING = {"learning_rate": 30.0, "schedule": "constant", "warmup_steps": 0}
+"""A run whose last step is not its best."""
+LYING_BESTS = {
+    "figure": {"step": 2, "metric": "loss", "metrics": {"loss": 0.001}},
+    "step": {"step": 4, "metric": "loss", "metrics": {"loss": 0.001}},
+    "no metric": {"step": 2, "metric": "loss", "metrics": {}},
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("lie", LYING_BESTS)
+def test_resume_takes_the_best_step_from_checksummed_files_only(
+    lie: str, shards: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9, "steps": 6}
+    settings |= WORSENING
+    whole = run(make_config(shards, tmp_path / "whole", **settings))
+    run(make_config(shards, tmp_path / "cut", **settings), stop_after=5)
+    (tmp_path / "cut" / "checkpoints" / "best.json").write_text(json.dumps(LYING_BESTS[lie]))
+    resumed = run(make_config(shards, tmp_path / "cut", **settings, resume=True))
+    assert (resumed.best_step, resumed.metrics) == (whole.best_step, whole.metrics)
+    assert whole.best_step in (2, 4)
+
+
+def test_resume_warns_where_the_best_checkpoint_is_gone(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings: dict[str, Any] = {"save_every": 2, "eval_every": 2, "keep": 9} | WORSENING
+    best = run(make_config(shards, tmp_path, steps=6, **settings)).best_step
+    assert best
+    assert best < 6
+    lost = tmp_path / "checkpoints" / f"step-{best:08d}"
+    shutil.rmtree(lost)
+    resumed = run(make_config(shards, tmp_path, steps=8, **settings, resume=True))
+    assert f"{lost}: the best checkpoint so far is gone" in caplog.text
+    assert resumed.best_step in (6, 8)

@@ -1,0 +1,295 @@
+"""What may go wrong inside a training: overflows, compilation, figures of short runs."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import load_weights, make_config, read_metrics, run, write_counting
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.trainer.config.phases import phases_of
+from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.feeding.loaders import SplitLoaders
+from tokenfeed.trainer.loop import evaluation as judge
+from tokenfeed.trainer.loop import trainer as loop
+from tokenfeed.trainer.models.transformer import Transformer
+from tokenfeed.trainer.optim import train_state as learner
+from tokenfeed.trainer.optim.precision import Precision, _allow_tf32
+from tokenfeed.trainer.report import progress_lines as progress_log
+from tokenfeed.trainer.report.metrics_file import MetricsFile
+from tokenfeed.trainer.stall import StallMeter
+from tokenfeed.trainer.tasks.registry import make_task
+
+CPU = torch.device("cpu")
+READS_GRAD = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # the compiler does, of inputs
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
+    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"))
+
+
+@pytest.mark.filterwarnings("ignore:Please use the new API")  # torch 2.9 says it to all who read
+def test_tf32_leaves_the_older_switches_readable() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        _allow_tf32(torch.device("cuda"))
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def spoil(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Put it into the gradient of every weight."""
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        weight.grad[..., 0] = value
+
+
+def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, calls = Precision.step, iter(range(1, 100))
+
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+        if next(calls) in (3, 5):
+            spoil(optimizer, torch.inf)
+        return plain(precision, optimizer, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    report = run(make_config(shards, tmp_path, steps=6, log_every=2, save_every=3))
+    assert read_metrics(tmp_path, "skipped_steps") == {1: 0, 2: 0, 3: 1, 4: 0, 6: 1}
+    norms = read_metrics(tmp_path, "gradient_norm")
+    assert [step for step, norm in norms.items() if norm is None] == [3]
+    assert report.skipped_steps == 2
+    assert "trained  6 steps (2 skipped)" in report.summary()
+    for step in (3, 6):
+        assert all(bool(w.isfinite().all()) for w in load_weights(tmp_path, step).values())
+
+
+def test_weights_that_overflow_are_never_saved(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, warmup_steps=0, learning_rate=1e39, save_every=1)
+    message = r"infinite at step 1\. Lower --learning-rate .* start again: nothing was saved"
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
+def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
+    with pytest.raises(ConfigError, match="not finite, 20 steps in a row") as error:
+        run(config)
+    latest = max(tmp_path.glob("checkpoints/step-*"))
+    assert f"go on with --resume from {latest}. If a checkpoint leads here again" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value)
+
+
+def test_diverged_run_that_resumes_ends_in_one_line_again(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
+    with pytest.raises(ConfigError, match=r"from step 2 on\..* records of step 2, "):
+        run(config)
+    (latest,) = (int(p.name[5:]) for p in [max(tmp_path.glob("checkpoints/step-*"))])
+    message = rf"20 steps in a row, from step 2 on\..* records of step {latest + 1}, "
+    assert read_metrics(tmp_path, "validation_loss")[latest] is None  # not finite, and read again
+    with pytest.raises(ConfigError, match=message):
+        run(dataclasses.replace(config, resume=True))
+
+
+def test_skipped_step_names_records_of_its_own_phase(
+    shards: Path,
+    tmp_path: Path,
+    write_dataset: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    other = write_counting(write_dataset, tmp_path / "other", rows=300)
+    plain, calls = Precision.step, itertools.count(1)
+
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            spoil(optimizer, torch.nan)
+        return plain(precision, optimizer, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    phases = (PhaseSettings(steps=2), PhaseSettings(steps=2, shards=str(other)))
+    run(make_config(shards, tmp_path / "run", steps=4, phases=phases, log_every=4))
+    assert "step 2 was skipped" in caplog.text
+    bad = (tmp_path / "run/bad-step.jsonl").read_text()
+    assert max(json.loads(line)["record"] for line in bad.splitlines()) > 300
+
+
+def test_the_first_evaluation_of_a_run_of_one_step_is_no_stall(
+    shards: Path, tmp_path: Path
+) -> None:
+    report = run(make_config(shards, tmp_path, steps=1))
+    assert report.stall.steps == 0
+    assert report.stall.causes["evaluation"].seconds == 0.0
+    assert report.stall.stall is None
+    assert report.real_tokens_per_s is None
+    assert report.summary().count("not measured") == 2
+
+
+@pytest.fixture
+def open_causes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The causes whose bracket of the stall meter is open now."""
+    causes: list[str] = []
+    bracket = StallMeter.cause
+
+    def cause(meter: StallMeter[Any], name: Any) -> Any:
+        class Tracked:
+            def __enter__(self) -> None:
+                self.inner = bracket(meter, name)
+                self.inner.__enter__()
+                causes.append(name)
+
+            def __exit__(self, *error: Any) -> None:
+                causes.pop()
+                self.inner.__exit__(*error)
+
+        return Tracked()
+
+    monkeypatch.setattr(StallMeter, "cause", cause)
+    return causes  # type: ignore[return-value]
+
+
+def test_all_host_work_of_saving_and_evaluating_is_charged(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_causes: list[str]
+) -> None:
+    seen = []
+
+    def watch(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def watched(*args: Any, **options: Any) -> Any:
+            seen.append((name, *open_causes))
+            return plain(*args, **options)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    watch(ShardLoader, "state_dict")
+    watch(Transformer, "state_dict")
+    watch(learner, "random_state")
+    watch(MetricsFile, "write")
+    watch(judge._log, "info")
+    watch(progress_log._log, "info")
+    run(make_config(shards, tmp_path, steps=2, eval_every=2, save_every=2))
+    assert set(seen) == {
+        *((name, "checkpoint") for name in ("state_dict", "random_state")),
+        *((name, cause) for name in ("write", "info") for cause in ("log", "evaluation")),
+    }
+
+
+def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Compile by a backend that only notes the shapes of activations it is asked for."""
+    compiled: list[tuple[int, ...]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        [activations] = [i for i in inputs if i.dim() == 3]
+        compiled.append(tuple(activations.shape))
+        return module.forward
+
+    compile_with(monkeypatch, backend)
+    return compiled
+
+
+def compile_with(monkeypatch: pytest.MonkeyPatch, backend: Callable[..., Any]) -> None:
+    plain = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **options: plain(m, backend=backend))
+
+
+@pytest.fixture
+def few_rows(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
+    """An epoch, and a validation split, that end in the middle of a micro-batch."""
+    return write_counting(write_dataset, tmp_path / "shards", rows=21, validation_rows=10)
+
+
+@READS_GRAD
+@pytest.mark.slow
+def test_the_tail_of_a_window_compiles_nothing_anew(
+    few_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = run(make_config(few_rows, tmp_path / "plain", eval_every=2))
+    compiled = count_compilations(monkeypatch)
+    torch._dynamo.reset()
+    run_dir = tmp_path / "run"
+    report = run(make_config(few_rows, run_dir, eval_every=2, compile=True))
+    assert compiled == [(4, 32, 64)] * 2  # once without gradients, once with them
+    for key in ("loss", "validation_loss"):
+        expected = read_metrics(tmp_path / "plain", key)
+        assert read_metrics(run_dir, key) == pytest.approx(expected, rel=1e-3)
+    assert report.tokens == plain.tokens
+    assert report.padding > plain.padding  # empty rows are padding, too
+
+
+@READS_GRAD
+@pytest.mark.slow
+def test_a_resumed_compiled_run_compiles_before_its_first_step(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = count_compilations(monkeypatch)
+    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True), stop_after=1)
+    torch._dynamo.reset()
+    compiled.clear()
+    plain, after_first_step = loop.Trainer._after_step, []
+
+    def noted(*args: Any, **options: Any) -> None:
+        after_first_step.append(len(compiled))
+        plain(*args, **options)
+
+    monkeypatch.setattr(loop.Trainer, "_after_step", noted)
+    run(make_config(shards, tmp_path, steps=4, eval_every=100, compile=True, resume=True))
+    assert after_first_step[0] == len(compiled) == 2
+    assert list(read_metrics(tmp_path, "validation_loss")) == [0, 4]
+
+
+@pytest.mark.slow
+@READS_GRAD
+def test_compiling_without_a_compiler_is_one_line(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def backend(*_: Any) -> None:
+        raise RuntimeError("No working C++ compiler found\nin many lines")
+
+    compile_with(monkeypatch, backend)
+    message = r"`--compile`: .*No working C\+\+ compiler found.*leave --compile out"
+    with pytest.raises(ConfigError, match=message) as error:
+        run(make_config(shards, tmp_path, compile=True))
+    assert "\n" not in str(error.value)
+
+
+def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_records(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Precision.step
+
+    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+        spoil(optimizer, torch.nan)
+        return plain(precision, optimizer, *rest)
+
+    monkeypatch.setattr(Precision, "step", spoiled)
+    config = make_config(shards, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
+    message = r"not finite, 20 steps in a row, from step 1 on\..* corpus\.txt record \d+ and others"
+    with pytest.raises(ConfigError, match=message):
+        run(config)
+    named = [json.loads(line) for line in (tmp_path / "bad-step.jsonl").read_text().splitlines()]
+    task = make_task(config, Manifest.read(shards), CPU)
+    with SplitLoaders(config, task, CPU, torch.float32).train_loader(  # the same rows, by the plan
+        phases_of(config)[0], goes_on=False
+    ) as loader:
+        batches = list(itertools.islice(loader, 40))
+    rows = {int(row) for batch in batches[:2] for row in batch.rows}
+    assert [place["record"] for place in named] == sorted(rows)
+    assert read_metrics(tmp_path, "skipped_steps") == {1: 1, 10: 9, 15: 5}

@@ -1,0 +1,233 @@
+"""The built-in transformer: what it may see, how it starts, how large it is."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.data_sets import random_rows, write_rows
+from support.host_waits import HostWaits
+from support.training import (
+    VOCABULARY,
+    assert_same_run,
+    load_weights,
+    make_config,
+    make_head,
+    make_transformer,
+    one_document_a_row,
+    run,
+    write_labelled,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.loop.export import load_exported
+from tokenfeed.trainer.models.transformer import (
+    SIZES,
+    Transformer,
+    _rotary_angles,
+    _rotate,
+    words_of,
+)
+
+
+def count(model: Transformer) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+UNPADDED = 1000
+"""A vocabulary size that is no multiple of 64."""
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return make_transformer("tiny", UNPADDED)
+
+
+@torch.no_grad()
+def test_no_position_sees_a_later_token(model: Transformer) -> None:
+    ids_BT = torch.randint(0, UNPADDED, (2, 24))
+    changed_BT = ids_BT.clone()
+    changed_BT[:, 10:] = (changed_BT[:, 10:] + 1) % UNPADDED
+    before, after = model(one_document_a_row(ids_BT)), model(one_document_a_row(changed_BT))
+    torch.testing.assert_close(before[:, :10], after[:, :10])
+    assert not torch.allclose(before[:, 10], after[:, 10])
+
+
+@torch.no_grad()
+def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
+    ids_BT = torch.randint(0, UNPADDED, (1, 24))
+    changed_BT = ids_BT.clone()
+    changed_BT[0, 0] = (changed_BT[0, 0] + 1) % UNPADDED
+    difference_T = (
+        (model(one_document_a_row(ids_BT)) - model(one_document_a_row(changed_BT)))
+        .abs()
+        .amax(-1)[0]
+    )
+    assert (difference_T > 0).all()
+
+
+def test_rotary_attention_depends_on_the_distance_only() -> None:
+    cosine_TK, sine_TK = _rotary_angles(torch.arange(64)[None], 16)
+    query, key = torch.randn(2, 16)
+    rotated_query = _rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
+    rotated_key = _rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
+    scores = rotated_query @ rotated_key.T
+    for distance in (0, 5, 40):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=0, atol=1e-4)
+    assert scores[5, 0] != pytest.approx(scores[0, 0].item(), abs=1e-3)
+
+
+@torch.no_grad()
+def test_a_new_model_knows_nothing(model: Transformer) -> None:
+    ids_BT = torch.randint(0, UNPADDED, (4, 32))
+    loss = F.cross_entropy(
+        model(one_document_a_row(ids_BT)).flatten(0, 1), torch.randint(0, UNPADDED, (128,))
+    )
+    assert loss.item() == pytest.approx(math.log(1024), abs=0.2)
+
+
+def test_the_vocabulary_is_padded_to_a_multiple_of_64(model: Transformer) -> None:
+    assert model(one_document_a_row(torch.zeros(1, 3, dtype=torch.int64))).shape == (1, 3, 1024)
+    assert make_transformer("tiny", 1024).embedding.num_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"), [("tiny", 1.2), ("mini", 10.6), ("small", 25.2), ("gpt2", 85.0)]
+)
+def test_sizes_are_what_the_help_says(name: str, millions: float) -> None:
+    with torch.device("meta"):
+        model = make_transformer(name, 50257)
+    body = count(model) - model.embedding.weight.numel()
+    assert body / 1e6 == pytest.approx(millions, rel=0.02)
+
+
+def test_gpt2_is_the_124_million_of_gpt2_small() -> None:
+    with torch.device("meta"):
+        model = make_transformer("gpt2", 50257)
+    assert count(model) == pytest.approx(124e6, rel=0.01)
+
+
+def test_projections_into_the_residual_stream_start_smaller() -> None:
+    torch.manual_seed(0)
+    block = make_transformer("mini", UNPADDED).blocks[0]
+    assert block.feed_in.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.feed_out.weight.std().item() == pytest.approx(0.02 / math.sqrt(12), rel=0.02)
+
+
+TEXTS = [
+    "Happy happy HAPPY x X  x",
+    "\u00c9t\u00e9 \u00e9t\u00e9, \u00c9T\u00c9! \U0001f600 \u7530 d\u00e9",
+] * 3
+
+
+@pytest.fixture(scope="module")
+def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("words") / "shards", "classify")
+
+
+def words_by_pairs(texts: list[str]) -> list[int]:
+    """By comparing each token with all before it."""
+    found: list[int] = []
+    for id, text in enumerate(texts):
+        folded = text.strip().casefold()
+        is_text = bool(folded) and "\ufffd" not in text
+        same = (one for one in range(id) if texts[one].strip().casefold() == folded)
+        found.append(next(same, id) if is_text else id)
+    return found
+
+
+def shards_of(tokenizer: Tokenizer, folder: Path) -> Path:
+    size = tokenizer.get_vocab_size()
+    rows = {"train": random_rows(torch.tensor([3, 2]).numpy(), vocabulary_size=size)}
+    return write_rows(folder, rows, size, tokenizer=tokenizer.to_str().encode())
+
+
+def byte_level(special: Iterable[str] = ()) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, initial_alphabet=alphabet, special_tokens=[*special], show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    return tokenizer
+
+
+def test_words_are_those_of_a_comparison_of_all_pairs(tmp_path: Path) -> None:
+    tokenizer = byte_level(["<s>", "<S>", " "])
+    words = words_of(shards_of(tokenizer, tmp_path)).tolist()
+    ids = range(tokenizer.get_vocab_size())
+    assert words == words_by_pairs(
+        [tokenizer.decode([id], skip_special_tokens=False) for id in ids]
+    )
+    assert {words[id] for id in tokenizer.encode("Happy happy HAPPY").ids} < set(ids)
+    assert all(words[word] == word <= id for id, word in enumerate(words))
+
+
+def test_bytes_that_are_no_character_stay_apart(tmp_path: Path) -> None:
+    """Their names in the file are letters, of upper and lower case."""
+    tokenizer = byte_level()
+    words = words_of(shards_of(tokenizer, tmp_path))
+    upper, lower = (tokenizer.token_to_id(name) for name in "\u00d0\u00f0")
+    assert words[upper] != words[lower]
+
+
+def test_words_of_a_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify")
+    (shards / Manifest.read(shards).tokenizer.file).unlink()
+    with pytest.raises(ConfigError, match=r"tokenizer.*: cannot be read.*another copy"):
+        words_of(shards)
+
+
+def test_case_makes_no_difference_to_words_and_does_to_others(labelled: Path) -> None:
+    ids_BT = torch.randint(0, VOCABULARY, (3, 9))
+    rows, folded = (MicroBatch.of_ids(each, causal=False) for each in (ids_BT, ids_BT // 2 * 2))
+    head = make_head(kind="row", causal=False)
+    for name, is_same in (("words", True), ("shallow", False)):
+        model = Transformer(SIZES[name], head)  # type: ignore[index]
+        torch.nn.init.normal_(model.head.weight)  # type: ignore[union-attr, arg-type]
+        if model.words is not None:
+            model.words.share(words_of(labelled))
+        assert torch.equal(model(rows), model(folded)) == is_same
+
+
+def test_words_make_the_host_wait_for_nothing() -> None:
+    model = Transformer(SIZES["words"], make_head(kind="row", causal=False))
+    rows = MicroBatch.of_ids(torch.randint(0, VOCABULARY, (3, 9)), causal=False)
+    with HostWaits() as waits:
+        model(rows).sum().backward()
+    assert waits.seen == []
+
+
+def test_an_interrupted_run_goes_on_and_what_it_exports_knows_words(
+    labelled: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        labelled, tmp_path / "whole", model="words", dropout=0.3, export=tmp_path / "exported"
+    )
+    run(config)
+    parted = dataclasses.replace(config, run_dir=tmp_path / "parted", export=None)
+    run(parted, stop_after=3)
+    run(dataclasses.replace(parted, resume=True))
+    assert_same_run(tmp_path / "whole", tmp_path / "parted", 8)
+    words = load_exported(tmp_path / "exported").state_dict()["words.word_V"]
+    assert torch.equal(words[:VOCABULARY], torch.arange(VOCABULARY) // 2 * 2)
+
+
+def test_a_run_starts_from_the_weights_of_another(labelled: Path, tmp_path: Path) -> None:
+    config = make_config(labelled, tmp_path / "first", model="words")
+    run(config)
+    later = dataclasses.replace(config, run_dir=tmp_path / "later", init_from=str(config.run_dir))
+    run(dataclasses.replace(later, learning_rate=1e-30, weight_decay=0.0))
+    best = load_weights(tmp_path / "later", 8)["embedding.weight"]
+    firsts = [load_weights(tmp_path / "first", step)["embedding.weight"] for step in (4, 8)]
+    assert any(torch.equal(best, first) for first in firsts)

@@ -1,0 +1,120 @@
+"""Runs that train some weights by name, and leave the others as they are."""
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.training import (
+    assert_same_run,
+    load_state,
+    load_weights,
+    make_config,
+    make_transformer,
+    run,
+    write_labelled,
+)
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError, ResumeError
+from tokenfeed.trainer.models.weights import train_only, trainable_names
+
+WAYS: dict[str, dict[str, Any]] = {
+    "biases and norms": {"trainable": r"bias$|norm"},
+    "one matrix, muon": {"trainable": r"blocks\.0\.feed_in\.weight", "optimizer": "muon"},
+    "the embedding": {"trainable": "embed"},
+    "what draws": {"trainable": r"blocks\.1", "model": "support.training:dropping_model"},
+    "recomputed": {"trainable": r"blocks\.0", "recompute": "full", "model": "tiny"},
+}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_matches_changes_and_nothing_else(way: str, shards: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path, save_every=1, steps=3, **WAYS[way]))
+    first, last = load_weights(tmp_path, 2), load_weights(tmp_path, 3)
+    assert first.keys() == set(last)
+    search = re.compile(WAYS[way]["trainable"]).search
+    changed = {name for name in first if not torch.equal(first[name], last[name])}
+    tied = {"head.weight"} if "embedding.weight" in changed else set()
+    assert changed - tied == {name for name in first if search(name)} - tied
+    assert changed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_resumed_run_repeats_an_undisturbed_one(way: str, shards: Path, tmp_path: Path) -> None:
+    for name, stop in (("whole", None), ("parts", 3)):
+        run(make_config(shards, tmp_path / name, **WAYS[way]), stop_after=stop)
+    run(make_config(shards, tmp_path / "parts", resume=True, **WAYS[way]))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+
+
+def test_frozen_weights_are_saved_and_have_no_moments(shards: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path, trainable="norm"), stop_after=1)
+    state = load_state(tmp_path, 1)
+    with_moments = {name for group in state["optimizer"]["weights"] for name in group}
+    assert with_moments == {name for name in state["model"] if "norm" in name}
+    assert any("feed_in" in name for name in state["model"])
+
+
+def test_a_run_does_not_go_on_with_other_weights(shards: Path, tmp_path: Path) -> None:
+    run(make_config(shards, tmp_path, trainable="norm"), stop_after=1)
+    with pytest.raises(ResumeError, match="--trainable"):
+        run(make_config(shards, tmp_path, trainable="feed", resume=True))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [("blocks.0.feedin", "nearest are .*blocks.0.feed_in"), ("(", "invalid regular expression")],
+)
+def test_a_pattern_that_finds_nothing_is_refused_in_one_line(
+    pattern: str, words: str, shards: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        run(make_config(shards, tmp_path, trainable=pattern))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_weights_that_no_loss_hangs_on_are_refused_in_one_line(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_idle(head: Any) -> nn.Module:
+        model = make_transformer()
+        model.idle = nn.Linear(2, 2)
+        return model
+
+    monkeypatch.setattr("support.training.small_model", with_idle)
+    with pytest.raises(ConfigError, match="`--trainable`=idle: the loss"):
+        run(make_config(shards, tmp_path, trainable="idle"))
+
+
+def test_the_line_says_how_much_is_trained(
+    shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    run(make_config(shards, tmp_path, trainable="embed", steps=1))
+    assert re.search(r"trains 4,096 of [\d,]+ parameters", caplog.text)
+
+
+@pytest.mark.slow
+@given(st.lists(st.sampled_from([".", "norm", "feed", "embed", "blocks.0"]), min_size=1))
+def test_choosing_again_forgets_what_was_chosen_before(patterns: list[str]) -> None:
+    model = make_transformer()
+    for pattern in patterns:
+        train_only(model, trainable_names(model, pattern))
+    search = re.compile(patterns[-1]).search
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(weight, []).append(name)
+    assert all(w.requires_grad == any(map(search, own)) for w, own in names.items())
+    assert trainable_names(model, None) == trainable_names(model, patterns[-1])

@@ -1,0 +1,391 @@
+"""From gradients to a step: scaling, clipping, skipping, counting."""
+
+import copy
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from support.host_waits import HostWaits
+from support.training import make_config, make_transformer, one_document_a_row, run, write_labelled
+from torch import Tensor, nn
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config.run_config import OptimizerName, PrecisionName
+from tokenfeed.trainer.data.micro_batch import MicroBatch
+from tokenfeed.trainer.models.transformer import Transformer
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.tasks.language_modeling import LanguageModelling
+from tokenfeed.trainer.tasks.registry import task_of
+
+CPU = torch.device("cpu")
+NO_LIMIT = 1e9
+
+every_precision = pytest.mark.parametrize("precision_name", ["fp32", "bf16", "fp16"])
+every_optimizer = pytest.mark.parametrize("optimizer_name", ["adamw", "muon"])
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+
+
+class Training:
+    """A model, its optimizer and its precision, to be stepped."""
+
+    def __init__(self, precision_name: PrecisionName, optimizer_name: OptimizerName) -> None:
+        self.model = make_model()
+        self.optimizer = make_optimizer(self.model, optimizer_name, 0.1)
+        set_learning_rate(self.optimizer, 1e-2)
+        self.precision = Precision(precision_name, CPU)
+
+    def backward(self, number: int) -> None:
+        ids_BT = torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(number))
+        with self.precision.autocast():
+            loss = self.model(ids_BT).float().square().mean()
+        self.precision.backward(loss)
+
+    def step(self, scale: torch.Tensor | float = 1.0, clip_norm: float = NO_LIMIT) -> torch.Tensor:
+        return self.precision.step(self.optimizer, scale, clip_norm)
+
+    def content(self) -> dict[str, Any]:
+        """A copy of all that a skipped step must leave as it is."""
+        state = self.optimizer.state_dict()["state"]
+        return copy.deepcopy({"model": self.model.state_dict(), "state": state})
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            yield parameter.grad
+
+
+def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1.0, torch.ones(())])
+def test_a_step_that_neither_scales_nor_clips_is_plain_adamw_bit_for_bit(
+    scale: torch.Tensor | float,
+) -> None:
+    training, plain = Training("fp32", "adamw"), Training("fp32", "adamw")
+    for number in range(5):
+        training.backward(number)
+        training.step(scale)
+        plain.backward(number)
+        plain.optimizer.step()
+        plain.optimizer.zero_grad()
+    assert_same(training.content(), plain.content())
+
+
+def test_weights_in_double_precision_are_stepped_as_plain_adamw_does() -> None:
+    training, plain = Training("fp32", "adamw"), Training("fp32", "adamw")
+    for one in (training, plain):
+        one.model.double()
+        for parameter in one.model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.25)
+    training.step(1.0)
+    plain.optimizer.step()
+    weights, others = training.model.state_dict(), plain.model.state_dict()
+    assert all(weight.dtype == torch.float64 for weight in weights.values())
+    assert_same(weights, others)
+
+
+@pytest.mark.slow
+@given(
+    scale=st.floats(1e-6, 1e3),
+    clip_norm=st.floats(1e-3, 1e3),
+    on_device=st.booleans(),
+    number=st.integers(0, 1000),
+)
+def test_one_pass_scales_and_clips_as_two_passes_do(
+    scale: float, clip_norm: float, on_device: bool, number: int
+) -> None:
+    training, expected = Training("fp32", "adamw"), Training("fp32", "adamw")
+    seen: list[torch.Tensor] = []
+    training.optimizer.step = lambda: seen.extend(  # type: ignore[method-assign, assignment]
+        gradient / training.optimizer.grad_scale  # type: ignore[attr-defined]
+        for gradient in training.gradients()
+    )
+    training.backward(number)
+    norm = training.step(torch.tensor(scale) if on_device else scale, clip_norm)
+    expected.backward(number)
+    for gradient in expected.gradients():
+        gradient.mul_(scale)
+    expected_norm = nn.utils.clip_grad_norm_(expected.model.parameters(), clip_norm)
+    torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)
+    torch.testing.assert_close(seen, list(expected.gradients()), rtol=1e-6, atol=1e-12)
+
+
+@every_optimizer
+def test_a_step_that_scales_is_one_on_gradients_that_are_scaled_already(
+    optimizer_name: OptimizerName,
+) -> None:
+    training, expected = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
+    for number in range(3):  # the scale differs from step to step: momentum must know it
+        training.backward(number)
+        training.step(torch.tensor(0.5**number))  # by a power of two nothing is rounded
+        expected.backward(number)
+        for gradient in expected.gradients():
+            gradient.mul_(0.5**number)
+        expected.step()
+    assert_same(training.content(), expected.content())
+
+
+@every_precision
+@every_optimizer
+@pytest.mark.parametrize(
+    ("spoiled", "bad"),
+    [(0, math.inf), (1, -math.inf), (2, math.nan), (3, math.inf), (4, math.nan), (6, -math.inf)],
+)
+def test_one_bad_number_in_one_gradient_leaves_no_trace(
+    precision_name: PrecisionName, optimizer_name: OptimizerName, spoiled: int, bad: float
+) -> None:
+    training = Training(precision_name, optimizer_name)
+    expected = Training(precision_name, optimizer_name)
+    for number in (0, 1):
+        training.backward(number)
+        assert training.step().isfinite()
+        expected.backward(number)
+        expected.step()
+    before = training.content()
+    training.backward(2)
+    list(training.gradients())[spoiled].view(-1)[0] = bad
+    assert not training.step().isfinite()
+    assert_same(training.content(), before)
+    if precision_name == "fp16":
+        expected.precision._scaler.update(2.0**15)  # a skip halves the scale, and that is all
+    for number in (3, 4):
+        training.backward(number)
+        assert training.step().isfinite()
+        expected.backward(number)
+        expected.step()
+    assert_same(training.content(), expected.content())
+
+
+@every_optimizer
+def test_a_first_step_that_is_skipped_leaves_an_optimizer_as_new(
+    optimizer_name: OptimizerName,
+) -> None:
+    training, fresh = Training("fp32", optimizer_name), Training("fp32", optimizer_name)
+    training.backward(0)
+    next(training.gradients()).fill_(torch.nan)
+    training.step()
+    training.backward(1)
+    training.step()
+    fresh.backward(1)
+    fresh.step()
+    assert_same(training.content(), fresh.content())
+
+
+@every_optimizer
+def test_an_overflow_in_fp16_halves_the_scale(optimizer_name: OptimizerName) -> None:
+    training = Training("fp16", optimizer_name)
+    training.backward(0)
+    scale = training.precision.state_dict()["scaler"]["scale"]
+    next(training.gradients())[0, 0] = torch.inf
+    assert not training.step().isfinite()
+    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+    training.backward(1)
+    training.step()
+    assert training.precision.state_dict()["scaler"]["scale"] == scale / 2
+
+
+@every_precision
+@every_optimizer
+def test_a_step_makes_no_host_wait(
+    precision_name: PrecisionName, optimizer_name: OptimizerName
+) -> None:
+    training = Training(precision_name, optimizer_name)
+    training.backward(0)
+    targets = torch.tensor(7)
+    with HostWaits() as waits:
+        for number in range(3):
+            norm = training.step(1 / targets, 1.0)
+            torch.cat((norm.view(1), training.precision.skips))
+            training.backward(number)
+    assert waits.seen == []
+
+
+@pytest.mark.slow
+@given(st.lists(st.booleans(), max_size=8), st.integers(0, 8))
+def test_skips_are_counted_in_all_and_in_a_row_across_a_checkpoint(
+    bad: list[bool], saved_at: int
+) -> None:
+    training = Training("bf16", "adamw")
+    for number, is_bad in enumerate(bad):
+        if number == saved_at:
+            state = training.precision.state_dict()
+            training.precision = Precision("bf16", CPU)
+            training.precision.load_state_dict(state)
+        training.backward(number)
+        training.step(math.nan if is_bad else 1.0)
+    in_a_row = len(bad) if all(bad) else bad[::-1].index(False)
+    assert training.precision.skips.tolist() == [sum(bad), in_a_row]
+
+
+def test_a_reading_of_skips_does_not_change_later() -> None:
+    training = Training("fp32", "adamw")
+    before, state = training.precision.skips, training.precision.state_dict()
+    training.backward(0)
+    training.step(math.inf)
+    assert before.tolist() == state["skips"].tolist() == [0, 0]
+    assert training.precision.skips.tolist() == [1, 1]
+
+
+def test_a_scale_survives_a_checkpoint_and_one_of_another_precision_is_no_scale() -> None:
+    half = Precision("fp16", CPU)
+    half.backward(torch.ones((), requires_grad=True))
+    half._scaler.update(512.0)
+    resumed = Precision("fp16", CPU)
+    resumed.load_state_dict(half.state_dict())
+    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+    Precision("bf16", CPU).load_state_dict(half.state_dict())
+    resumed.load_state_dict(Precision("bf16", CPU).state_dict())
+    assert resumed.state_dict()["scaler"]["scale"] == 512.0
+
+
+@every_precision
+def test_sparse_and_missing_gradients_step_as_dense_and_none(
+    precision_name: PrecisionName,
+) -> None:
+    training = Training(precision_name, "muon")
+    expected = Training(precision_name, "muon")
+    table = training.model[0]
+    assert isinstance(table, nn.Embedding)
+    table.sparse = True
+    for number in range(3):
+        for one in (training, expected):
+            one.backward(number)
+            one.model[1].bias.grad = None  # type: ignore[union-attr]
+        torch.testing.assert_close(training.step(1.0, 0.1), expected.step(1.0, 0.1))
+    torch.testing.assert_close(training.content(), expected.content())
+
+
+@pytest.fixture
+def restored_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    yield
+    torch.backends.cudnn.benchmark = before
+
+
+@pytest.mark.usefixtures("restored_benchmark")
+@pytest.mark.parametrize(("model", "convolves"), [("convolving", True), ("small", False)])
+def test_learner_lets_cudnn_choose_kernels_for_convolutions(
+    model: str, convolves: bool, tmp_path: Path
+) -> None:
+    torch.backends.cudnn.benchmark = not convolves
+    shards = write_labelled(tmp_path / "shards", "lm", count=30)
+    config = make_config(shards, tmp_path / "run", model=f"support.training:{model}_model")
+    Learner(config, task_of(config, CPU), Precision("fp32", CPU), CPU)
+    assert torch.backends.cudnn.benchmark == convolves
+
+
+TASK = LanguageModelling(None, 0)  # type: ignore[arg-type] - the loss needs no data set
+
+
+def loss_sum(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    return TASK.loss_of(logits_BTV, one_document_a_row(labels_BT, labels_BT)).sum
+
+
+def make_labels(ids_BT: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    labels_BT = ids_BT.clone()
+    labels_BT[:, 0] = -100
+    for row, length in enumerate(lengths):
+        labels_BT[row, length:] = -100
+    return labels_BT
+
+
+def test_the_loss_is_the_sum_over_targets_of_the_next_token() -> None:
+    torch.manual_seed(0)
+    ids_BT = torch.randint(0, 11, (2, 6))
+    labels_BT = make_labels(ids_BT, [6, 3])
+    logits_BTV = torch.randn(2, 6, 11)
+    expected = torch.zeros(())
+    for row, position in ((0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 1), (1, 2)):
+        log_probabilities = logits_BTV[row, position - 1].log_softmax(0)
+        expected -= log_probabilities[ids_BT[row, position]]
+    torch.testing.assert_close(loss_sum(logits_BTV, labels_BT), expected)
+
+
+def test_the_softmax_is_fp32_whatever_the_logits_are() -> None:
+    logits_BTV = torch.randn(1, 4, 50).bfloat16()
+    labels_BT = torch.tensor([[-100, 3, 4, 5]])
+    loss = loss_sum(logits_BTV, labels_BT)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, loss_sum(logits_BTV.float(), labels_BT))
+
+
+def test_a_batch_without_targets_gives_zero_loss_and_zero_gradients() -> None:
+    logits_BTV = torch.randn(1, 4, 50, requires_grad=True)
+    loss = loss_sum(logits_BTV, torch.full((1, 4), -100))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits_BTV.grad is not None
+    assert not logits_BTV.grad.any()
+
+
+def step_in_parts(precision: Precision, parts: list[slice]) -> tuple[Transformer, float]:
+    """One step over four rows with unequal numbers of targets, in micro-batches."""
+    torch.manual_seed(0)
+    model = make_transformer("tiny", 64)
+    optimizer = make_optimizer(model, "adamw", 0.1)
+    ids_BT = torch.randint(0, 64, (4, 16))
+    labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
+    nominal = 64
+    for part in parts:
+        with precision.autocast():
+            loss = TASK.loss(model, one_document_a_row(ids_BT[part], labels_BT[part])).sum / nominal
+        precision.backward(loss)
+    targets = int((labels_BT != -100).sum())
+    norm = precision.step(optimizer, nominal / targets, 1e9)
+    return model, norm.item()
+
+
+@pytest.mark.slow
+def test_accumulated_micro_batches_weigh_every_target_token_the_same() -> None:
+    whole, whole_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
+    parts, parts_norm = step_in_parts(Precision("fp32", CPU), [slice(0, 1), slice(1, 4)])
+    assert parts_norm == pytest.approx(whole_norm, rel=1e-4)
+    for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_the_norm_is_that_of_the_mean_loss() -> None:
+    _, norm = step_in_parts(Precision("fp32", CPU), [slice(0, 2), slice(2, 4)])
+    torch.manual_seed(0)
+    model = make_transformer("tiny", 64)
+    ids_BT = torch.randint(0, 64, (4, 16))
+    labels_BT = make_labels(ids_BT, [16, 2, 9, 5])
+    logits = model(one_document_a_row(ids_BT))[:, :-1].flatten(0, 1)
+    F.cross_entropy(logits, labels_BT[:, 1:].flatten()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    assert norm == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_half_precision_steps_like_fp32(name: PrecisionName) -> None:
+    _, expected = step_in_parts(Precision("fp32", CPU), [slice(0, 4)])
+    precision = Precision(name, CPU)
+    model, norm = step_in_parts(precision, [slice(0, 4)])
+    assert norm == pytest.approx(expected, rel=0.05)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert bool(precision.state_dict()["scaler"]) == (name == "fp16")
+
+
+def test_out_of_memory_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(model: Transformer, micro_batch: MicroBatch) -> Tensor:
+        raise torch.OutOfMemoryError("simulated")
+
+    config = make_config(write_labelled(tmp_path / "shards", "lm"), tmp_path / "run", steps=2)
+    monkeypatch.setattr(Transformer, "hidden", fails)
+    with pytest.raises(ConfigError, match=r"needs more memory than there is. Halve it: [^\n]*$"):
+        run(config)

@@ -1,0 +1,484 @@
+"""The page of a run: well-formed, whole by itself, true to the values, made of what is there."""
+
+import json
+import re
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from support.commands import call
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.tools import report as report_command
+from tokenfeed.trainer.report.compare import compare
+from tokenfeed.trainer.report.page import page_of, write_page
+from tokenfeed.trainer.report.plots import Plot, Scale, Series, short, thinned
+from tokenfeed.trainer.report.run_folder import RunData
+from tokenfeed.trainer.stall import StallReport
+
+Values = st.floats(-1e9, 1e9).map(lambda value: round(value, 6))
+_VOID = {"meta"}
+
+
+def cause(fraction: float) -> dict[str, Any]:
+    return {
+        "fraction": fraction,
+        "seconds": 50.0 * fraction,
+        "interval": [fraction, fraction],
+        "p50_s": 0.0,
+        "p95_s": 0.0,
+        "p99_s": 0.0,
+        "max_s": 0.0,
+        "speed_up": 1 / (1 - fraction),
+    }
+
+
+def stall_of(**changes: Any) -> dict[str, Any]:
+    return {
+        "stall": 0.05,
+        "interval": [0.04, 0.06],
+        "at_most": 0.05,
+        "causes": {"data": cause(0.04), "log": cause(0.01), "checkpoint": cause(0.0)},
+        "steps": 195,
+        "queued_steps": 200,
+        "seconds": 50.0,
+        "tokens": 300_000,
+        "real_tokens_per_s": 6000.0,
+        "padding": 0.01,
+        "mfu": None,
+        "mfu_formula": None,
+        "joules_per_token": None,
+        "core_wait": 0.0,
+        "device": "CPU",
+        "on_gpu": False,
+        "method": "host clock",
+        "events": {},
+        "ranks": [],
+        "slowest_rank": None,
+        "advice": [],
+    } | changes
+
+
+def report_of(**changes: Any) -> dict[str, Any]:
+    return {
+        "run_dir": "runs/first",
+        "finished": True,
+        "steps": 200,
+        "skipped_steps": 0,
+        "tokens": 400_000,
+        "seconds": 60.0,
+        "real_tokens_per_s": 6000.0,
+        "padding": 0.01,
+        "stall": stall_of(),
+        "loss_first": 9.0,
+        "loss_last": 5.5,
+        "validation_loss_first": 9.0,
+        "validation_loss_last": 5.6,
+        "task": "lm",
+        "model": "tiny",
+        "parameters": 2_200_000,
+        "vocabulary_size": 8192,
+        "device": "cpu",
+        "precision": "fp32",
+        "versions": {"torch": "2.13"},
+    } | changes
+
+
+def run_of(
+    report: dict[str, Any], lines: list[dict[str, Any]] | None = None, **settings: Any
+) -> RunData:
+    """A run as it is read from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        (path / "report.json").write_text(json.dumps(report))
+        (path / "metrics.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines or ())
+        )
+        if settings:
+            (path / "config.yaml").write_text(yaml.safe_dump(settings))
+        return RunData.of_folder(path)
+
+
+class Checked(HTMLParser):
+    """Every element that is opened is closed, in its order; what is asked for is noted."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "href", "srcset")
+        ]
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def full_lines(count: int = 30) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": 10 * number,
+            "loss": 9.0 / number,
+            "validation_loss": 9.1 / number,
+            "learning_rate": 1e-3,
+            "gradient_norm": 1.0,
+            "real_tokens_per_s": 6000.0,
+            "stall_causes": {"data": 0.04, "log": 0.01, "copy": 0.0},
+            "step_seconds": {"p50": 0.01, "max": 0.05},
+            "gpu": {"memory_bytes": 8e9, "power_watts": 250.0},
+        }
+        for number in range(1, count + 1)
+    ]
+
+
+def test_a_page_is_well_formed_and_asks_nobody_for_anything() -> None:
+    page = page_of(run_of(report_of(rows_by_length=[0, 3, 9]), full_lines(), shards="x"))
+    checked = Checked(page)
+    assert checked.addresses == []
+    assert not {"script", "link", "img", "iframe", "object"} & set(checked.tags)
+    assert "url(" not in page
+    assert "@import" not in page
+    drawings = re.findall(r"(?s)<svg.*?</svg>", page)
+    assert len(drawings) == 9 + 6  # a plot each, and samples in three legends
+    for drawing in drawings:
+        ElementTree.fromstring(drawing)
+
+
+def test_every_plot_can_be_read_without_eyes_and_without_a_mouse() -> None:
+    page = page_of(run_of(report_of(rows_by_length=[4]), full_lines()))
+    figures = re.findall(r"(?s)<figure.*?</figure>", page)
+    assert len(figures) == 9
+    for figure in figures:
+        assert 'tabindex="0"' in figure
+        assert 'role="img" aria-label="' in figure
+        assert len(re.sub("<[^>]*>", "", figure.split("</svg>\n<p>")[1].split("</p>")[0])) > 15
+    assert page.count("<summary>values</summary>") == 8
+
+
+def test_cause_table_explains_each_cause_that_shows() -> None:
+    causes = {"data": cause(0.04), "log": cause(4e-5)}
+    page = page_of(run_of(report_of(stall=stall_of(causes=causes))))
+    Checked(page)
+    assert "<th>data<span class=soft>a batch that was not ready</span></th>" in page
+    assert "<th>log" not in page
+
+
+@pytest.mark.parametrize("missing", ["real_tokens_per_s", "loss_last", "validation_loss_last"])
+def test_what_is_not_known_is_left_out(missing: str) -> None:
+    stall = stall_of(**{missing: None} if missing == "real_tokens_per_s" else {})
+    page = page_of(run_of(report_of(**{missing: None, "stall": stall})))
+    Checked(page)
+    assert "None" not in page
+    assert "<figure" not in page
+
+
+def test_page_says_why_nothing_was_measured() -> None:
+    for queued, why in ((3, "3 steps so far, all of them warm-up"), (0, "was never called")):
+        stall = stall_of(stall=None, steps=0, queued_steps=queued, real_tokens_per_s=None)
+        page = page_of(run_of(report_of(stall=stall, real_tokens_per_s=None, finished=False)))
+        Checked(page)
+        assert why in page
+        assert "stopped before its end" in page
+
+
+def test_page_names_the_parts_of_a_resumed_run() -> None:
+    run = run_of(report_of(parts=3))
+    assert "Trained in 3 parts" in page_of(run)
+    assert "400,000 real tokens in 3 parts" in run.summary()
+    assert "parts" not in run_of(report_of()).summary()
+
+
+def test_names_are_text_and_no_markup() -> None:
+    nasty = "<b>&\"runs'"
+    advice = [{"cause": "data", "is_severe": True, "text": f"{nasty} `--flag <x>`", "gain": 9.8}]
+    report = report_of(model=nasty, device=nasty, stall=stall_of(advice=advice))
+    page = page_of(run_of(report, full_lines(), shards=nasty))
+    Checked(page)
+    assert "<b>&" not in page
+    assert "<code>--flag &lt;x&gt;</code> <b>(at least 10.8 times as fast)</b>" in page
+
+
+def test_page_shows_metrics_of_the_last_split() -> None:
+    first, second = {"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0, "accuracy": 0.25}
+    page = page_of(run_of(report_of(metrics={"validation": first, "test": second})))
+    assert "accuracy, test</span><b>0.25</b>" in page
+    assert "accuracy, validation" not in page
+
+
+def test_smaller_causes_are_summed_and_nothing_is_lost() -> None:
+    causes = {f"cause {number}": number / 1000 for number in range(1, 13)}
+    page = page_of(run_of(report_of(), [{"step": n, "stall_causes": causes} for n in (10, 20)]))
+    (figure,) = re.findall(r"(?s)<figure.*?</figure>", page)
+    names = re.findall(r"<th>([^<]+)</th>", figure.split("<tbody>")[0])
+    assert names == ["step", *(f"cause {number}" for number in range(12, 6, -1)), "the rest"]
+    shares = [float(share) for share in re.findall(r"<td>([\d.]+)%</td>", figure)[:7]]
+    assert sum(shares) == pytest.approx(100 * sum(causes.values()), abs=0.4)
+
+
+@pytest.mark.slow
+@example(ys=[[3.0], [1.0]], stacked=True, from_zero=False)
+@given(
+    ys=st.lists(st.lists(Values, min_size=1, max_size=20), min_size=1, max_size=7),
+    stacked=st.booleans(),
+    from_zero=st.booleans(),
+)
+def test_all_that_is_drawn_lies_within_the_picture(
+    ys: list[list[float]], stacked: bool, from_zero: bool
+) -> None:
+    if stacked:
+        ys = [[abs(value) for value in one[: min(map(len, ys))]] for one in ys]
+    series = [Series(f"s{n}", list(range(len(one))), one) for n, one in enumerate(ys)]
+    plot = Plot("title", "reading", series, stacked=stacked, from_zero=from_zero)
+    drawing = ElementTree.fromstring(f"<svg>{plot.drawing()}</svg>")
+    for element in drawing.iter():
+        for name, size in (("x", 720), ("y", 260), ("cx", 720), ("cy", 260)):
+            assert -0.1 <= float(element.get(name, "0")) <= size + 0.1
+    for path in drawing.iter("path"):
+        numbers = [float(number) for number in re.findall(r"-?\d+\.\d+", path.get("d", ""))]
+        assert all(-0.1 <= number <= 720.1 for number in numbers)
+
+
+def test_the_table_of_a_plot_has_its_values() -> None:
+    series = [Series("a", [1, 2, 3], [1, 2, 3]), Series("b", [2, 4], [20, 40])]
+    assert Plot("t", "r", series).table() == [
+        ("1", ["1", ""]),
+        ("2", ["2", "20"]),
+        ("3", ["3", ""]),
+        ("4", ["", "40"]),
+    ]
+
+
+@given(ys=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=500), most=st.integers(1, 50))
+def test_fewer_points_keep_the_mean_and_the_last_step(ys: list[float], most: int) -> None:
+    series = Series("a", list(range(len(ys))), ys)
+    found = thinned(series, most)
+    assert len(found.xs) == len(found.ys) <= most
+    assert found.xs[-1] == len(ys) - 1
+    ends = [-1, *found.xs]
+    counts = [int(b - a) for a, b in pairwise(ends)]
+    total = sum(count * value for count, value in zip(counts, found.ys, strict=True))
+    assert total == pytest.approx(sum(ys), rel=1e-6, abs=1e-3)
+
+
+@given(low=Values, span=st.floats(1e-3, 1e9))
+def test_ticks_are_round_few_and_within(low: float, span: float) -> None:
+    scale = Scale(low, low + span, 0, 100)
+    ticks = scale.ticks()
+    assert 1 <= len(ticks) <= 7
+    room = 1e-6 * span + 1e-12 * abs(low)
+    assert all(low - room <= tick <= low + span + room for tick in ticks)
+    assert (scale(scale.low), scale(scale.high)) == (0, pytest.approx(100))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(0, "0"), (0.05, "0.05"), (999, "999"), (1234, "1,234"), (35_000, "35k"), (1.2e6, "1.2M")],
+)
+def test_numbers_are_short(value: float, said: str) -> None:
+    assert short(value) == said
+
+
+def write_run(folder: Path, report: dict[str, Any] | str, lines: str = "") -> Path:
+    folder.mkdir()
+    text = report if isinstance(report, str) else json.dumps(report)
+    (folder / "report.json").write_text(text)
+    (folder / "metrics.jsonl").write_text(lines)
+    return folder
+
+
+def test_a_page_is_written_of_what_a_killed_run_left(tmp_path: Path) -> None:
+    lines = "".join(json.dumps(line) + "\n" for line in full_lines(3)) + '{"step": 40, "lo'
+    folder = write_run(tmp_path / "run", report_of(), lines)
+    Checked(write_page(folder).read_text())
+    assert len(RunData.of_folder(folder).lines) == 3
+
+
+def test_folder_without_a_report_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no report.json. Give the folder of a run"):
+        write_page(tmp_path)
+    damaged = ["{", "[]", '"x"', "[" * 10**5, '{"stall": {}}', json.dumps(report_of(stall={}))]
+    damaged += [json.dumps(report_of(tokens=10**400)), json.dumps(report_of(metrics={"test": "x"}))]
+    damaged += [json.dumps(report_of(stall=stall_of(causes=[]))), json.dumps(report_of(remote={}))]
+    for number, text in enumerate(damaged):
+        folder = write_run(tmp_path / str(number), text)
+        with pytest.raises(ConfigError, match=r"report.json is damaged, or from another version"):
+            write_page(folder)
+
+
+ODD_LINES = [
+    '{"step": 5, "stall_causes": []}',
+    '{"step": 5, "stall_causes": "x"}',
+    '{"step": 5, "stall_causes": {"data": null}}',
+    '{"step": 5, "stall_causes": {"data": NaN}}',
+    '{"step": 1%s, "loss": 1.0}' % ("0" * 400),
+    '{"step": 5, "loss": 1%s}' % ("0" * 400),
+    '{"step": 5, "loss": -1e308}\n{"step": 6, "loss": 1e308}',
+    '{"step": 5, "real_tokens_per_s": 5e-324}',
+    '{"step": 5, "gpu": 7}',
+    '{"step": "x"}',
+    "[" * 10**5,
+    "\x00",
+]
+
+
+@pytest.mark.parametrize("line", ODD_LINES, ids=range(len(ODD_LINES)))
+def test_damaged_metrics_line_is_left_out(line: str, tmp_path: Path) -> None:
+    good = json.dumps(full_lines(1)[0]) + "\n"
+    run = RunData.of_folder(write_run(tmp_path / "run", report_of(), f"{good}{line}\n"))
+    Checked(page_of(run))
+    assert run.lines[0].loss == 9.0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        b"seed: \xb1\n",
+        b"5: 6\n",
+        b"[" * 2000,
+        b"a: 2001-99-99\n",
+        b"a: !!bool x\n",
+        b"? {a: b}\n: c",
+    ],
+)
+def test_damaged_config_leaves_a_report(config: bytes, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", report_of())
+    (folder / "config.yaml").write_bytes(config)
+    Checked(write_page(folder).read_text())
+    found = compare(RunData.of_folder(folder), run_of(report_of(), seed=1))
+    assert "--seed" in [row.name for row in found.settings]
+
+
+@given(
+    st.sampled_from(["report.json", "metrics.jsonl", "config.yaml"]),
+    st.lists(st.integers(0, 2**31), min_size=1, max_size=3),
+)
+@settings(max_examples=150)
+def test_flipped_bits_never_give_a_traceback(name: str, places: list[int]) -> None:
+    rank = {"rank": 0, "steps": 5, "seconds": 2.0, "causes": {"data": 0.5}, "fraction": 0.25}
+    slow = {"rank": 0, "cause": "work", "step_seconds": 0.1, "cost": 0.2}
+    stall = stall_of(ranks=[rank | {"waited_seconds": 0.1}], slowest_rank=slow)
+    waits = dict.fromkeys(("p50", "p95", "p99", "max"), 0.1)
+    store = dict.fromkeys(("requests", "bytes", "retries", "outage_s", "hits", "damaged"), 5)
+    report = report_of(stall=stall, rows_by_length=[0, 3, 9], metrics={"test": {"accuracy": 0.5}})
+    report["remote"] = store | {"wait_s": waits}
+    with tempfile.TemporaryDirectory() as parent:
+        lines = "".join(json.dumps(line) + "\n" for line in full_lines(3))
+        folder = write_run(Path(parent) / "run", report, lines)
+        (folder / "config.yaml").write_text("seed: 7\nshards: x\nrun_dir: y\n")
+        content = bytearray((folder / name).read_bytes())
+        for place in places:
+            content[place // 8 % len(content)] ^= 1 << place % 8
+        (folder / name).write_bytes(content)
+        try:
+            run = RunData.of_folder(folder)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+            return
+        assert run.summary()
+        assert page_of(run)
+        assert compare(run, run_of(report_of(), seed=1)).figures
+
+
+def test_losses_are_compared_at_the_last_common_step() -> None:
+    def lines(steps: range, loss: float) -> list[dict[str, Any]]:
+        return [{"step": step, "loss": loss + step} for step in steps]
+
+    one = run_of(report_of(steps=60), lines(range(10, 61, 10), 1.0))
+    other = run_of(report_of(steps=120), lines(range(10, 121, 10), 2.0))
+    figures = {row.name: row for row in compare(one, other).figures}
+    assert figures["loss at step 60"].one == "61.0000"
+    assert figures["loss at step 60"].other == "62.0000"
+    assert figures["loss at step 60"].change == "+1.6%"
+    assert figures["steps"].change == figures["real tokens"].change == ""
+    apart = compare(one, run_of(report_of(), lines(range(5, 60, 10), 2.0))).figures
+    (loss,) = [row for row in apart if row.name.startswith("loss")]
+    assert (loss.name, loss.one, loss.change) == ("loss", "61.0000 at step 60", "")
+
+
+def test_two_runs_are_told_apart_by_figures_causes_and_settings() -> None:
+    stall = stall_of(
+        stall=0.2,
+        real_tokens_per_s=9000.0,
+        causes={"data": cause(0.2), "communication": cause(1e-5)},
+    )
+    metrics = {"validation": {"loss": 5.6, "accuracy": 0.5}, "test": {"loss": 5.0}}
+    found = compare(
+        run_of(report_of(), full_lines(), run_dir="a", seed=1, steps=200, export=None),
+        run_of(
+            report_of(stall=stall, metrics=metrics),
+            full_lines(),
+            run_dir="b",
+            seed=2,
+            steps=200,
+            keep=3,
+        ),
+    )
+    figures = {row.name: row for row in found.figures}
+    assert len(figures) == len(found.figures)
+    speed = figures["real tokens a second"]
+    assert (speed.one, speed.other, speed.change) == ("6,000", "9,000", "+50.0%")
+    assert figures["seconds a step"].one == "0.2564"
+    assert [name for name in figures if name.startswith("validation")] == [
+        "validation loss at step 300",
+        "validation accuracy",
+    ]
+    assert (figures["test loss"].one, figures["test loss"].other) == ("", "5.0000")
+    assert [(row.name, row.one, row.other, row.change) for row in found.causes] == [
+        ("stall", "5.00%", "20.00%", "+15.00 points"),
+        ("data", "4.00%", "20.00%", "+16.00 points"),
+        ("log", "1.00%", "0.00%", "-1.00 points"),
+    ]
+    assert [(row.name, row.one, row.other) for row in found.settings] == [
+        ("--seed", "1", "2"),
+        ("--keep", "not set", "3"),
+    ]
+
+
+def test_report_command_needs_no_store_and_no_writable_folder(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", report_of())
+    (folder / "config.yaml").write_text("shards: http://127.0.0.1:9/x\n")
+    (folder / "report.html").mkdir()  # root may write to a read-only folder, but not here
+    ended = call(report_command.main, folder)
+    assert ended.stdout.startswith("model    tiny")
+    assert ended.stderr == f"warning: {folder}/report.html: not written: Is a directory\n"
+
+
+def test_compare_prints_names_with_brackets_as_they_are(tmp_path: Path) -> None:
+    for name in ("[red]a", "]:eyes:"):
+        StallReport(**stall_of(causes={})).write(tmp_path / name)
+    found = call(report_command.main, "compare", tmp_path / "[red]a", tmp_path / "]:eyes:")
+    shown = "".join(found.stdout.split())
+    assert "[red]a" in shown
+    assert "]:eyes:" in shown
+
+
+def test_report_of_a_meter_has_a_page_and_is_read_again(tmp_path: Path) -> None:
+    report = StallReport(**stall_of(causes={}))
+    page = report.write(tmp_path / "loop")
+    assert page == tmp_path / "loop" / "report.html"
+    Checked(page.read_text())
+    page.unlink()
+    ended = call(report_command.main, tmp_path / "loop")
+    assert ended.stdout == f"{report}\npage     {page}\n"
+    assert json.loads(call(report_command.main, tmp_path / "loop", "--json").stdout)["steps"] == 195
+    found = call(report_command.main, "compare", tmp_path / "loop", tmp_path / "loop", "--json")
+    assert json.loads(found.stdout)["figures"][0]["name"] == "real tokens a second"
+    Checked(page.read_text())

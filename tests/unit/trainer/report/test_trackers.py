@@ -1,0 +1,165 @@
+"""Trackers: told what metrics.jsonl is told, and no run ends by one."""
+
+import dataclasses
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.training import make_config, read_metrics, run, write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.report import trackers
+from tokenfeed.trainer.report.trackers import Trackers, check_trackers
+
+
+class Service(types.ModuleType):
+    """Stands for the module `wandb`, or `trackio`."""
+
+    def __init__(self, name: str, fails: str = "") -> None:
+        super().__init__(name)
+        self.calls: list[tuple[str, Any]] = []
+        self.fails = fails
+
+    def _note(self, name: str, what: Any) -> None:
+        self.calls.append((name, what))
+        if name == self.fails:
+            raise OSError(f"{name} found\nno network")
+
+    def init(self, **settings: Any) -> None:
+        self._note("init", settings)
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self._note("log", (step, values))
+
+    def finish(self) -> None:
+        self._note("finish", None)
+
+    def called(self, name: str) -> list[Any]:
+        return [what for called, what in self.calls if called == name]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("lm") / "shards", "lm", count=150)
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Installs a service in name only."""
+
+    def install(name: str, fails: str = "") -> Service:
+        service = Service(name, fails)
+        monkeypatch.setitem(sys.modules, name, service)
+        monkeypatch.setattr(trackers, "find_spec", lambda _: True)
+        return service
+
+    return install
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """The numbers of a line, those inside others by both names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{before}{name}/")
+        elif value is not None:
+            found[before + name] = value
+    return found
+
+
+def test_services_are_told_every_line_of_metrics(serve: Any, shards: Path, tmp_path: Path) -> None:
+    services = [serve(name) for name in ("wandb", "trackio")]
+    report = run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
+    lines = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    expected = [(line.pop("step"), flat(line)) for line in lines]
+    for service in services:
+        assert service.called("log") == expected
+        assert [name for name, _ in service.calls[:1] + service.calls[-1:]] == ["init", "finish"]
+    assert any("validation_loss" in values for _, values in expected)
+    tested = {f"test_{name}": value for name, value in report.metrics["test"].items()}
+    assert expected[-1] == (4, tested)
+
+
+def test_the_metrics_of_the_test_split_are_told_once_however_often_a_run_ends(
+    serve: Any, shards: Path, tmp_path: Path
+) -> None:
+    service = serve("wandb")
+    config = make_config(shards, tmp_path / "run", track=("wandb",), steps=2)
+    run(config)
+    (tmp_path / "run" / "report.json").unlink()  # as a kill just before it leaves the run
+    run(dataclasses.replace(config, resume=True))
+    run(dataclasses.replace(config, resume=True, steps=4))
+    told = [step for step, values in service.called("log") if "test_loss" in values]
+    assert told == [2, 4]
+    assert [*read_metrics(tmp_path / "run", "test_loss")] == [2, 4]
+
+
+def test_a_resumed_run_goes_on_under_its_name(serve: Any, shards: Path, tmp_path: Path) -> None:
+    service = serve("wandb")
+    config = make_config(shards, tmp_path / "a run", track=("wandb",))
+    run(config, stop_after=2)
+    run(make_config(shards, tmp_path / "a run", track=("wandb",), resume=True), stop_after=1)
+    run(make_config(shards, tmp_path / "other" / "a run", track=("wandb",)), stop_after=1)
+    first, again, other = service.called("init")
+    assert first["id"] == again["id"] != other["id"]
+    assert first["id"].startswith("a-run-")
+    assert first["resume"] == "allow"
+    assert first["config"]["steps"] == config.steps
+
+
+@pytest.mark.parametrize("fails", ["init", "log", "finish"])
+def test_a_service_that_fails_is_named_once_and_the_run_goes_on(
+    fails: str, serve: Any, shards: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, other = serve("wandb", fails), serve("trackio")
+    report = run(make_config(shards, tmp_path / "run", track=("wandb", "trackio"), steps=4))
+    assert report.finished
+    warnings = [record.getMessage() for record in caplog.records if "--track" in record.msg]
+    assert warnings == [f"--track wandb: {fails} found no network. The run goes on without it"]
+    assert len(service.called(fails)) == 1
+    assert len(other.called("finish")) == 1
+
+
+def test_a_finished_run_is_finished_with_trackers_too(shards: Path, tmp_path: Path) -> None:
+    report = run(make_config(shards, tmp_path / "run", steps=2))
+    again = run(make_config(shards, tmp_path / "run", steps=2, track=("wandb",), profile="1:2"))
+    assert again == report
+
+
+def test_only_rank_0_tells(serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = serve("wandb")
+    monkeypatch.setenv("RANK", "1")
+    Trackers(TrainConfig(shards="out", run_dir=tmp_path, track=("wandb",))).log({"step": 1})
+    assert service.calls == []
+
+
+def test_figures_within_figures_have_both_names(serve: Any, tmp_path: Path) -> None:
+    service = serve("trackio")
+    told = Trackers(TrainConfig(shards="out", run_dir=tmp_path, track=("trackio",)))
+    told.log({"step": 3, "gpu": {"memory_bytes": 5}, "stall": None})
+    assert service.called("log") == [(3, {"gpu/memory_bytes": 5})]
+
+
+def test_a_package_that_is_missing_is_refused_before_training(
+    monkeypatch: pytest.MonkeyPatch, shards: Path, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    config = make_config(shards, tmp_path / "run", track=("wandb",))
+    with pytest.raises(ConfigError, match=r"`--track`=wandb: .* Run `pip install wandb`"):
+        run(config)
+    assert not config.run_dir.exists()
+    check_trackers(())
+
+
+def test_tensorboard_gets_the_figures(shards: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(make_config(shards, tmp_path / "run", track=("tensorboard",), steps=4))
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4]
+    assert [event.step for event in found.Scalars("validation_loss")] == [0, 4]

@@ -1,0 +1,157 @@
+"""Steps without values: they take the memory that real steps take, and say what a run will be."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.training import RUNS, make_config, write_every_task
+from torch.profiler import ProfilerActivity, profile
+
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.trainer.feeding.batch_policy import is_packed, make_policy
+from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
+from tokenfeed.trainer.models.transformer import SIZES, ModelSize
+from tokenfeed.trainer.optim.gradients import Tally
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.sensors.gpu_models import GPUS
+from tokenfeed.trainer.sizing.dry_run import Planned
+from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = RUNS | {
+    "bf16": RUNS["lm packed"] | {"precision": "bf16"},
+    "fp16": RUNS["tag padded"] | {"precision": "fp16"},
+    "muon": RUNS["lm packed"] | {"optimizer": "muon"},
+    "selective": RUNS["complete packed"] | {"recompute": "selective"},
+    "full": RUNS["masked packed"] | {"recompute": "full", "dropout": 0.1},
+}
+SIZE = ModelSize(layers=2, width=64, heads=2)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_task(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "tiny", SIZE)
+    monkeypatch.setattr(vocabulary_loss, "_WORTH_BYTES", 0)
+
+
+def plan_of(data: Path, **settings: Any) -> tuple[Any, Planned]:
+    shards = data / settings.pop("shards")
+    sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
+    config = make_config(shards, data / "run", **sizes | settings)
+    return config, Planned(config, None)
+
+
+def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
+    """The steps that are predicted, with values."""
+    precision = Precision(planned.precision, CPU)
+    learner = Learner(config, planned.task, precision, CPU)
+    rows, length = planned.shape(config)
+    with memory:
+        for parameter in learner.model.parameters():
+            if isinstance(memory, PeakBytes):
+                memory.add(parameter)
+        for step in (1, 2):
+            tally = Tally.zero(CPU)
+            for number in range(2):
+                shown = planned.task.prepare(planned.like.blank_like(rows, length), number)
+                tally.add(learner.add_gradients(shown), 0, 0)
+                del shown
+            learner.step(step, tally.loss, tally.targets)
+    return learner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_the_peak_is_that_of_the_tensors_of_real_steps(way: str, data: Path) -> None:
+    config, planned = plan_of(data, **WAYS[way])
+    memory = PeakBytes()
+    real_steps(config, planned, memory)
+    assert planned.peak(config) == pytest.approx(memory.peak, rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["lm packed", "complete packed", "tag padded", "full", "bf16"])
+def test_the_peak_is_that_of_what_is_really_allocated(way: str, data: Path) -> None:
+    config, planned = plan_of(data, **WAYS[way])
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    learner = real_steps(config, planned, profiler)
+    weights = sum(parameter.nbytes for parameter in learner.model.parameters())
+    assert planned.peak(config) == pytest.approx(weights + allocated(profiler), rel=0.05)
+
+
+def allocated(profiler: Any) -> int:
+    """The most bytes above those at its begin that the allocator had given out."""
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.slow
+def test_prediction_changes_nothing_that_is_drawn_later(data: Path) -> None:
+    config, planned = plan_of(data, **WAYS["masked packed"])
+    assert planned.peak(config) == planned.peak(config)
+    assert torch.rand(2).device == CPU
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_operations_of_a_token_are_those_of_the_formula(
+    layers: int, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "tiny", dataclasses.replace(SIZE, layers=layers))
+    _, planned = plan_of(data, **WAYS["lm packed"])
+    in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
+    wanted = 6 * in_products + 12 * layers * SIZE.width * 48
+    assert planned.weightless.flops_per_token(planned.like, 48) == pytest.approx(wanted)
+
+
+def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> None:
+    _, planned = plan_of(data, **WAYS["lm packed"])
+    before = planned.weightless.flops_per_token(planned.like, 32)
+    frozen = planned.weightless.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
+    after = planned.weightless.flops_per_token(planned.like, 32)
+    assert before - after == pytest.approx(2 * frozen.numel())
+
+
+@pytest.mark.parametrize("way", RUNS)
+def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
+    config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
+    packed = is_packed(config, planned.task)
+    policy = make_policy(config, packed=packed, on_gpu=False)
+    split = planned.task.manifest.split("train")
+    found = EpochShapes.of_split(split, policy, seed=0, step_size=1)
+    with ShardLoader(config.shards, batching=policy, num_workers=0) as loader:
+        shapes = [tuple(batch["input_ids"].shape) for batch in loader]
+    slots = sum(rows * length for rows, length in shapes)
+    assert found.steps == pytest.approx(len(shapes), rel=0.1)
+    assert found.slots == pytest.approx(slots, rel=0.05)
+    assert sum(found.shapes.values()) <= found.steps
+
+
+@pytest.mark.slow
+def test_what_fits_is_measured_to_fit_and_the_next_is_not(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vocabulary_loss, "_MOST_TOKENS", 512)
+    config, _ = plan_of(data, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
+    for gib in (0.02, 0.1):
+        gpu = dataclasses.replace(GPUS["A100"], gib=gib)
+        found, peak = Planned(config, gpu).fitting()
+        assert found is not None
+        assert peak is not None
+        assert peak <= 0.92 * gpu.bytes
+        if found < config.step_tokens:
+            larger = dataclasses.replace(config, micro_batch_tokens=2 * found)
+            assert Planned(config, gpu).peak(larger) > 0.92 * gpu.bytes

@@ -1,0 +1,375 @@
+"""Settings that suit a data set: they work together, and steps are those of epochs."""
+
+import dataclasses
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.training import write_labelled
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, SplitInfo
+from tokenfeed.pipeline.format.schema import Task, task_columns
+from tokenfeed.tools import train_settings as train_command
+from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.feeding.batch_policy import make_policy
+from tokenfeed.trainer.feeding.loaders import step_feed
+from tokenfeed.trainer.models.transformer import SIZES
+from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, recognized
+from tokenfeed.trainer.sizing.recommended import (
+    Asked,
+    Machine,
+    able,
+    epochs_of,
+    estimated_steps,
+    lasting,
+    machine_of,
+    sized,
+    suited,
+)
+
+AUTO = Asked()
+LABELLED = ("classify", "score", "tag")
+PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
+
+
+def make_manifest(task: str, rows: int, mean: int, longest: int) -> Manifest:
+    """Of so many rows; what defaults do not read is left out."""
+    split = one_shard(rows=rows, tokens=rows * mean, longest=longest)
+    absent: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Manifest))
+    columns = task_columns(task) if task in get_args(Task) else ()  # type: ignore[arg-type]
+    known = {"task": task, "splits": {"train": split}, "columns": columns}
+    return Manifest(**absent | known)
+
+
+def one_shard(*, rows: int, tokens: int, longest: int = 1) -> SplitInfo:
+    """A split whose rows are about as long as each other."""
+    shard = ShardInfo(
+        file="a", bytes=1, xxh3="", rows=rows, tokens=tokens, batches=1, longest_row=longest
+    )
+    bins = [0] * 32
+    bins[(tokens // rows).bit_length() - 1] = rows
+    return SplitInfo(shards=(shard,), length_histogram=tuple(bins))
+
+
+@st.composite
+def manifests(draw: st.DrawFn, tasks: tuple[str, ...] = (*LABELLED, "complete")) -> Manifest:
+    mean = draw(st.integers(1, 5_000))
+    rows, longest = draw(st.integers(1, 5_000)), draw(st.integers(mean, 10**5))
+    return make_manifest(draw(st.sampled_from(tasks)), rows, mean, longest)
+
+
+def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> TrainConfig:
+    config = PLAIN
+    for choice in suited(manifest, AUTO):
+        config = dataclasses.replace(config, **choice.settings)
+    config = dataclasses.replace(config, **given)
+    epochs = epochs or epochs_of(manifest, AUTO)
+    if epochs:
+        steps = estimated_steps(epochs, config, manifest, on_gpu=False)
+        config = dataclasses.replace(config, steps=steps)
+    for choice in lasting(manifest, config, AUTO, said=given):
+        config = dataclasses.replace(config, **choice.settings)
+    return config
+
+
+@given(manifests())
+def test_whatever_the_size_the_settings_work_together(manifest: Manifest) -> None:
+    config = config_for(manifest)
+    config.check()
+    assert config.model in SIZES
+    make_policy(config, packed=manifest.task == "complete", on_gpu=False)
+    assert config.warmup_steps < config.steps
+
+
+@given(manifests(), st.integers(1, 100), st.integers(1, 500))
+def test_steps_are_those_of_epochs(manifest: Manifest, epochs: int, rows: int) -> None:
+    config = config_for(manifest, epochs, step_rows=rows, batching="padded")
+    assert config.steps == epochs * math.ceil(manifest.split("train").rows / rows)
+
+
+@given(manifests())
+def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Manifest) -> None:
+    epochs = epochs_of(manifest, AUTO)
+    assert epochs is not None
+    assert 3 <= epochs <= 10
+    assert epochs == 3 or epochs * manifest.split("train").tokens <= 2_000_000
+
+
+@given(manifests())
+def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifest) -> None:
+    config = config_for(manifest)
+    assert config.eval_every == config.save_every <= 1000  # so that the best is one of the saved
+    assert config.steps < 20 or config.steps / config.eval_every > 10
+
+
+@given(
+    manifests(("lm", "complete", "classify")),
+    st.integers(1, 10**7),
+    st.integers(0, 10**7),
+    st.integers(1, 10**5),
+    st.sets(st.sampled_from(["eval_every", "save_every"])),
+)
+def test_evaluations_take_a_twentieth_of_a_run(
+    manifest: Manifest, validation: int, test: int, steps: int, said: set[str]
+) -> None:
+    sizes = {"validation": validation, "test": test}
+    splits = {name: one_shard(rows=size, tokens=size) for name, size in sizes.items() if size}
+    manifest = dataclasses.replace(manifest, splits=manifest.splits | splits)
+    config = dataclasses.replace(PLAIN, steps=steps)
+    for choice in lasting(manifest, config, AUTO, said=said):
+        config = dataclasses.replace(config, **choice.settings)
+    count = 1 + math.ceil(steps / config.eval_every)
+    tokens = min(validation, config.eval_tokens or validation)
+    trained = steps * config.step_tokens
+    assert (tokens - 1) * count / 3 <= 0.05 * trained
+    assert config.eval_tokens is not None or test <= max(1, int(0.15 * trained))
+    if not said:
+        assert count <= 22 or config.eval_every == 1000
+
+
+@given(manifests(("lm", "regress")), st.integers(1, 9))
+def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
+    manifest: Manifest, epochs: int
+) -> None:
+    assert suited(manifest, AUTO) == [] == lasting(manifest, PLAIN, AUTO)
+    steps = estimated_steps(epochs, PLAIN, manifest, on_gpu=False)
+    assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
+
+
+def test_masked_documents_keep_the_plain_settings_too() -> None:
+    assert suited(make_manifest("lm", 100, 10, 20), Asked(objective="masked")) == []
+
+
+def test_a_line_names_only_what_the_run_has_by_it() -> None:
+    manifest = make_manifest("classify", 3257, 24, 66)
+    lines = [choice.line(config_for(manifest)) for choice in suited(manifest, AUTO)]
+    assert lines[0] == "--model words --dropout 0.3 (78,168 tokens are few)"
+    other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
+    assert suited(manifest, AUTO)[0].line(other) == ""
+
+
+@given(manifests())
+def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
+    asked = Asked(model="hf:folder")
+    chosen = {k: v for each in suited(manifest, asked) for k, v in each.settings.items()}
+    assert epochs_of(manifest, asked) == 3
+    assert chosen["learning_rate"] == 5e-5
+    assert not {"model", "dropout"} & set(chosen)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_labelled(tmp_path_factory.mktemp("tag") / "shards", "tag")
+
+
+def parsed(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> TrainConfig:
+    monkeypatch.setattr(sys, "argv", ["train", *map(str, arguments)])
+    return parse_config()
+
+
+def test_the_command_takes_what_suits_and_what_it_is_told_comes_first(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manifest = Manifest.read(shards)
+    options = ("--shards", shards, "--run-dir", tmp_path)
+    same = {"shards": str(shards), "run_dir": tmp_path}
+    assert parsed(monkeypatch, *options) == config_for(manifest, **same)
+    told = parsed(monkeypatch, *options, "--step-rows", 7, "--epochs", 4, "--eval-every", 3)
+    assert told == config_for(manifest, 4, **same, step_rows=7, eval_every=3)
+    by_tokens = parsed(monkeypatch, *options, "--step-tokens", 4096)
+    assert (by_tokens.step_rows, by_tokens.step_tokens) == (None, 4096)
+    steps = parsed(monkeypatch, *options, "--steps", 50)
+    assert (steps.steps, steps.eval_every, steps.warmup_steps) == (50, 3, 5)
+
+
+def test_flags_survive_the_second_reading(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = parsed(monkeypatch, "--shards", shards, "--run-dir", tmp_path, "--json", "--compile")
+    assert config.json
+    assert config.compile
+
+
+def test_epochs_are_those_of_the_loader(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = parsed(monkeypatch, "--shards", shards, "--epochs", 2)
+    policy = make_policy(config, packed=False, on_gpu=False)
+    with ShardLoader(shards, batching=policy, epochs=2, device="cpu", num_workers=0) as loader:
+        assert sum(1 for _ in loader) == config.steps * config.accumulation
+
+
+@pytest.mark.parametrize("task", ["classify", "tag", "complete"])
+@pytest.mark.parametrize("step_tokens", [1024, 4096])
+def test_epochs_with_step_tokens_are_whole_passes(
+    tmp_path: Path, task: Task, step_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = write_labelled(tmp_path / "shards", task, count=300)
+    words = ("--micro-batch-tokens", 256, "--step-tokens", step_tokens, "--sequence-length", 64)
+    config = parsed(monkeypatch, "--shards", shards, "--epochs", 10, *words)
+    policy = make_policy(config, packed=task == "complete", on_gpu=False)
+    with ShardLoader(
+        shards,
+        batching=policy,
+        epochs=None,
+        device="cpu",
+        num_workers=0,
+        seed=config.seed,
+        micro_batches_per_step=config.accumulation,
+    ) as loader:
+        batches = step_feed(loader, config.accumulation)
+        tokens = steps = 0
+        while steps < config.steps:
+            batch, _, ends_step = next(batches)
+            tokens, steps = tokens + batch.num_tokens, steps + ends_step
+    assert tokens == 10 * Manifest.read(shards).split("train").tokens
+
+
+def test_epochs_and_steps_contradict_each_other(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="`--epochs` and --steps"):
+        parsed(monkeypatch, "--shards", shards, "--epochs", 2, "--steps", 5)
+
+
+def test_more_epochs_lengthen_a_run_and_nothing_else(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun = parsed(monkeypatch, "--shards", shards, "--run-dir", tmp_path, "--epochs", 2)
+    begun.write()
+    longer = parsed(monkeypatch, "--resume", "--run-dir", tmp_path, "--epochs", 3)
+    assert longer == dataclasses.replace(begun, resume=True, steps=begun.steps // 2 * 3)
+
+
+def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "missing"
+    config = parsed(monkeypatch, "--shards", missing, "--run-dir", tmp_path, "--print-config")
+    assert config == TrainConfig(
+        shards=str(missing), run_dir=tmp_path
+    )  # the run says what is amiss
+    with pytest.raises(SystemExit, match="0"):
+        parsed(monkeypatch, "--help")
+    assert re.search(r"Default:\W+200\.", capsys.readouterr().out)
+
+
+MANY = TrainConfig(shards="out", run_dir=Path("run"), step_tokens=1 << 16)
+gpus = st.sampled_from([*GPUS.values(), recognized("NVIDIA A10", 22 * GIB, "bf16")])
+machines = st.builds(
+    Machine, gpu=st.none() | gpus, cores=st.integers(1, 64), has_compiler=st.booleans()
+)
+
+
+def laid(config: TrainConfig, machine: Machine, *said: str) -> TrainConfig:
+    for choice in sized(config, machine, said, packed=True):
+        config = dataclasses.replace(config, **choice.settings)
+    for choice in able(config, machine):
+        config = dataclasses.replace(config, **choice.settings)
+    return config
+
+
+@given(machines)
+def test_what_is_decided_changes_no_training(machine: Machine) -> None:
+    config = laid(MANY, machine)
+    kept = {"micro_batch_tokens": 2048, "num_workers": None}
+    assert dataclasses.replace(config, **kept) == MANY
+    config.check()
+
+
+@given(machines)
+def test_what_was_said_stays(machine: Machine) -> None:
+    assert sized(MANY, machine, ("micro_batch_tokens", "num_workers"), packed=True) == []
+
+
+@given(machines, st.sampled_from(["auto", "fp32", "bf16", "fp16"]), st.booleans())
+def test_what_the_machine_lacks_is_left_out_and_then_nothing_is_lacking(
+    machine: Machine, precision: Any, compiles: bool
+) -> None:
+    config = dataclasses.replace(MANY, precision=precision, compile=compiles)
+    left = laid(config, machine)
+    assert able(left, machine) == []
+    assert left.compile == (compiles and machine.has_compiler)
+    assert all("\n" not in choice.reason for choice in able(config, machine))
+
+
+@given(machines)
+def test_on_a_cpu_nothing_changes(machine: Machine) -> None:
+    assert laid(MANY, dataclasses.replace(machine, gpu=None)) == MANY
+
+
+def test_a_step_of_one_micro_batch_is_left_as_it_is() -> None:
+    small = dataclasses.replace(MANY, step_tokens=2048)
+    machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
+    assert sized(small, machine, (), packed=True) == []
+
+
+def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
+    machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
+    assert sized(MANY, machine, (), packed=False) == []
+    rows = dataclasses.replace(MANY, step_rows=64)
+    assert [choice.settings for choice in sized(rows, machine, (), packed=False)] == [
+        {"micro_batch_tokens": "auto"}
+    ]
+
+
+def test_a_line_says_what_was_decided_and_why() -> None:
+    machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False)
+    config = dataclasses.replace(laid(MANY, machine))
+    assert [choice.line(config) for choice in sized(MANY, machine, (), packed=True)] == [
+        "--micro-batch-tokens auto (what fits T4, 14.5 GiB, in fp16)",
+        "--num-workers 1 (2 cores)",
+    ]
+
+
+def test_the_command_asks_the_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm")
+    machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False, unused=None)
+    monkeypatch.setattr(train_command, "machine_of", lambda *_: machine)
+    words = ["--shards", shards, "--preset", "rtx4090", "--step-tokens", 1 << 18]
+    monkeypatch.setattr("sys.argv", ["train", *map(str, words), "--precision", "bf16"])
+    caplog.set_level("INFO")
+    config = train_command.parse_config()
+    assert (config.compile, config.precision, config.num_workers) == (False, "fp16", 1)
+    assert config.micro_batch_tokens == 16_384  # the preset said so
+    assert "--compile is left out: there is no C compiler" in caplog.text
+    assert "--precision fp16 instead of bf16, which T4 only emulates" in caplog.text
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pynvml
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 1)
+    monkeypatch.setattr(pynvml, "nvmlSystemGetDriverVersion", lambda: "470.1")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    config = dataclasses.replace(MANY, device="auto")
+    monkeypatch.setattr("tokenfeed.trainer.sizing.dry_run.find_gpu", lambda *_: None)
+    (lack,) = able(config, machine_of(config, None))
+    assert lack.reason.startswith(
+        "training on the CPU: a GPU is here, and its driver 470.1 does not"
+    )
+    monkeypatch.setattr("torch.version.cuda", None)
+    (lack,) = able(config, machine_of(config, None))
+    assert "this torch was built without CUDA" in lack.reason
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert able(config, machine_of(config, None)) == []
+
+
+def test_no_compiler_means_none_on_the_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert not machine_of(MANY, "T4").has_compiler
+    (tmp_path / "gcc").touch(mode=0o755)
+    assert machine_of(MANY, "T4").has_compiler

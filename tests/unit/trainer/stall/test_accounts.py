@@ -1,0 +1,274 @@
+"""The parts of the stall's accounts, each a function of numbers, against slow or exact oracles."""
+
+import dataclasses
+import hashlib
+import os
+import random
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import ROOT
+from support.stall_device import SimulatedDevice
+from support.stall_scenarios import CLEAN, FAULTS, Run, measure
+
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReport
+from tokenfeed.trainer.stall.accounts import LostLead
+from tokenfeed.trainer.stall.calibration import Calibration
+from tokenfeed.trainer.stall.causes import ABOUT, Cause
+from tokenfeed.trainer.stall.clocks import ClockMap
+from tokenfeed.trainer.stall.make_report import advise
+from tokenfeed.trainer.stall.report import cause_table, headline
+from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
+from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
+from tokenfeed.trainer.stall.work import LinearFit
+
+seconds = st.floats(0.0, 100.0)
+
+
+@given(st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 100.0)), min_size=1), st.floats(0.01, 1.0))
+def test_a_quantile_is_within_some_percent_of_the_sorted_values(
+    values: list[float], share: float
+) -> None:
+    histogram = Histogram()
+    for value in values:
+        histogram.add(value)
+    exact = float(np.quantile(values, share, method="inverted_cdf"))
+    assert histogram.quantile(share, len(values)) == pytest.approx(exact, rel=0.04)
+    assert histogram.largest == max(values)
+
+
+@pytest.mark.parametrize("drift", [-1e-4, -5e-6, 0.0, 5e-6, 1e-4])
+def test_clock_map_never_overstates_a_lead_whatever_the_drift(drift: float) -> None:
+    draw, clocks, errors = random.Random(1), ClockMap(), []
+    passed, pause = 0.0, 10.0
+    for number in range(20_000):
+        queued = pause + 0.01 * number
+        lead = 0.0 if number % 50 == 0 else draw.random() * 0.01
+        passed = max(passed, queued + lead)
+        found = clocks.add(passed * (1 + drift) + 77.0, queued)
+        errors.append(passed - found)
+    assert min(errors) >= 0.0
+    assert max(errors) <= 0.5 * 3e-4 + 0.01 * 0.01
+
+
+def test_a_debt_is_paid_once_and_forgotten_when_the_lead_is_back() -> None:
+    lost_lead = LostLead()
+    lost_lead.record("log", 5.0, 0.0)
+    assert lost_lead.take(2.0) == 2.0
+    assert lost_lead.take(9.0) == 3.0
+    assert lost_lead.take(1.0) == 0.0
+    lost_lead.record("log", 5.0, 0.0)
+    lost_lead.update(4.0)
+    assert lost_lead.take(9.0) == 1.0
+    lost_lead.record("wait", 5.0, 5.0)
+    assert lost_lead.take(9.0) == 0.0
+
+
+def test_the_interval_of_batch_means_holds_the_mean_of_correlated_steps() -> None:
+    held = 0
+    for seed in range(200):
+        draw, state, batches, idle = random.Random(seed), 0.0, BatchMeans(), 0.0
+        for _ in range(1000):
+            state = 0.8 * state + draw.gauss(0, 1)
+            batches.add(1.0, {"data": 0.1 + 0.01 * state})
+            idle += 0.1 + 0.01 * state
+        half = batches.half_width("data")
+        assert half is not None
+        held += abs(idle / 1000 - 0.1) <= half
+    assert held >= 180
+
+
+def test_few_steps_have_no_interval_and_many_take_bounded_memory() -> None:
+    batches = BatchMeans()
+    for _ in range(7):
+        batches.add(1.0, {"data": 0.5})
+    assert batches.half_width("data") is None
+    for _ in range(10_000):
+        batches.add(1.0, {"data": 0.5})
+    assert len(batches._batches) <= 64
+    assert sum(batch.steps for batch in batches._batches) == 10_007
+    assert batches.half_width("data") == pytest.approx(0.0, abs=1e-9)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**6), st.floats(0.0, 10.0)), min_size=5))
+def test_a_line_is_that_of_least_squares(points: list[tuple[int, float]]) -> None:
+    line = LinearFit()
+    for slots, taken in points:
+        line.add(float(slots), taken)
+    x, y = np.array([p[0] for p in points], float), np.array([p[1] for p in points])
+    assert line.total(len(points), x.sum()) == pytest.approx(y.sum(), rel=1e-6, abs=1e-6)
+    if np.ptp(x) > 0.01 * x.max():
+        slope, offset = np.polyfit(x, y, 1)
+        assert line.total(1, 1000.0) == pytest.approx(slope * 1000 + offset, rel=1e-3, abs=1e-3)
+
+
+def report_with(stall: float = 0.0, **changes: Any) -> StallReport:
+    meter = StallMeter(clock=SimulatedDevice(), skipped_steps=0)
+    blank = meter.report()
+    causes = dict(blank.causes)
+    for name, fraction in changes.pop("causes", {}).items():
+        part = causes[name]
+        causes[name] = dataclasses.replace(part, fraction=fraction, speed_up=1 / (1 - fraction))
+    return dataclasses.replace(blank, stall=stall, at_most=stall, causes=causes, **changes)
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_advice_begins_at_its_threshold_and_names_something_to_change(cause: Cause) -> None:
+    named, severe = ABOUT[cause].named, ABOUT[cause].severe
+    assert advise(report_with(causes={cause: 0.99 * named})) == []
+    (piece,) = advise(report_with(stall=named, causes={cause: 1.01 * named}))
+    assert not piece.is_severe
+    assert piece.gain == pytest.approx(1 / (1 - 1.01 * named) - 1)
+    (piece,) = advise(report_with(stall=severe, causes={cause: 1.01 * severe}))
+    assert piece.is_severe
+
+
+def test_the_table_of_causes_in_the_documentation_has_all_and_says_the_same() -> None:
+    text = (ROOT / "docs/how/stall.md").read_text()
+    rows = re.findall(r"^\| `([a-z ]+)` \| ([^|]+) \|", text, re.MULTILINE)
+    told = {cause: meaning.replace("`", "") for cause, meaning in rows if cause in CAUSES}
+    assert list(told.items()) == [(cause, about.meaning) for cause, about in ABOUT.items()]
+
+
+def test_advice_names_lines_that_wait_and_padding_and_a_low_mfu() -> None:
+    waits = {"train.py:57": 4.0}
+    (piece,) = advise(report_with(stall=0.2, causes={"wait": 0.2}, events={"waits": waits}))
+    assert "train.py:57 (4 a step)" in piece.text
+    (piece,) = advise(report_with(padding=0.25))
+    assert piece.gain == pytest.approx(1 / 3)
+    assert "--" not in piece.text, "of a loop that is not ours"
+    (piece,) = advise(report_with(padding=0.25), {"padding": "`--batching packed`"})
+    assert piece.text == "padding 25%: `--batching packed`"
+    (piece,) = advise(report_with(mfu=0.1, stall=0.001))
+    assert "not the problem" in piece.text
+    assert advise(report_with(mfu=0.45, padding=0.01)) == []
+    assert advise(report_with(stall=None)) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "batch_size", "remedy"),
+    [
+        (0, 4, "your Loader has num_workers=0: an item costs 2.3 ms; 10 workers would hide it"),
+        (0, None, "your Loader has num_workers=0: a batch costs 9.0 ms; 10 workers would hide it"),
+        (2, 4, "your Loader has num_workers=2: 22 workers would hide it"),
+        (None, 4, "batches come late: use more workers"),
+    ],
+)
+def test_advice_counts_the_workers_that_would_hide_loading(
+    num_workers: int | None, batch_size: int | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 64)
+    loader = LoaderUse("Loader", num_workers, batch_size)
+    for batch in range(101):
+        loader.add(0.01 * batch + 0.001, 0.01 * batch + 0.010)
+    report = report_with(stall=0.9, causes={"data": 0.9})
+    (piece,) = advise(report, loader=loader)
+    assert piece.text.startswith(f"data 90.0%: {remedy}")
+    monkeypatch.setattr("tokenfeed.trainer.stall.make_report.usable_cores", lambda: 2)
+    (piece,) = advise(report, loader=loader)
+    assert ("but this process has 2 cores" in piece.text) == (num_workers is not None)
+
+
+def test_starved_training_thread_is_reported() -> None:
+    (piece,) = advise(report_with(core_wait=0.66))
+    assert "got no core for 66% of the time" in piece.text
+    assert piece.gain == pytest.approx(0.66 / 0.34)
+    (piece,) = advise(report_with(core_wait=0.66, on_gpu=True))
+    assert piece.gain is None
+    assert advise(report_with(core_wait=0.05)) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="counted by Linux alone")
+def test_core_wait_counts_the_time_without_a_core() -> None:
+    def hash_much() -> None:
+        for _ in range(5):
+            hashlib.blake2b(bytes(10_000_000))  # without the lock of Python
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})  # of this thread, and of those that it starts
+    try:
+        others = [threading.Thread(target=hash_much) for _ in range(2)]
+        watch = CoreWait()
+        for other in others:
+            other.start()
+        hash_much()
+        share = watch.share()
+        for other in others:
+            other.join()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert share is not None
+    assert 0.3 < share <= 1.0
+
+
+def test_report_with_an_equal_earlier_part_keeps_shares() -> None:
+    loop = Run(FAULTS["a slow log"].change(CLEAN), FAULTS["a slow log"], 0, metered=True)
+    loop.all_steps()
+    assert loop.meter is not None
+    own = loop.meter.report()
+    both = loop.meter.report(own)
+    assert (both.steps, both.tokens) == (2 * own.steps, 2 * own.tokens)
+    assert both.seconds == pytest.approx(2 * own.seconds)
+    assert (both.stall, both.at_most) == (pytest.approx(own.stall), pytest.approx(own.at_most))
+    assert both.padding == pytest.approx(own.padding)
+    assert both.real_tokens_per_s == pytest.approx(own.real_tokens_per_s)
+    for cause, part in own.causes.items():
+        assert both.causes[cause].fraction == pytest.approx(part.fraction)
+        assert both.causes[cause].seconds == pytest.approx(2 * part.seconds)
+    assert own.interval is not None
+    assert both.interval is not None
+    assert both.interval[1] - both.interval[0] < own.interval[1] - own.interval[0]
+    unmeasured = StallMeter(clock=SimulatedDevice()).report()
+    assert loop.meter.report(unmeasured).stall == own.stall
+
+
+def test_table_has_the_largest_cause_first_and_work_last() -> None:
+    fault = FAULTS["a slow log"]
+    report = measure(fault.change(CLEAN), fault)
+    lines = cause_table(report)
+    assert lines[1].startswith("log ")
+    assert lines[-1].startswith("work ")
+    assert "of 3" in headline(report) or "of 7" in headline(report)
+
+
+def slowdown(ranks: int, jitter: float) -> float:
+    """Of ranks that meet in each step, by the spins that each of them decides on by itself."""
+    draw, spinning = random.Random(ranks), [Calibration(5) for _ in range(ranks)]
+    now = begun = bare = 0.0
+    for step in range(2000):
+        longest = held_up = 0.0
+        for calibration in spinning:
+            host, spun = 5e-3 * draw.lognormvariate(0, jitter), 0.0
+            for part in (1, 2):
+                spun += calibration.open(now + spun + host / 2 * (part - 1))
+                calibration.close(now + spun + host / 2 * part)
+            longest, held_up = max(longest, host), max(held_up, host + spun)
+        now += held_up
+        for calibration in spinning:
+            calibration.end_step(now, 0.5)
+        bare += longest if step >= 5 else 0.0
+        begun = now if step == 4 else begun
+    return (now - begun) / bare - 1
+
+
+@pytest.mark.parametrize("jitter", [0.05, 0.2])
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_spins_of_all_ranks_take_half_a_percent(ranks: int, jitter: float) -> None:
+    assert 0 < slowdown(ranks, jitter) <= 0.005
+
+
+def test_calibration_after_slow_first_step_spins_briefly() -> None:
+    """A first step compiles for seconds."""
+    calibration, now, spun = Calibration(5), 0.0, 0.0
+    for step in range(10):
+        spun += calibration.open(now)
+        now += 3.0 if step == 0 else 5e-3
+        calibration.close(now)
+        calibration.end_step(now, 0.5)
+    assert 3 * 5e-3 < spun < 6 * 5e-3

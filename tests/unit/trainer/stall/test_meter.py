@@ -1,0 +1,474 @@
+"""The stall meter as its callers meet it; test_stall_truth has its accounts beside the truth."""
+
+import contextlib
+import gc
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.stall_device import Host, SimulatedCuda, SimulatedDevice
+from torch.utils.data import DataLoader
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
+from tokenfeed.trainer.stall.causes import Cause
+from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
+from tokenfeed.trainer.stall.watchers import _MESSAGE, AllocatorWatch, WaitFinder
+
+
+def exact(**changes: Any) -> SimulatedDevice:
+    """A device without noise and latency."""
+    return SimulatedDevice(**{"noise": 0.0, "latency": 0.0, "launch": 0.0, "drift": 0.0} | changes)
+
+
+def meter_of(device: SimulatedDevice, skipped_steps: int = 0) -> StallMeter[float]:
+    return StallMeter(clock=device, skipped_steps=skipped_steps, calibrate=False)
+
+
+def simulate(
+    *, steps: int = 20, data: float, kernels: float, log: float = 0.0, warmup_steps: int = 0
+) -> tuple[SimulatedDevice, StallReading]:
+    device = exact()
+    meter = meter_of(device, warmup_steps)
+    for _ in range(steps):
+        with meter.cause("data"):
+            device.host += data
+        device.launch(kernels)
+        meter.step(100)
+        if log:
+            with meter.cause("log"):
+                device.wait()
+                device.host += log
+    device.wait()
+    return device, meter.read()
+
+
+def test_a_loader_faster_than_the_device_is_no_stall_however_long_the_host_waits() -> None:
+    _, reading = simulate(steps=50, data=0.09, kernels=0.1)
+    assert reading.cause_seconds["data"] == pytest.approx(
+        0.09, rel=1e-3
+    )  # the first found it empty
+    _, steady = simulate(steps=50, data=0.09, kernels=0.1, warmup_steps=1)
+    assert steady.fraction == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_loader_slower_than_the_device_is_charged_exactly_the_idle_time() -> None:
+    device, reading = simulate(data=0.15, kernels=0.1)
+    assert reading.cause_seconds["data"] == pytest.approx(device.idle, rel=1e-3)
+    _, steady = simulate(data=0.15, kernels=0.1, warmup_steps=1)
+    assert steady.fraction == pytest.approx(1 / 3, abs=1e-3)
+
+
+def test_a_wait_for_the_loss_is_no_stall_but_what_follows_it_is() -> None:
+    _, reading = simulate(data=0.0, kernels=0.1, log=0.02)
+    assert reading.cause_seconds["log"] == pytest.approx(0.02 * 19, rel=1e-3)
+    assert reading.cause_seconds["data"] == pytest.approx(0.0, abs=1e-3)
+
+
+def test_who_lost_the_lead_of_the_host_pays_for_the_next_late_batch() -> None:
+    _, with_log = simulate(data=0.05, kernels=0.1, log=0.02, warmup_steps=1)
+    assert with_log.cause_seconds["data"] < 1e-3  # hidden, but for the log
+    assert with_log.cause_seconds["log"] == pytest.approx(0.07 * 18 + 0.05, rel=0.1)
+    _, without = simulate(data=0.05, kernels=0.1, warmup_steps=1)
+    assert with_log.seconds - without.seconds == pytest.approx(
+        with_log.cause_seconds["log"], rel=0.01
+    )
+
+
+def test_warmup_steps_are_left_out() -> None:
+    device = exact()
+    meter = meter_of(device, 1)
+    for data in (100.0, 1.0, 1.0):
+        with meter.cause("data"):
+            device.host += data
+        device.launch(1.0)
+        device.wait()
+        meter.step(7)
+    reading = meter.read()
+    assert (reading.steps, reading.tokens) == (2, 14)
+    assert reading.seconds == pytest.approx(4.0, rel=1e-3)
+    assert reading.fraction == pytest.approx(0.5, rel=1e-3)
+    assert reading.tokens_per_s == pytest.approx(3.5, rel=1e-3)
+
+
+def test_reading_and_reporting_never_wait_for_the_device() -> None:
+    device = exact()
+    meter = meter_of(device)
+    device.launch(5.0)
+    meter.step(1)
+    before = device.host
+    assert meter.read().steps == 0
+    assert meter.report().stall is None
+    assert device.host == before
+    device.wait()
+    assert meter.read().steps == 1
+
+
+def test_a_bracket_that_ends_in_an_error_is_still_closed() -> None:
+    device = exact()
+    meter = meter_of(device)
+    with contextlib.suppress(RuntimeError), meter.cause("checkpoint"):
+        device.host += 3.0
+        raise RuntimeError
+    meter.step(1)
+    device.wait()
+    assert meter.read().cause_seconds["checkpoint"] == pytest.approx(3.0, rel=1e-3)
+
+
+def test_of_nested_brackets_the_inner_one_counts() -> None:
+    device = exact()
+    meter = meter_of(device)
+    with meter.cause("evaluation"):
+        device.host += 1.0
+        with meter.cause("log"):
+            device.host += 2.0
+        device.host += 3.0
+    meter.step(1)
+    device.wait()
+    seconds = meter.read().cause_seconds
+    assert (seconds["evaluation"], seconds["log"]) == pytest.approx((4.0, 2.0), rel=1e-3)
+
+
+def test_a_cause_that_there_is_not_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"cause\('dta'\).*expected one of data, copy"):
+        meter_of(exact()).cause("dta").__enter__()  # type: ignore[arg-type]
+
+
+durations = st.floats(0.0, 2.0)
+
+
+@given(st.lists(st.tuples(st.sampled_from(CAUSES), durations, durations, st.booleans())))
+def test_causes_sum_to_the_total_and_to_no_more_than_wall_and_true_idle(
+    steps: list[tuple[Cause, float, float, bool]],
+) -> None:
+    device = exact()
+    meter = meter_of(device)
+    began = device.done
+    for cause, host_seconds, kernel_seconds, sync in steps:
+        with meter.cause(cause):
+            if sync:
+                device.wait()
+            device.host += host_seconds
+        device.launch(kernel_seconds)
+        meter.step(1)
+    device.wait()
+    reading = meter.read()
+    assert reading.steps == len(steps)
+    assert reading.seconds == pytest.approx(device.done - began, abs=1e-4)
+    assert sum(reading.cause_seconds.values()) == pytest.approx(device.idle, abs=1e-3)
+    assert reading.fraction == pytest.approx(sum(reading.cause_fractions.values()))
+    assert 0.0 <= reading.fraction <= 1.0 + 1e-6
+
+
+def test_the_difference_of_two_readings_is_the_time_between_them() -> None:
+    device = exact()
+    meter = meter_of(device)
+    device.launch(1.0)
+    device.wait()
+    meter.step(10)
+    first = meter.read()
+    with meter.cause("evaluation"):
+        device.host += 3.0
+    device.launch(1.0)
+    device.wait()
+    meter.step(30)
+    window = meter.read().since(first)
+    assert (window.steps, window.tokens) == (1, 30)
+    assert window.seconds == pytest.approx(4.0, rel=1e-3)
+    assert window.cause_fractions["evaluation"] == pytest.approx(0.75, rel=1e-3)
+
+
+def test_a_loader_is_watched_as_often_as_it_is_iterated_and_keeps_its_own_face() -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    loader = DataLoader(list(range(12)), batch_size=3)  # type: ignore[arg-type]
+    watched = meter.watch(loader)
+    assert len(watched) == 4
+    assert watched.batch_size == 3
+    for _ in range(2):
+        for batch in watched:
+            meter.step(tokens=len(batch))
+    report = meter.report()
+    assert (report.steps, report.tokens) == (8, 24)
+    assert report.causes["data"].seconds > 0
+
+
+def test_on_the_cpu_parts_and_work_sum_to_the_wall_time() -> None:
+    began = time.perf_counter()
+    meter = StallMeter("cpu", skipped_steps=0)
+    for _ in range(5):
+        with meter.cause("data"):
+            time.sleep(0.01)
+        time.sleep(0.01)
+        meter.step(tokens=3, slots=4)
+    wall = time.perf_counter() - began
+    report = meter.report()
+    assert report.seconds == pytest.approx(wall, abs=0.01)
+    assert report.causes["data"].seconds >= 0.05
+    assert report.seconds - report.causes["data"].seconds >= 0.05
+    assert report.padding == 0.25
+    assert not report.on_gpu
+    assert report.mfu is None
+    assert "CPU" in report.method
+
+
+@pytest.mark.slow
+def test_a_full_collection_inside_the_work_is_charged_to_it_and_not_twice() -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    began = time.perf_counter()
+    gc.collect()
+    taken = time.perf_counter() - began
+    meter.step(1)
+    with meter.cause("data"):
+        gc.collect()
+    meter.step(1)
+    seconds = meter.read().cause_seconds
+    assert 0.5 * taken < seconds["garbage collection"] < 4 * taken
+    assert seconds["data"] < 0.5 * taken
+    meter.close()
+
+
+def test_collection_in_forked_child_sets_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = exact()
+    meter = meter_of(device)
+    gc.collect()
+    before = device.host
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    gc.collect()
+    assert device.host == before, "a mark takes time of the host"
+    meter.close()
+
+
+def test_marks_on_two_streams_give_no_negative_time() -> None:
+    device = exact()
+    passes = iter([0.0, 1.0, 3.0, 2.0, 4.0])
+    device.mark = lambda: (7.0 + next(passes), device.host, device.host)  # type: ignore[method-assign]
+    meter = meter_of(device)
+    meter.step(1)
+    with meter.cause("data"):
+        pass
+    meter.step(1)
+    device.host += 9.0
+    reading = meter.read()
+    assert all(idle >= 0 for idle in reading.gaps.values())
+    assert reading.seconds == pytest.approx(4.0, abs=1e-3)
+    meter.close()
+
+
+def test_a_meter_that_nothing_refers_to_no_longer_watches() -> None:
+    before = list(gc.callbacks)
+    meter = StallMeter[Any]("cpu")
+    assert len(gc.callbacks) == len(before) + 1
+    del meter
+    assert gc.callbacks == before
+
+
+def test_statistics_that_cannot_be_read_end_no_training() -> None:
+    def broken() -> dict[str, Any]:
+        raise RuntimeError("driver")
+
+    watch = AllocatorWatch(broken)
+    assert not watch.poll(1.0)
+    assert not watch.poll(2.0)
+
+
+def test_memory_that_was_asked_for_is_noticed_once() -> None:
+    counts = iter([{"num_device_alloc": 5}, {"num_device_alloc": 7}, {"num_device_alloc": 7}])
+    watch = AllocatorWatch(lambda: next(counts))
+    assert [watch.poll(now) for now in (1.0, 2.0, 3.0)] == [False, True, False]
+    assert watch.counts() == {"allocations": 2, "allocation_retries": 0}
+
+
+def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are_errors() -> None:
+    finder = WaitFinder()
+    finder.begin(2)
+    for _ in range(2):
+        for _ in range(3):
+            warnings.warn(f"{_MESSAGE} (...)", stacklevel=1)
+        finder.end_step()
+    (line, count), *rest = finder.found().items()
+    assert line.startswith(f"{__file__}:")
+    assert (count, rest) == (3.0, [])
+    assert not finder.is_looking
+    with pytest.raises(UserWarning, match="another"):  # the tests' own filter is back
+        warnings.warn("another", stacklevel=1)
+
+
+def test_a_report_is_written_whole_and_read_again(tmp_path: Path) -> None:
+    meter = meter_of(exact())
+    meter.report().write(tmp_path / "new" / "run")
+    content = json.loads((tmp_path / "new" / "run" / "report.json").read_text())
+    assert content["stall"]["stall"] is None
+    assert tuple(content["stall"]["causes"]) == CAUSES
+    assert "not measured" in str(meter.report())
+
+
+class TwoGpus:
+    """A loop that keeps cuda:1 waiting for its launches, while cuda:0 is the current device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        host = Host()
+        self.devices = [SimulatedDevice(on=host, launch=9e-6) for _ in range(2)]
+        self.cuda = SimulatedCuda(monkeypatch, self.devices)
+
+    def train(self, steps: int, meter: StallMeter[Any] | None = None) -> None:
+        device = self.devices[1]
+        for _ in range(steps):
+            with meter.cause("data") if meter else contextlib.nullcontext():
+                device.host += 50e-6
+            device.work(60, 5e-6)
+            if meter:
+                meter.step(1)
+        device.wait()
+
+
+def test_meter_on_second_gpu_measures_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TwoGpus(monkeypatch)
+    meter = StallMeter[Any]("cuda:1")
+    loop.train(100, meter)
+    report = meter.report()
+    meter.close()
+    device = loop.devices[1]
+    device.idle, begun = 0.0, device.done
+    loop.train(100)
+    assert report.stall == pytest.approx(device.idle / (device.done - begun), abs=0.02)
+    assert report.causes["launch"].fraction > 0.3
+    assert "not yet compared with a trace of a GPU" in str(report)
+    assert loop.cuda.contexts == {1}, "a rank needs no context on the GPU of another"
+
+
+def test_meter_marks_one_gpu_while_another_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = TwoGpus(monkeypatch)
+    meter = StallMeter[Any]("cuda:1")
+    for _ in range(5):
+        loop.train(2, meter)
+        with torch.cuda.device(torch.device("cuda:0")):
+            loop.train(2, meter)
+    loop.cuda.capturing = 0
+    assert meter.interrupt("garbage collection")
+    meter.resume()
+    loop.cuda.capturing = 1
+    assert not meter.interrupt("garbage collection")
+    meter.close()
+    assert loop.cuda.contexts == {1}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_sleeping_host_is_stall_only_while_the_queue_is_empty() -> None:
+    busy_cycles = 400_000_000  # some 0.2 s on any recent GPU
+    meter = StallMeter[Any]("cuda", skipped_steps=1, calibrate=False)
+    for _ in range(4):
+        torch.cuda._sleep(busy_cycles)
+        with meter.cause("data"):
+            time.sleep(0.02)  # hidden behind the kernel
+        meter.step(1)
+    torch.cuda.synchronize()
+    hidden = meter.read()
+    assert hidden.cause_seconds["data"] < 1e-3
+    for _ in range(3):
+        torch.cuda.synchronize()
+        with meter.cause("log"):
+            time.sleep(0.02)
+        meter.step(1)
+    torch.cuda.synchronize()
+    assert meter.read().cause_seconds["log"] == pytest.approx(0.06, rel=0.2)
+
+
+def test_a_trace_has_the_segments_in_order_and_the_steps(tmp_path: Path) -> None:
+    meter = StallMeter("cpu", skipped_steps=0)
+    for number in range(3):
+        with meter.cause("data"):
+            time.sleep(0.002)
+        time.sleep(0.001)
+        meter.step(tokens=100 + number)
+    events = json.loads(meter.write_trace(tmp_path).read_bytes())["traceEvents"]
+    spans = {
+        track: [event for event in events if event["tid"] == track and event["ph"] == "X"]
+        for track in (1, 2)
+    }
+    assert [event["name"] for event in spans[2]] == ["100 tokens", "101 tokens", "102 tokens"]
+    assert {"data", "work"} == {event["name"] for event in spans[1]}
+    for track in spans.values():
+        for one, other in pairwise(track):
+            assert one["ts"] + one["dur"] == pytest.approx(other["ts"], abs=0.01)
+    waited = sum(event["dur"] for event in spans[1] if event["name"] == "data")
+    reported = meter.read().cause_seconds["data"]
+    assert waited == pytest.approx(reported * 1e6, abs=1)
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert len(names) == 2
+
+
+def test_steps_are_timed_since_somebody_asked() -> None:
+    times = StepTimes()
+    assert times.take() is None
+    for seconds in (3.0, 1.0, 2.0):
+        times.add(seconds)
+    assert times.take() == StepSeconds(2.0, 3.0)
+    times.add(5.0)
+    assert times.take() == StepSeconds(5.0, 5.0)
+    assert times.take() is None
+    assert times.all.quantile(0.5, 4) == pytest.approx(2.0, rel=0.03)
+
+
+@pytest.mark.parametrize(("name", "value"), [("devices", 0), ("skipped_steps", -1)])
+def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"`{name}`={value}: expected a whole number, at least"):
+        StallMeter("cpu", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda m: m.step("x"), "`tokens`='x': expected a whole number"),
+        (lambda m: m.step(1.5), "`tokens`=1.5: expected a whole number"),
+        (lambda m: m.step(True), "`tokens`=True: expected a whole number"),
+        (lambda m: m.step(torch.tensor(5)), "`tokens`=tensor(5): expected a whole number"),
+        (lambda m: m.step(5, slots="8"), "`slots`='8': expected a whole number"),
+        (lambda m: m.step(None), "`tokens`=None: expected a whole number"),
+        (lambda m: m.step(-1), "`tokens`=-1: expected a whole number, at least 0"),
+        (lambda m: m.step(5, slots=3), "`slots`=3: expected a whole number, at least 5"),
+        (lambda m: m.watch(5), "`batches`=5: expected a loader"),
+        (lambda m: m.charge("x"), "`charge('x')`: expected one of data"),
+        (lambda m: m.enter(["x"]), "`enter(['x'])`: expected one of data"),
+        (lambda m: m.find_waits(0), "`steps`=0: expected a whole number, at least 1"),
+        (lambda m: m.find_waits("x"), "`steps`='x': expected a whole number"),
+        (lambda m: m.gather("gloo"), "`exchange`='gloo': expected a function"),
+        (lambda m: m.write(5), "`folder`=5: expected a path"),
+        (lambda m: m.write_trace(None), "`folder`=None: expected a path"),
+        (lambda m: StallMeter("cpu", skipped_steps="x"), "`skipped_steps`='x': expected a whole"),
+        (lambda m: StallMeter("cpu", devices=1.5), "`devices`=1.5: expected a whole number"),
+        (
+            lambda m: StallMeter("cpu", operations_per_token="6N"),
+            "`operations_per_token`='6N': expected a finite number above 0",
+        ),
+        (
+            lambda m: StallMeter("cpu", operations_per_token=math.inf),
+            "`operations_per_token`=inf: expected a finite number above 0",
+        ),
+        (lambda m: StallMeter("cpu", remedies=3), "`remedies`=3: expected a dict of advice"),
+        (lambda m: StallMeter("cpu", remedies={"dta": "x"}), "`remedies` has 'dta': expected"),
+    ],
+)
+def test_what_a_meter_cannot_take_is_refused_in_one_line_and_changes_nothing(
+    call: Callable[[Any], object], said: str
+) -> None:
+    device = exact()
+    meter = meter_of(device)
+    with pytest.raises(ConfigError) as error:
+        call(meter)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+    device.launch(0.1)
+    meter.step(np.int64(3), slots=np.uint16(4))  # type: ignore[arg-type]
+    device.wait()
+    assert (meter.read().tokens, meter.read().slots) == (3, 4)

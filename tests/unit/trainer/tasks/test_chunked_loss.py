@@ -1,0 +1,281 @@
+"""The loss over a vocabulary in chunks: it is the loss of all logits, and these never exist."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.host_waits import HostWaits
+from support.training import make_config, run, write_labelled
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.pipeline.planning.policies import Packed
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.loop.evaluation import evaluate
+from tokenfeed.trainer.models.transformer import ModelSize, Transformer
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.tasks import chunked_loss as chunked
+from tokenfeed.trainer.tasks.language_modeling import TARGET_SHARE, Masked
+from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.task import Loss, Task
+
+CPU = torch.device("cpu")
+SIZE = ModelSize(layers=1, width=16, heads=2)
+WAYS = ("lm", "complete", "masked")
+CHUNK = 19
+_PADDED = 128
+"""Width of all logits here, which nothing else has."""
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the most elements of a tensor that is as wide as the vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for value in tree_iter(out):
+            if isinstance(value, Tensor) and value.dim() and value.shape[-1] == _PADDED:
+                self.rows = max(self.rows, value.numel() // _PADDED)
+        return out
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(chunked, "_MOST_TOKENS", CHUNK)
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Task, MicroBatch]]:
+    """A micro-batch of each task, as the model gets it."""
+    found = {}
+    for way in WAYS:
+        name = "complete" if way == "complete" else "lm"
+        folder = write_labelled(tmp_path_factory.mktemp(way) / "shards", name)  # type: ignore[arg-type]
+        config = make_config(folder, folder, objective="masked" if way == "masked" else "auto")
+        task = make_task(config, Manifest.read(folder), CPU)
+        shape = Shaper(causal=task.causal, apart=True, varlen=False)
+        with ShardLoader(folder, batching=Packed(32, batch_size=8), num_workers=0) as loader:
+            found[way] = task, task.prepare(shape(next(iter(loader))), 1)
+    return found
+
+
+def model_of(task: Task) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(SIZE, task.head)
+    model.embedding = nn.Embedding(_PADDED, SIZE.width)
+    nn.init.normal_(model.embedding.weight, std=0.3)
+    return model
+
+
+def gradients(model: nn.Module, loss: Loss) -> list[Tensor]:
+    model.zero_grad()
+    (loss.sum / 100).backward()  # type: ignore[no-untyped-call]
+    return [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+def of_all_logits(task: Task, model: nn.Module, micro_batch: MicroBatch) -> Loss:
+    return task.loss_of(model(micro_batch), micro_batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_chunks_have_the_loss_and_the_gradients_of_all_logits(
+    shown: dict[str, tuple[Task, MicroBatch]], way: str, small_chunks: None
+) -> None:
+    task, micro_batch = shown[way]
+    model = model_of(task)
+    whole = of_all_logits(task, model, micro_batch)
+    wanted = gradients(model, whole)
+    loss = task.loss(model, micro_batch)
+    assert loss.targets == whole.targets > 10
+    torch.testing.assert_close(loss.sum, whole.sum, rtol=1e-6, atol=0)
+    for ours, theirs in zip(gradients(model, loss), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", WAYS)
+def test_in_half_precision_they_differ_by_less_than_that_does(
+    shown: dict[str, tuple[Task, MicroBatch]], way: str, dtype: torch.dtype, small_chunks: None
+) -> None:
+    task, micro_batch = shown[way]
+    model = model_of(task)
+    exact = gradients(model, of_all_logits(task, model, micro_batch))
+    with torch.autocast("cpu", dtype):
+        whole, loss = of_all_logits(task, model, micro_batch), task.loss(model, micro_batch)
+    assert loss.sum.dtype == torch.float32
+    torch.testing.assert_close(loss.sum, whole.sum, rtol=1e-3, atol=0)
+    theirs = gradients(model, whole)
+    for one, other, true in zip(gradients(model, loss), theirs, exact, strict=True):
+        assert (one - true).norm() < 1.5 * (other - true).norm() + 1e-3 * true.norm()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_logits_exist_for_a_chunk_at_most(
+    shown: dict[str, tuple[Task, MicroBatch]], way: str, small_chunks: None
+) -> None:
+    task, micro_batch = shown[way]
+    model = model_of(task)
+    with Largest() as largest:
+        gradients(model, task.loss(model, micro_batch))
+        assert 0 < largest.rows <= CHUNK
+        of_all_logits(task, model, micro_batch)
+        assert largest.rows == micro_batch.num_slots
+
+
+def test_nothing_of_it_waits_for_the_device(
+    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
+) -> None:
+    for task, micro_batch in shown.values():
+        model = model_of(task)
+        with HostWaits() as waits:
+            gradients(model, task.loss(model, micro_batch))
+        assert waits.seen == []
+
+
+def test_a_frozen_head_gets_no_gradient(
+    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
+) -> None:
+    task, micro_batch = shown["lm"]
+    model = model_of(task)
+    wanted = gradients(model, task.loss(model, micro_batch))[1:]
+    model.embedding.weight.requires_grad_(False)
+    assert all(map(torch.equal, gradients(model, task.loss(model, micro_batch)), wanted))
+    assert model.embedding.weight.grad is None
+
+
+def test_perplexity_is_evaluated_without_logits(
+    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task, micro_batch in shown.values():
+        model, precision = model_of(task), Precision("fp32", CPU)
+        monkeypatch.setattr(chunked, "_WORTH_BYTES", math.inf)
+        whole = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
+        monkeypatch.setattr(chunked, "_WORTH_BYTES", 0)
+        with Largest() as largest:
+            found = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
+        assert largest.rows <= CHUNK
+        assert found == pytest.approx(whole, rel=1e-6)
+
+
+class Plain(nn.Module):
+    """Logits, and nothing else."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:
+        logits: Tensor = self.inner(micro_batch)
+        return logits
+
+
+def test_a_model_that_gives_logits_alone_is_learnt_from_them(
+    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None
+) -> None:
+    task, micro_batch = shown["lm"]
+    model = model_of(task)
+    whole = gradients(model, of_all_logits(task, model, micro_batch))
+    assert all(map(torch.equal, gradients(model, task.loss(Plain(model), micro_batch)), whole))
+
+
+@given(tokens=st.integers(0, 1 << 20), vocabulary=st.integers(1, 1 << 20))
+def test_chunks_cover_all_tokens_and_stay_within_their_bytes(tokens: int, vocabulary: int) -> None:
+    chunk = chunked.chunk_tokens(tokens, vocabulary)
+    assert (tokens == 0) == (chunk == 0)
+    assert chunk <= chunked._MOST_TOKENS
+    assert chunk <= 1 or chunk * vocabulary * 10 <= 1 << 30
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    width=st.integers(1, 5),
+    vocabulary=st.integers(1, 9),
+    most=st.integers(1, 50),
+    seed=st.integers(0, 1000),
+)
+def test_any_chunk_gives_the_same(
+    tokens: int, width: int, vocabulary: int, most: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(tokens, width, generator=random, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=random, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, vocabulary, (tokens,), generator=random)
+    targets[torch.rand(tokens, generator=random) < 0.3] = IGNORED
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(chunked, "_MOST_TOKENS", most)
+        loss = chunked.vocabulary_loss(hidden, weight, targets)
+    whole = F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORED, reduction="sum")
+    torch.testing.assert_close(loss, whole)
+    ours = torch.autograd.grad(3 * loss, (hidden, weight))
+    theirs = torch.autograd.grad(3 * whole, (hidden, weight))
+    torch.testing.assert_close(ours, theirs)
+
+
+@given(slots=st.integers(1, 1 << 20))
+def test_more_masked_tokens_than_there_is_room_for_are_drawn_never(slots: int) -> None:
+    most = Masked.most_targets(Masked.__new__(Masked), slots)
+    if most < slots:  # Chernoff's bound of a binomial tail
+        share = most / slots
+        exponent = share * math.log(share / TARGET_SHARE)
+        exponent += (1 - share) * math.log((1 - share) / (1 - TARGET_SHARE))
+        assert slots * exponent > 12 * math.log(10)
+    assert slots < 1 << 14 or most < 0.2 * slots
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Tokens of each call of the chunked loss."""
+    seen: list[int] = []
+    plain = chunked.vocabulary_loss
+
+    def noted(hidden_ND: Tensor, *others: Tensor) -> Tensor:
+        seen.append(len(hidden_ND))
+        return plain(hidden_ND, *others)
+
+    monkeypatch.setattr("tokenfeed.trainer.tasks.task.vocabulary_loss", noted)
+    return seen
+
+
+def test_of_masked_tokens_only_those_are_computed(
+    shown: dict[str, tuple[Task, MicroBatch]], small_chunks: None, counted: list[int]
+) -> None:
+    task, micro_batch = shown["masked"]
+    loss = task.loss(model_of(task), micro_batch)
+    assert counted == [task.most_targets(micro_batch.num_slots)]
+    assert loss.targets <= counted[0] < micro_batch.num_slots
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_learns_what_it_learns_from_all_logits(
+    tmp_path: Path, compiled: bool, small_chunks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_labelled(tmp_path / "shards", "lm", count=150)
+    changes: dict[str, Any] = {"compile": compiled, "clip_norm": 100.0}
+    inner = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: inner(m, backend="eager", **o))
+    ours = run(make_config(folder, tmp_path / "chunks", **changes))
+    monkeypatch.setattr(chunked, "_WORTH_BYTES", math.inf)
+    theirs = run(make_config(folder, tmp_path / "whole", **changes))
+    assert ours.loss_last == pytest.approx(theirs.loss_last, rel=1e-5)
+    assert ours.metrics["test"] == pytest.approx(theirs.metrics["test"], rel=1e-5)

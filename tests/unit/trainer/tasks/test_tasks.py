@@ -1,0 +1,372 @@
+"""Every task: what its gradients depend on, and what they do not."""
+
+import copy
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.data_sets import random_rows, write_rows
+from support.training import LONGEST, VOCABULARY, assert_same_run, make_config, run, write_labelled
+from torch import nn
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.batch import Batch
+from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import IGNORED, Task
+from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
+from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.trainer.config.run_config import ObjectiveName
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.models.transformer import SIZES, Transformer
+from tokenfeed.trainer.report.run_report import Report
+from tokenfeed.trainer.tasks import task as tasks
+from tokenfeed.trainer.tasks.language_modeling import Masked, SpecialIds
+from tokenfeed.trainer.tasks.registry import make_task
+from tokenfeed.trainer.tasks.regression import ScoreScores
+
+CPU = torch.device("cpu")
+TASKS: list[tuple[Task, ObjectiveName]] = [
+    ("lm", "auto"),
+    ("complete", "auto"),
+    ("classify", "auto"),
+    ("score", "auto"),
+    ("tag", "auto"),
+    ("lm", "masked"),
+]
+PACKED = [task for task in TASKS if task[0] not in ("classify", "score")]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[Task, Path]:
+    names: list[Task] = ["lm", "complete", "classify", "score", "tag"]
+    return {name: write_labelled(tmp_path_factory.mktemp(name) / "shards", name) for name in names}
+
+
+def task_of(folder: Path, objective: ObjectiveName) -> tasks.Task:
+    config = make_config(folder, folder, objective=objective)
+    return make_task(config, Manifest.read(folder), CPU)
+
+
+def model_of(task: tasks.Task) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(replace(SIZES["tiny"], layers=2), task.head)
+
+
+def gradients(
+    task: tasks.Task,
+    folder: Path,
+    batching: Batching,
+    rows_of: Callable[[int], int] | None = None,
+    ranks: int = 1,
+) -> list[torch.Tensor]:
+    """Those of one epoch, as the loop weighs them."""
+    model = model_of(task).double()
+    shape = Shaper(causal=task.causal, apart=True, varlen=False, rows_of=rows_of)
+    targets = torch.zeros(())
+    for rank in range(ranks):
+        place = {"rank": rank, "world_size": ranks} if ranks > 1 else {}
+        with ShardLoader(folder, batching=batching, epochs=1, num_workers=0, **place) as loader:
+            for batch in loader:
+                loss = doubled(task, model, shape(batch))
+                (loss.sum / 100).backward()  # type: ignore[no-untyped-call]
+                targets += loss.targets
+    return [(100 / targets) * p.grad for p in model.parameters() if p.grad is not None]
+
+
+def doubled(task: tasks.Task, model: nn.Module, micro_batch: MicroBatch) -> tasks.Loss:
+    """A loss in double precision, so that only what is wrong can differ; nothing is masked."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        return task.loss(model, micro_batch)
+
+
+def assert_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert ours
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "objective"), TASKS)
+def test_small_micro_batches_weigh_as_one_large_one(
+    folders: dict[Task, Path], name: Task, objective: ObjectiveName
+) -> None:
+    task = task_of(folders[name], objective)
+    whole = gradients(task, folders[name], Padded(LONGEST * 40))
+    assert_equal(gradients(task, folders[name], Padded(100, multiple_of=8)), whole)
+    assert_equal(gradients(task, folders[name], Fixed(1)), whole)
+
+
+@pytest.mark.parametrize(("name", "objective"), PACKED)
+def test_a_packed_row_is_learnt_like_its_documents_alone(
+    folders: dict[Task, Path], name: Task, objective: ObjectiveName
+) -> None:
+    task = task_of(folders[name], objective)
+    alone = gradients(task, folders[name], Fixed(1))
+    assert_equal(gradients(task, folders[name], Packed(64, batch_size=3)), alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "objective"), TASKS)
+def test_fillers_of_ranks_and_of_shapes_count_for_nothing(
+    folders: dict[Task, Path], name: Task, objective: ObjectiveName
+) -> None:
+    task, batching = task_of(folders[name], objective), Padded(100, multiple_of=8)
+    whole = gradients(task, folders[name], batching)
+    assert_equal(gradients(task, folders[name], batching, rows_of=batching.rows_of), whole)
+    assert_equal(gradients(task, folders[name], batching, ranks=3), whole)
+
+
+def test_filled_up_packed_batches_are_of_one_shape(folders: dict[Task, Path]) -> None:
+    task = task_of(folders["tag"], "auto")
+    batching = Packed(64, batch_size=3)
+    filled = gradients(task, folders["tag"], batching, rows_of=lambda length: 3)
+    assert_equal(filled, gradients(task, folders["tag"], batching))
+    shape = Shaper(causal=False, apart=True, varlen=True, rows_of=lambda length: 3)
+    with ShardLoader(folders["tag"], batching=batching, epochs=1, num_workers=0) as loader:
+        for batch in loader:
+            scope = shape(batch).scope
+            assert scope.cu_seqlens is not None
+            ends = scope.cu_seqlens
+            assert ends.diff().min() >= 0
+            assert (int(ends[0]), int(ends[-1])) == (0, 3 * 64)
+            assert len(ends).bit_count() == 1
+
+
+def test_no_gradient_reaches_what_only_the_prompts_hold(tmp_path: Path) -> None:
+    lengths = np.full(6, 8)
+    rows = random_rows(lengths, "complete", vocabulary_size=VOCABULARY)
+    ids = np.arange(48) % 8 + np.where(np.arange(48) % 8 < 5, 0, 20)  # prompts 0..4, then 25..27
+    rows.per_token["input_ids"] = ids.astype(np.uint16)
+    rows.per_row["prompt_length"] = np.full(6, 5, np.uint32)
+    folder = write_rows(tmp_path / "shards", {"train": rows}, VOCABULARY, task="complete")
+    task = task_of(folder, "auto")
+    with ShardLoader(folder, batching=Packed(32, batch_size=2), epochs=1, num_workers=0) as loader:
+        for batch in loader:
+            micro_batch = Shaper(causal=True, apart=True, varlen=False)(batch)
+            logits = torch.zeros((*micro_batch.ids_BT.shape, VOCABULARY), requires_grad=True)
+            loss = task.loss_of(logits, micro_batch)
+            loss.sum.backward()  # type: ignore[no-untyped-call]
+            assert logits.grad is not None
+            learnt = logits.grad.abs().sum(-1) > 0
+            following = torch.roll(micro_batch.ids_BT, -1, dims=1)
+            assert int(loss.targets) == int(learnt.sum()) > 0
+            assert set(following[learnt].tolist()) == {25, 26, 27}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "objective"), TASKS)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    folders: dict[Task, Path], tmp_path: Path, name: Task, objective: ObjectiveName
+) -> None:
+    def config(run_dir: Path, **changes: object) -> object:
+        return make_config(
+            folders[name],
+            run_dir,
+            objective=objective,
+            model="support.training:dropping_model",
+            save_every=3,
+            **changes,
+        )
+
+    whole = run(config(tmp_path / "whole"))  # type: ignore[arg-type]
+    run(config(tmp_path / "parts"), stop_after=4)  # type: ignore[arg-type]
+    parts = run(config(tmp_path / "parts", resume=True))  # type: ignore[arg-type]
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+    assert parts.metrics == whole.metrics
+    assert set(whole.metrics) == {"validation", "test"}
+    assert whole.task == (objective if objective == "masked" else name)
+
+
+def masked_task(folder: Path) -> Masked:
+    task = task_of(folder, "masked")
+    assert isinstance(task, Masked)
+    return task
+
+
+def slots(rows: int = 64, length: int = 128, seed: int = 0) -> MicroBatch:
+    generator = torch.Generator().manual_seed(seed)
+    ids_BT = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    labels_BT = ids_BT.clone()
+    labels_BT[:, 100:] = IGNORED
+    return MicroBatch(ids_BT, labels_BT, torch.arange(length)[None], scope=None)  # type: ignore[arg-type]
+
+
+def test_of_the_tokens_15_percent_are_masked_as_bert_does(folders: dict[Task, Path]) -> None:
+    task, shown = masked_task(folders["lm"]), slots()
+    masked = task.prepare(shown, 7)
+    target_BT = masked.labels != IGNORED
+    count = 64 * 100
+    assert int(target_BT.sum()) == pytest.approx(0.15 * count, abs=3 * (0.15 * 0.85 * count) ** 0.5)
+    assert torch.equal(masked.labels[target_BT], shown.ids_BT[target_BT])
+    assert not target_BT[:, 100:].any()
+    assert torch.equal(masked.ids_BT[~target_BT], shown.ids_BT[~target_BT])
+    ids, before = masked.ids_BT[target_BT], shown.ids_BT[target_BT]
+    as_mask = (ids == VOCABULARY).float().mean().item()
+    assert as_mask == pytest.approx(0.8, abs=0.05)
+    assert (ids == before).float().mean().item() == pytest.approx(0.1 + 0.1 / 64, abs=0.04)
+    assert task.head.vocabulary_size == VOCABULARY + 1
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**62), number=st.integers(0, 2**40))
+def test_the_mask_is_a_function_of_seed_and_number(seed: int, number: int) -> None:
+    def draw(seed: int, number: int) -> torch.Tensor:
+        manifest = Manifest.__new__(Manifest)
+        size = type("Size", (), {"vocabulary_size": VOCABULARY})
+        object.__setattr__(manifest, "tokenizer", size)
+        task = Masked(manifest, seed, SpecialIds((3,), 3), CPU)
+        masked = task.prepare(slots(8), number)
+        assert not (masked.labels == 3).any(), "a special token became a target"
+        return masked.ids_BT
+
+    assert torch.equal(draw(seed, number), draw(seed, number))
+    assert not torch.equal(draw(seed, number), draw(seed, number + 1))
+    assert not torch.equal(draw(seed, number), draw(seed + 1, number))
+
+
+def test_masked_learns_from_documents_only(folders: dict[Task, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"`--objective`: masked learns from documents"):
+        task_of(folders["tag"], "masked")
+
+
+@pytest.mark.parametrize("task", ["classify", "score"])
+def test_rows_with_one_label_are_neither_packed_nor_cut(
+    task: Task, folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    longest = max(split.longest_row for split in Manifest.read(folders[task]).splits.values())
+    for changes, words in (
+        ({"batching": "packed"}, "`--batching`"),
+        ({"sequence_length": 8}, f"`--sequence-length`=8: .* Raise it to {longest}"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            run(make_config(folders[task], tmp_path / "run", **changes))
+        assert "\n" not in str(caught.value)
+        assert not (tmp_path / "run").exists()
+
+
+def test_a_document_never_changes_what_another_one_gives(folders: dict[Task, Path]) -> None:
+    for causal in (True, False):
+        shape = Shaper(causal=causal, apart=True, varlen=False)
+        task = task_of(folders["lm"], "auto" if causal else "masked")
+        model = model_of(task).eval()
+        with ShardLoader(
+            folders["lm"], batching=Packed(64, batch_size=3), epochs=1, num_workers=0
+        ) as loader:
+            batch: Batch = next(iter(loader))
+        shown = shape(batch)
+        first = batch.document_ids == batch.document_ids[1, 0]
+        changed = replace(shown, ids_BT=torch.where(first, (shown.ids_BT + 1) % 64, shown.ids_BT))
+        with torch.no_grad():
+            before, after = model(shown), model(changed)
+        torch.testing.assert_close(before[~first], after[~first])
+        assert not torch.allclose(before[first], after[first])
+
+
+@given(st.data())
+def test_the_scores_of_a_regression_are_those_of_numpy(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 30))
+    numbers = st.floats(-50, 50, width=32)
+    true = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
+    guess = np.array(data.draw(st.lists(numbers, min_size=size, max_size=size)), np.float32)
+    missing = np.array(data.draw(st.lists(st.booleans(), min_size=size, max_size=size)))
+    scores = ScoreScores(CPU)
+    for part in np.array_split(np.arange(size), 3):
+        targets = torch.from_numpy(np.where(missing, np.nan, true).astype(np.float32)[part])
+        scores.add(torch.from_numpy(guess[part])[:, None], targets)
+    found, true, guess = scores.result(), true[~missing], guess[~missing]
+    if len(true) == 0:
+        assert set(found.values()) == {0.0}
+        return
+    error = guess.astype(float) - true
+    assert found["rmse"] == pytest.approx(np.sqrt((error**2).mean()), abs=1e-4)
+    assert found["mean_rmse"] == pytest.approx(true.astype(float).std(), abs=1e-4)
+    if true.std() > 0.01 and guess.std() > 0.01:
+        assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-3)
+
+
+def score_on_ranks(*ranks: tuple[list[float], list[float]]) -> dict[str, float]:
+    """Scores of true and predicted numbers of each rank, after the ranks have added them up."""
+    scores = [ScoreScores(CPU) for _ in ranks]
+    for one, (true, guess) in zip(scores, ranks, strict=True):
+        one.add(torch.tensor(guess)[:, None], torch.tensor(true))
+    told: list[Any] = []
+
+    class Ranks(World):
+        def all_gather(self, value: Any) -> list[Any]:
+            told.append(value)
+            return told[: len(ranks)]
+
+    for one in scores:  # this only tells each rank's value
+        copy.deepcopy(one).sums(Ranks(CPU))
+    totals = [one.sums(Ranks(CPU))[0] for one in scores]
+    totals[0].copy_(torch.stack(totals).sum(0))
+    return scores[0].result()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    ("true", "guess"), [(1 / 3, 0.37), (0.1, 0.1), (1e5, -1e-5), (7.0, 7.0)], ids=str
+)
+def test_pearson_of_constant_numbers_is_zero(true: float, guess: float, parts: int) -> None:
+    found = score_on_ranks(*[([true] * (1000 // parts), [guess] * (1000 // parts))] * parts)
+    error = float(np.float32(guess)) - float(np.float32(true))
+    assert found == {"rmse": pytest.approx(abs(error)), "mean_rmse": 0.0, "pearson": 0.0}
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@given(
+    st.floats(-1e6, 1e6, width=32),
+    st.floats(0.25, 100, width=32),
+    st.lists(st.tuples(st.floats(-1, 1), st.floats(-1, 1)), min_size=3, max_size=30),
+)
+def test_scores_of_close_numbers_far_from_zero_are_exact(
+    ranks: int, centre: float, scale: float, pairs: list[tuple[float, float]]
+) -> None:
+    true, guess = (
+        np.array([centre + scale * pair[side] for pair in pairs], np.float32) for side in (0, 1)
+    )
+    parts = np.array_split(np.arange(len(pairs)), ranks)
+    found = score_on_ranks(*[(true[part].tolist(), guess[part].tolist()) for part in parts])
+    true, guess = true.astype(float) - true[0], guess.astype(float) - true[0]
+    assert found["rmse"] == pytest.approx(np.sqrt(((guess - true) ** 2).mean()), rel=1e-9)
+    assert found["mean_rmse"] == pytest.approx(true.std(), rel=1e-6, abs=1e-12)
+    assert -1 <= found["pearson"] <= 1
+    if true.std() > 0.01 * scale and guess.std() > 0.01 * scale:
+        assert found["pearson"] == pytest.approx(np.corrcoef(true, guess)[0, 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("task", ["score", "classify", "tag"])
+def test_predictions_that_are_nan_are_null_and_never_the_best(
+    task: Task, folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    report = run(make_config(folders[task], tmp_path, model="support.training:lost_model", steps=2))
+    assert report.best_step is None
+    assert all(math.isnan(value) for value in report.metrics["test"].values() if value is not None)
+    for name in ("report.json", "metrics.jsonl"):
+        text = (tmp_path / name).read_text()
+        assert "NaN" not in text
+        assert '_rmse": 0.0' not in text
+    written = json.loads((tmp_path / "report.json").read_text())["metrics"]["test"]
+    assert set(written.values()) == {None}
+    assert "loss nan" in Report.of_run(tmp_path).summary()  # type: ignore[union-attr]
+
+
+def test_the_summary_tells_the_metrics_of_every_split(
+    folders: dict[Task, Path], tmp_path: Path
+) -> None:
+    report = run(make_config(folders["classify"], tmp_path))
+    for split in ("validation", "test"):
+        [line] = [each for each in report.summary().splitlines() if f" {split}, best" in each]
+        for name, value in report.metrics[split].items():
+            assert f"{name} {value:.4f}" in line
