@@ -123,7 +123,7 @@ def after(scenario: Scenario, data: Data, seed: int) -> Outcome:
         trainer = Trainer(TrainConfig(**settings, seed=seed, run_dir=Path(folder) / "run"))
         stack.callback(trainer.close)
 
-        counted = trainer.agreement
+        counted = trainer.step_sync
 
         def after_step() -> bool:
             if marks.wall:

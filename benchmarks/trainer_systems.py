@@ -149,7 +149,7 @@ def by_train(
 
         trainer.train(bool, after_step)  # asked once a step whether to save
         report = trainer.finish()
-        slots = trainer.agreement.slots
+        slots = trainer.step_sync.slots
         first = phases_of(trainer.config)[0]
         loaders = trainer.loaders
         with loaders.train_loader(first, goes_on=False) as loader:  # the same batches once more

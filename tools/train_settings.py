@@ -24,17 +24,17 @@ from tokenfeed.trainer.config.values import Positive, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
 from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.sizing.recommended import (
-    Asked,
     Choice,
+    GivenSettings,
     Machine,
-    able,
-    epochs_of,
-    lasting,
-    machine_of,
+    data_defaults,
+    default_epochs,
+    detect_machine,
+    gpu_defaults,
     packs,
-    sized,
+    replacements,
+    schedule_defaults,
     steps_of,
-    suited,
 )
 
 __all__ = ["FILE_KINDS", "GROUPS", "Command", "layered", "parse_config", "read_command"]
@@ -141,19 +141,19 @@ def read_command() -> Command:
     if begun is None:
         manifest = _manifest(given)
         plain = Command(**given)
-        machine = machine_of(plain, plain.gpu)  # imports torch, and so comes after the manifest
+        machine = detect_machine(plain, plain.gpu)  # imports torch, and so comes after the manifest
         command = _chosen(manifest, given, machine)
     else:
         command = Command(**layered(_values(begun), given))
-        machine = machine_of(command, command.gpu)
+        machine = detect_machine(command, command.gpu)
         if command.epochs is not None:
             command.check()
             manifest, on_gpu = read_manifest(command.shards), machine.gpu is not None
             steps = steps_of(command.epochs, command, manifest, on_gpu=on_gpu)
             command = dataclasses.replace(command, steps=steps)
-    for lack in able(command, machine):
-        _log.warning("%s", lack.reason)
-        command = dataclasses.replace(command, **lack.settings)
+    for choice in replacements(command, machine):
+        _log.warning("%s", choice.reason)
+        command = dataclasses.replace(command, **choice.settings)
     return command
 
 
@@ -223,9 +223,9 @@ def _finds_run(given: dict[str, Any]) -> bool:
     begun = TrainConfig.of_run(given["run_dir"])
     if given.get("dry_run") or given.get("print_config"):
         return begun is not None
-    from tokenfeed.trainer.checkpoints.resume import bring_newest  # torch, as training needs it
+    from tokenfeed.trainer.checkpoints.resume import download_newest  # torch, as training needs it
 
-    return bring_newest(given["run_dir"], given.get("upload", begun.upload if begun else None))
+    return download_newest(given["run_dir"], given.get("upload", begun.upload if begun else None))
 
 
 def _resumes(given: dict[str, Any]) -> bool:
@@ -259,7 +259,7 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         return Command(**layered(*(choice.settings for choice in choices), given))
 
     if manifest is not None:
-        asked = Asked(
+        relevant = GivenSettings(
             objective=given.get("objective", "auto"),
             model=given.get("model"),
             from_scratch=given.get("from_scratch", False),
@@ -267,20 +267,20 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
             longest_input=_longest_input(manifest, given.get("model", "")),
             for_gpu=given.get("preset") in _OF_GPUS,
         )
-        choices += suited(manifest, asked)
-        suited_to_data = command()
-        suited_to_data.check()
-        epochs = suited_to_data.epochs
+        choices += data_defaults(manifest, relevant)
+        suited = command()
+        suited.check()
+        epochs = suited.epochs
         if epochs is None and "steps" not in given:
-            epochs = epochs_of(manifest, asked)
+            epochs = default_epochs(manifest, relevant)
         on_gpu = machine.gpu is not None
         if epochs is not None:
-            steps = steps_of(epochs, suited_to_data, manifest, on_gpu=on_gpu)
+            steps = steps_of(epochs, suited, manifest, on_gpu=on_gpu)
             choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
             given = {name: value for name, value in given.items() if name != "epochs"}
-        choices += lasting(manifest, command(), asked, said=given)
+        choices += schedule_defaults(manifest, command(), relevant, given=given)
     packed = manifest is None or packs(command(), manifest)
-    choices += sized(command(), machine, given, packed=packed)
+    choices += gpu_defaults(command(), machine, given, packed=packed)
     found = command()
     preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []
     for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):

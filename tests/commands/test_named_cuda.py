@@ -13,7 +13,7 @@ from support.hub_models import save_model
 from support.training import RUNS, make_config, write_every_task
 
 from tokenfeed.trainer.sensors.gpu_models import GPUS
-from tokenfeed.trainer.sizing.dry_run import Planned
+from tokenfeed.trainer.sizing.dry_run import RunPlan
 
 LACKING = named_cuda.why_not()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(LACKING is not None, reason=str(LACKING))]
@@ -151,7 +151,7 @@ def test_the_memory_of_steps_on_a_gpu_is_as_predicted_without_one(
     settings = {"num_workers": 0} | CASES[case]
     shards = data / settings.pop("shards")
     config = make_config(shards, data / "run", steps=100, **settings)
-    predicted = Planned(config, GPUS["H100"]).peak(config)
+    predicted = RunPlan(config, GPUS["H100"]).peak(config)
     assert predicted == pytest.approx(seen[case]["peak"], rel=0.03)
 
 

@@ -13,12 +13,12 @@ from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import OF_THE_END
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, METRICS_FILE
 
-__all__ = ["bring_newest"]
+__all__ = ["download_newest"]
 
 _log = logging.getLogger(__name__)
 
 
-def bring_newest(run_dir: Path, url: str | None) -> bool:
+def download_newest(run_dir: Path, url: str | None) -> bool:
     """Make the newest undamaged checkpoint the latest one in a run's folder.
 
     All bytes of the checkpoint are read and verified. A damaged checkpoint is logged and renamed,

@@ -221,8 +221,7 @@ class Checkpoints:
         checkpoint.
 
         An existing checkpoint of this step is renamed, as by `set_aside`. If the block raises,
-        nothing
-        changes.
+        nothing changes.
         """
         final = self.path(step)
         temporary = _unfinished(final)

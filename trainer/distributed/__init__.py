@@ -1,1 +1,1 @@
-"""Several processes: launch, process group, agreement of ranks, sharded models."""
+"""Several processes: launch, process group, synchronization of ranks, sharded models."""

@@ -18,13 +18,18 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Shards
 from tokenfeed.trainer.data.datasets import weights_of
 
-__all__ = ["diverged", "warn_of_skip", "write_origins"]
+__all__ = ["divergence_error", "warn_of_skip", "write_origins"]
+
+BAD_STEP_FILE = "bad-step.jsonl"
+"""Files and records of the first step that was skipped."""
+
+_log = logging.getLogger(__name__)
 
 
 def write_origins(path: Path, shards: Shards, rows: np.ndarray) -> str:
-    """Write a line for each of some rows of the train split; gives the first, for a message.
+    """Write the file and record of each row to `path`, and return the first one for a message.
 
-    Of several data sets the rows are numbered through, in their order.
+    Rows are numbers in the train split, counted through all data sets in their order.
     """
     rows = np.unique(rows)
     whole = np.zeros(len(rows), np.int64)
@@ -34,30 +39,24 @@ def write_origins(path: Path, shards: Shards, rows: np.ndarray) -> str:
     return f"{places[0].file} record {places[0].record}"
 
 
-BAD_STEP_FILE = "bad-step.jsonl"
-"""Files and records of the first step that was skipped."""
-
-_log = logging.getLogger(__name__)
-
-
 def warn_of_skip(step: int, config: TrainConfig, rows: np.ndarray) -> None:
     """Log that a step was skipped, and where its rows came from."""
     path = config.run_dir / BAD_STEP_FILE
     named = ""
     with contextlib.suppress(TokenfeedError, OSError):  # the run goes on
         first = write_origins(path, config.shards, rows)
-        named = f". Its records, {first} and others, are named in {path}"
+        named = f". Its records, {first} and others, are listed in {path}"
     _log.warning("step %d was skipped: its loss or gradients are not finite%s", step, named)
 
 
-def diverged(
+def divergence_error(
     finding: str, step: int, config: TrainConfig, rows: np.ndarray, way_on: str
 ) -> ConfigError:
-    """The error that ends a run. A file names where the rows of a step came from."""
+    """Return the error that ends a run, and write the records of a step's rows to a file."""
     path = config.run_dir / BAD_STEP_FILE
     first = write_origins(path, config.shards, rows)
     return ConfigError(
-        f"{finding}. Lower --learning-rate or raise --warmup-steps, and {way_on}. If a checkpoint "
-        f"leads here again, delete it to go on from the one before. The records of step {step}, "
-        f"{first} and others, are named in {path}."
+        f"{finding}. Lower --learning-rate or raise --warmup-steps, and {way_on}. If the run fails "
+        f"again after that checkpoint, delete it to go on from the one before. The records of step "
+        f"{step}, {first} and others, are listed in {path}."
     )

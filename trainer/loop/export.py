@@ -1,12 +1,13 @@
-"""What a run has learnt, as a folder to use: weights, config and tokenizer.
+"""Export the best weights of a run to a folder, with config and tokenizer.
 
-    model.safetensors      weights; adapters are added to those they stand beside
-    tokenfeed.json         what the model is, what it learnt, and of which step it is
-    config.json            of hf: models, which `from_pretrained` of `transformers` loads
-    tokenizer.json         that of the shards, and tokenizer_config.json for `AutoTokenizer`
+    model.safetensors      weights; LoRA adapters are merged into them
+    tokenfeed.json         the model, its task, the step, and the metrics
+    config.json            only for hf: models: `from_pretrained` of `transformers` loads them
+    tokenizer.json         the tokenizer of the shards, and tokenizer_config.json for
+                           `AutoTokenizer`
 
-The folder is whole or absent: it is written under a temporary name and then renamed. It is made
-from a checkpoint, so that a finished run can be exported at any time; the price is to read one.
+The folder is complete or absent: it is written under a temporary name and then renamed. The weights
+come from a checkpoint, so a finished run can be exported at any time.
 """
 
 import contextlib
@@ -61,18 +62,18 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """tokenfeed.json: what a folder holds."""
+    """The content of tokenfeed.json."""
 
     model: str
-    """tiny, mini, ...; MODULE:FACTORY; or hf: for one of `transformers`."""
+    """tiny, mini, ...; MODULE:FACTORY; or hf: for a model of `transformers`."""
     size: ModelSize | None
-    """Of a built-in model."""
+    """The size of a built-in model; None for other models."""
     head: Head
     task: str
     step: int
-    """After how many steps these weights were the best."""
+    """The step of the weights."""
     metrics: dict[str, float]
-    """Of the validation split, at that step."""
+    """Metrics of the validation split at that step."""
     shards: str
     """Fingerprint of the data set."""
     weights: dict[str, str]
@@ -80,31 +81,31 @@ class Exported:
 
     @classmethod
     def read(cls, folder: Path) -> "Exported":
-        """The tokenfeed.json of a folder.
+        """Read tokenfeed.json in a folder.
 
         Raises:
-            ConfigError: There is none that can be read.
+            ConfigError: The file is missing or damaged.
         """
         try:
-            # msgspec alone reads no infinite loss
+            # json first: msgspec rejects an infinite loss
             return msgspec.convert(json.loads((folder / EXPORT_FILE).read_bytes()), cls)
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{folder}: is no folder that `train --export` made ({error})."
+                f"{folder}: not a folder written by `train --export` ({error}). Give such a folder."
             ) from error
 
     @property
     def is_hub(self) -> bool:
-        """Whether `transformers` loads the folder too."""
+        """Whether `transformers` can load the folder too."""
         return self.model == _HUB
 
 
 def check_export(config: TrainConfig) -> None:
-    """Refuse a folder that is there already, or will be when the run is over, and shards whose
-    tokenizer cannot be exported.
+    """Check --export before training.
 
     Raises:
-        ConfigError: One of these is so.
+        ConfigError: The folder exists, or will hold the run, or the tokenizer of the shards cannot
+            be read.
     """
     folder = config.export
     if folder is None:
@@ -113,15 +114,15 @@ def check_export(config: TrainConfig) -> None:
     if folder.resolve() in (run, *run.parents):
         raise ConfigError(f"`--export`: {folder} will hold the run. Give a folder of its own.")
     if folder.exists():
-        raise ConfigError(f"`--export`: {folder} is there already. Give a new one, or delete it.")
-    read_tokenizer(first_of(config.shards))  # refused now, not after the last step
+        raise ConfigError(f"`--export`: {folder} exists already. Give a new one, or delete it.")
+    read_tokenizer(first_of(config.shards))  # fail now, not after the last step
 
 
 def export_run(config: TrainConfig, folder: Path) -> None:
-    """Write the best weights of a run, or the latest where it was not evaluated; on the host.
+    """Write the best weights of a run, or the latest ones if the run was not evaluated.
 
     Raises:
-        ConfigError: The folder is there already, and holds something else.
+        ConfigError: The folder exists, and holds something else.
         ResumeError: The run has no checkpoint, or it is damaged.
     """
     manifest = read_manifest(config.shards)
@@ -141,7 +142,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     )
     found = Exported.read(folder) if (folder / EXPORT_FILE).is_file() else None
     if found and dataclasses.replace(found, weights={}) == about:
-        return  # schedulers start commands twice
+        return  # schedulers may start a command twice
     check_export(config)
     torch.manual_seed(config.seed)
     config = dataclasses.replace(config, resume=True)
@@ -149,7 +150,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     given = given_weights(model, config)
     progress.check_base(config, base_of(model, given, config))
     load_weights(model, state["model"], given)
-    with _made(folder) as temporary:
+    with _complete_or_absent(folder) as temporary:
         _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
 
 
@@ -165,11 +166,12 @@ def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
 
 
 def load_exported(folder: Path | str) -> nn.Module:
-    """The model of an exported folder, on the host and ready to be used: it takes a `MicroBatch`
-    and gives logits.
+    """Return the model of an exported folder, on the CPU in evaluation mode.
+
+    It takes a `MicroBatch` and returns logits.
 
     Raises:
-        ConfigError: The folder is not one.
+        ConfigError: The folder was not written by `export_run`.
     """
     folder = Path(folder)
     about = Exported.read(folder)
@@ -195,12 +197,14 @@ def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, byt
     texts = texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}
     for name, content in texts.items():
         (folder / name).write_bytes(content)
-    _sync(folder)
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name once the block has ended well."""
+def _complete_or_absent(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill. Rename it to `folder` unless the block raises."""
     temporary = folder.with_name(folder.name + TEMPORARY_SUFFIX)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -214,15 +218,8 @@ def _made(folder: Path) -> Iterator[Path]:
     sync_folder(folder.parent)
 
 
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-    sync_folder(folder)
-
-
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
-    """The tokenizer of the shards, and what `AutoTokenizer` asks about it."""
+    """Return tokenizer.json of the shards, and tokenizer_config.json for `AutoTokenizer`."""
     content = read_tokenizer(first_of(config.shards))
     tokenizer = Tokenizer.from_buffer(content)
     special = SpecialIds.from_shards(first_of(config.shards))

@@ -1,9 +1,8 @@
 """Keep the memory that a step on the CPU frees, for the next step.
 
 glibc returns large blocks to the system. The next step then gets new pages, which the system
-clears: thousands per step, in a tenth of its processor time. Keeping them means that the process
-    stays as large as its largest step. Other allocators, and glibc settings in the environment, are
-    not changed.
+clears: thousands per step, in a tenth of its processor time. In return, the process stays as large
+as its largest step. Other allocators, and glibc settings in the environment, are not changed.
 """
 
 import ctypes

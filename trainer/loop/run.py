@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
 from tokenfeed.pipeline.format.once import reading_once
-from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload
 from tokenfeed.trainer.config.run_config import CONFIG_FILE, PAGE_FILE, TrainConfig
@@ -91,13 +91,13 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
     A run that the launcher restarts is resumed from its latest checkpoint.
     """
     if config.resume == "auto":
-        resume = bring_newest(config.run_dir, config.upload)
+        resume = download_newest(config.run_dir, config.upload)
         config = dataclasses.replace(config, resume=resume)
     launch = Launch.of_environment()
     if launch.has_begun(config.run_dir) and Checkpoints.of_run(config.run_dir).latest():
         config = dataclasses.replace(config, resume=True)
     report = _finished_report(config)
-    if report is not None and _is_begun_alike(config):
+    if report is not None and _has_same_settings(config):
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
         if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # lost, or never written
             write_page(config.run_dir)
@@ -159,7 +159,7 @@ def _finished_report(config: TrainConfig) -> Report | None:
     return report if report and report.finished and report.steps == config.steps else None
 
 
-def _is_begun_alike(config: TrainConfig) -> bool:
+def _has_same_settings(config: TrainConfig) -> bool:
     """Return whether the run in --run-dir was started with these settings.
 
     Settings that do not change the training may differ.
@@ -167,11 +167,10 @@ def _is_begun_alike(config: TrainConfig) -> bool:
     begun = TrainConfig.of_run(config.run_dir)
     if begun is None:
         return False
-    asked = config
-    if asked.micro_batch_tokens == "auto":
-        asked = dataclasses.replace(asked, micro_batch_tokens=begun.micro_batch_tokens)
-    free = {name: getattr(asked, name) for name in ("track", "profile", "upload")}
-    return not asked.changes(dataclasses.replace(begun, **free))
+    if config.micro_batch_tokens == "auto":
+        config = dataclasses.replace(config, micro_batch_tokens=begun.micro_batch_tokens)
+    free = {name: getattr(config, name) for name in ("track", "profile", "upload")}
+    return not config.changes(dataclasses.replace(begun, **free))
 
 
 def _check_folder(config: TrainConfig, *, finished: bool) -> None:
@@ -179,7 +178,7 @@ def _check_folder(config: TrainConfig, *, finished: bool) -> None:
         str(config.run_dir).encode()
     except UnicodeEncodeError:
         raise ConfigError(
-            f"`--run-dir`: {config.run_dir} is not UTF-8, and safetensors reads no checkpoint from "
+            f"`--run-dir`: {config.run_dir} is not UTF-8, and safetensors cannot read checkpoints "
             "there. Give another folder."
         ) from None
     if config.run_dir.exists() and not config.run_dir.is_dir():
@@ -220,23 +219,23 @@ def _explain(error: RuntimeError, config: TrainConfig) -> str | None:
             f"`--trainable`={patterns}: the loss does not depend on any weight with such a "
             "name. Use a pattern that matches weights the model uses."
         )
-    if config.compile and _is_of_compiler(error):
-        reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
-        return (
-            f"`--compile`: torch cannot compile here ({reason}). Install what it needs, usually "
-            "a C compiler, or leave --compile out."
-        )
+    if config.compile:
+        from torch._dynamo.exc import TorchDynamoException  # already imported by --compile
+
+        if isinstance(error, TorchDynamoException):
+            reason = str(getattr(error, "inner_exception", error)).split("\n")[0]
+            return (
+                f"`--compile`: torch cannot compile here ({reason}). Install what it needs, "
+                "usually a C compiler, or leave --compile out."
+            )
     return None
 
 
-def _is_of_compiler(error: RuntimeError) -> bool:
-    from torch._dynamo.exc import TorchDynamoException  # already imported by --compile
-
-    return isinstance(error, TorchDynamoException)
-
-
 def _explain_memory(config: TrainConfig) -> str:
-    """A saved position counts micro-batches. So a run that has saved cannot change their size."""
+    """Return advice against running out of memory.
+
+    A saved position counts micro-batches. So a run that has saved cannot change their size.
+    """
     too_large = (
         f"`--micro-batch-tokens`={config.micro_batch_tokens} needs more memory than there is"
     )

@@ -29,7 +29,7 @@ from tokenfeed.trainer.distributed.step_sync import StepSync
 from tokenfeed.trainer.distributed.world import State, World
 from tokenfeed.trainer.feeding.curriculum import Curriculum
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
-from tokenfeed.trainer.loop.divergence import diverged, warn_of_skip
+from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.optim.gradients import StepGradients, Tally
@@ -43,7 +43,7 @@ from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED, ProgressLog
 from tokenfeed.trainer.report.run_report import Report, versions
 from tokenfeed.trainer.report.trackers import Trackers
 from tokenfeed.trainer.sensors.gpu import device_name
-from tokenfeed.trainer.sizing.batch_probe import decide_micro_batch
+from tokenfeed.trainer.sizing.batch_probe import choose_micro_batch
 from tokenfeed.trainer.stall import StallMeter, warmup_steps
 from tokenfeed.trainer.tasks.registry import task_of
 from tokenfeed.trainer.tasks.task import Metrics
@@ -69,7 +69,7 @@ class Trainer:
         self.world = world or World(device_named(config.device))
         self.device = self.world.device
         keep_freed_memory(self.device)
-        self.config = config = decide_micro_batch(config, self.world)
+        self.config = config = choose_micro_batch(config, self.world)
         self.task = task_of(config, self.device)
         precision = Precision(config.precision, self.device)
         self.loaders = SplitLoaders(config, self.task, self.device, precision.dtype)
@@ -90,7 +90,7 @@ class Trainer:
         )
         """Step and rows of the latest steps, to name the records of a skipped step."""
         self.has_named_records = False
-        self.agreement = StepSync(self.world)
+        self.step_sync = StepSync(self.world)
         self.tracer: StepTracer | None = None
         self._should_stop: Callable[[], bool] = bool
         self.uploads = Uploads(config, self.checkpoints)
@@ -111,11 +111,11 @@ class Trainer:
         """
         self._should_stop = should_stop
         self._begin()
-        if self.agreement.stop:
+        if self.step_sync.stop:
             return
         config, task, curriculum = self.config, self.task, self.curriculum
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
-        gradients, agreement = StepGradients(learner, self.world, stall), self.agreement
+        gradients, step_sync = StepGradients(learner, self.world, stall), self.step_sync
         for step in range(self.step + 1, config.steps + 1):
             if curriculum.ends_before(step):
                 with stall.cause("data"):
@@ -131,11 +131,11 @@ class Trainer:
                 rows.append(batch.rows)
             gradients.add_up(tally)
             norm = learner.step(step, tally.loss, tally.targets)
-            asked = {"save": should_save(), "stop": should_stop()}
-            known = agreement.after_step(**asked, tokens=tally.tokens, slots=tally.slots)
-            stall.step(*known)
+            requests = {"save": should_save(), "stop": should_stop()}
+            counts = step_sync.after_step(**requests, tokens=tally.tokens, slots=tally.slots)
+            stall.step(*counts)
             self._after_step(step, tally, norm, rows)
-            if agreement.stop:
+            if step_sync.stop:
                 break
 
     def finish(self) -> Report:
@@ -147,7 +147,7 @@ class Trainer:
             self._save()
         if self.saver:
             self.saver.wait()
-        self.agreement.wait()
+        self.step_sync.wait()
         self._gather_stall()
         report = self._report(self._final_metrics())
         if self.world.is_main:
@@ -167,7 +167,7 @@ class Trainer:
             [line[name] for line in lines if name in line]
             for name in ("loss", "validation_loss", "skipped_steps")
         )
-        earlier, agreement, manifest = self.earlier, self.agreement, self.task.manifest
+        earlier, step_sync, manifest = self.earlier, self.step_sync, self.task.manifest
         remote, before = self.curriculum.remote, earlier.remote if earlier else None
         remote = remote.with_another(before) if remote and before else remote or before
         stall = self.stall.report(earlier.stall if earlier else None)
@@ -177,10 +177,10 @@ class Trainer:
             parts=1 + (earlier.parts if earlier else 0),
             steps=self.step,
             skipped_steps=sum(skipped),
-            tokens=agreement.tokens,
+            tokens=step_sync.tokens,
             seconds=time.perf_counter() - self.started_s + (earlier.seconds if earlier else 0.0),
             real_tokens_per_s=stall.real_tokens_per_s,
-            padding=1 - agreement.tokens / agreement.slots if self.step else 0.0,
+            padding=1 - step_sync.tokens / step_sync.slots if self.step else 0.0,
             stall=stall,
             remote=remote,
             loss_first=losses[0] if losses else None,
@@ -212,7 +212,7 @@ class Trainer:
         return {split: metrics for split, metrics in found.items() if metrics}
 
     def close(self) -> None:
-        """End the loader's workers, close files, and unlock the run's folder."""
+        """Stop the loader's workers, close files, and unlock the run's folder."""
         self._resources.close()
 
     def _begin(self) -> None:
@@ -271,10 +271,10 @@ class Trainer:
         self.rows_of_steps.append((step, rows))
         self.progress_log.add(step, tally, norm)
         config = self.config
-        saving = self.agreement.take_save() or self._is_due(config.save_every)
+        saving = self.step_sync.take_save() or self._is_due(config.save_every)
         if saving or step == 1 or step % config.log_every == 0:
             self._write_log()  # also before saving: weights after a NaN loss must not be saved
-        stops = self.agreement.stop and step < config.steps
+        stops = self.step_sync.stop and step < config.steps
         if saving:
             self._check_weights()
         if saving and stops:  # the process may be killed within seconds
@@ -306,8 +306,8 @@ class Trainer:
         if self.saver:
             self.saver.check()
         with self.stall.cause("log"):
-            self.agreement.wait()
-            skips = self.progress_log.write(self.step, self.agreement.tokens, self.last_norm)
+            self.step_sync.wait()
+            skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
@@ -352,7 +352,7 @@ class Trainer:
 
         The last validation always runs to its end: the last checkpoint records the best step.
         """
-        stop = self.agreement.ask(stop=self._should_stop())
+        stop = self.step_sync.ask(stop=self._should_stop())
         return stop and (split != "validation" or self.step < self.config.steps)
 
     @property
@@ -376,8 +376,8 @@ class Trainer:
     def _meta(self) -> CheckpointMeta:
         return CheckpointMeta(
             step=self.step,
-            tokens=self.agreement.tokens,
-            slots=self.agreement.slots,
+            tokens=self.step_sync.tokens,
+            slots=self.step_sync.slots,
             model=self.config.model,
             vocabulary_size=self.task.manifest.tokenizer.vocabulary_size,
             task=self.task.name,
@@ -413,7 +413,7 @@ class Trainer:
         if not self.world.is_main:
             return ConfigError(f"{finding}; see rank 0")
         way_on = self.checkpoints.way_on()
-        return diverged(finding, step, self.curriculum.config_at(step), rows, way_on)
+        return divergence_error(finding, step, self.curriculum.config_at(step), rows, way_on)
 
     def _rows_of(self, step: int) -> np.ndarray:
         """Return the rows of one of the latest steps, of all ranks."""
@@ -433,7 +433,7 @@ class Trainer:
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         self.evaluator.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
-        self.agreement.begin(progress.tokens, progress.slots)
+        self.step_sync.begin(progress.tokens, progress.slots)
 
     def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
         """Load the checkpoint of a step, or the latest one. Only rank 0 reads files."""

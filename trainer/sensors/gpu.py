@@ -19,14 +19,14 @@ __all__ = [
 
 
 def device_name(device: torch.device) -> str:
-    """For the report: the GPU's model, or cpu."""
+    """Return the GPU's model, or cpu, for reports."""
     if device.type == "cpu":
         return device.type
     return str(accelerator(device).module.get_device_name(device))
 
 
 def device_uuid(device: torch.device) -> str | None:
-    """What NVML knows a GPU by; None of what it does not know."""
+    """Return the UUID by which NVML finds a GPU; None for other devices."""
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device).uuid)

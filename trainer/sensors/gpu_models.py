@@ -11,25 +11,25 @@ from typing import Literal
 
 from tokenfeed.pipeline.errors import ConfigError
 
-__all__ = ["GIB", "GPUS", "Gpu", "gpu_of", "recognized"]
+__all__ = ["GIB", "GPUS", "Gpu", "identify_gpu", "parse_gpu"]
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """What a plan needs to know of a GPU."""
+    """The figures of a GPU that predict a run."""
 
     name: str
     gib: float
     tflops: float | None
-    """Dense, in `precision`; None: not known."""
+    """Peak for dense matrix products in `precision`; None if unknown."""
     precision: Literal["bf16", "fp16"] = "bf16"
-    """What it is fast in."""
+    """The number format in which the GPU is fast."""
 
     @property
     def bytes(self) -> int:
-        """Its memory."""
+        """Memory in bytes."""
         return int(self.gib * GIB)
 
 
@@ -57,11 +57,11 @@ GPUS: dict[str, Gpu] = {
 }
 
 
-def gpu_of(text: str) -> Gpu:
-    """The GPU that --gpu names, or one of so many GiB.
+def parse_gpu(text: str) -> Gpu:
+    """Return the GPU that --gpu names: a known model, or a number of GiB.
 
     Raises:
-        ConfigError: It is neither.
+        ConfigError: The text is neither.
     """
     known = {name.lower(): gpu for name, gpu in GPUS.items()}
     found = known.get(text.lower().replace(" ", "-"))
@@ -78,8 +78,9 @@ def gpu_of(text: str) -> Gpu:
     return Gpu(f"a GPU of {gib:g} GiB", gib, None)
 
 
-def recognized(device_name: str, num_bytes: int, precision: Literal["bf16", "fp16"]) -> Gpu:
-    """A GPU that is there, by what its driver calls it; its speed where that names one of ours."""
+def identify_gpu(device_name: str, num_bytes: int, precision: Literal["bf16", "fp16"]) -> Gpu:
+    """Return a present GPU by its driver's name. Its peak speed is known if `GPUS` has the
+    model."""
     words = set(re.split(r"[^A-Za-z0-9]+", device_name))
     same = [gpu for gpu in GPUS.values() if words.issuperset(gpu.name.split("-"))]
     closest = max(same, key=lambda gpu: gpu.name.count("-"), default=None)

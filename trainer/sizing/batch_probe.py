@@ -1,8 +1,8 @@
-"""`--micro-batch-tokens auto`: the largest micro-batch that fits, tried before training.
+"""`--micro-batch-tokens auto`: find the largest micro-batch that fits, before training.
 
-Each try is two whole steps of the largest micro-batch that a size makes, on a learner of its own
-that is thrown away: the first makes the optimizer's state, the second has it from its beginning.
-The run then begins as if nothing had been; its steps are the same for every size.
+A trial runs two whole steps of the largest micro-batch of a size, on a separate model that is
+thrown away. The first step creates the optimizer's state, and the second has that state from its
+start. Trials do not change the run: its steps are the same for every size.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.sizing.batch_search import SHARE_OF_MEMORY, largest_fitting
 from tokenfeed.trainer.tasks.registry import task_of
 
-__all__ = ["DeviceMemory", "Memory", "decide_micro_batch", "size_of_cpu"]
+__all__ = ["DeviceMemory", "Memory", "choose_micro_batch", "cpu_size"]
 
 _STEPS = 2
 _ON_CPU = 2048
@@ -34,74 +34,78 @@ _log = logging.getLogger(__name__)
 
 
 class Memory(Protocol):
-    """What a device says of its memory, in bytes."""
+    """The memory of a device, in bytes."""
 
     def free_bytes(self) -> int:
-        """What this process may take, what it has taken included."""
+        """Return the free memory, plus the memory that this process holds."""
         ...
 
-    def forget(self) -> None:
-        """Give back what no tensor uses; peaks count from now on."""
+    def reset(self) -> None:
+        """Return unused memory to the device, and restart the peak."""
         ...
 
     def peak_bytes(self) -> int:
-        """The most that tensors took since `forget`."""
+        """Return the largest size of all tensors since `reset`."""
         ...
 
 
 class DeviceMemory:
-    """That of an accelerator, by torch's allocator."""
+    """The memory of an accelerator, according to torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, accelerator(device).module
 
     def free_bytes(self) -> int:
-        """What the driver has, and what the allocator holds."""
+        """Return the driver's free memory plus the allocator's."""
         free, _ = self._module.mem_get_info(self._device)
         return int(free + self._module.memory_reserved(self._device))
 
-    def forget(self) -> None:
-        """Empty the allocator's cache."""
+    def reset(self) -> None:
+        """Empty the allocator's cache, and restart its peak."""
         self._module.empty_cache()
         self._module.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """As the allocator counts."""
+        """Return the allocator's peak."""
         return int(self._module.max_memory_allocated(self._device))
 
 
-def decide_micro_batch(
+def choose_micro_batch(
     config: TrainConfig, world: World, memory: Memory | None = None
 ) -> TrainConfig:
-    """The settings with a number of tokens where they say `auto`: one for all ranks, of which each
-    has a micro-batch of every step.
+    """Return the settings with a number for `micro_batch_tokens` in place of `auto`.
+
+    All ranks get the same number, and each rank has at least one micro-batch of every step.
 
     Args:
-        config: Of the run. One that goes on keeps its number: a saved position counts by it.
-        world: Where it trains. On a CPU none is tried.
-        memory: Stands in for that of the device.
+        config: The settings. A resumed run keeps its number, since its saved position counts
+            micro-batches.
+        world: The ranks. On a CPU nothing is tried.
+        memory: Replaces the memory of the device, for tests.
 
     Raises:
-        ConfigError: Not even the smallest fits.
+        ConfigError: Not even the smallest micro-batch fits.
     """
     if config.micro_batch_tokens != "auto":
         return config
     begun = world.from_rank_0(lambda: TrainConfig.of_run(config.run_dir)) if config.resume else None
     if begun is not None:
-        return _decided(config, begun.micro_batch_slots, "as the run was begun")
+        return _choose(config, begun.micro_batch_slots, "as when the run began")
     if config.shard_model and world.size > 1:
         raise ConfigError(
-            "`--micro-batch-tokens`=auto: with --shard-model nothing is tried: give a number, or "
-            "leave --shard-model out."
+            "`--micro-batch-tokens`=auto does not work with --shard-model. Give a number, or leave "
+            "--shard-model out."
         )
     device = world.device
     task = task_of(config, device)
-    sizes = _sizes_for(world.size, config, possible_sizes(config, task))
+    sizes = possible_sizes(config, task)
+    for_all = [size for size in sizes if _with_size(config, size).accumulation >= world.size]
+    sizes = for_all or sizes[:1]
     if device.type == "cpu" and memory is None:
-        return _decided(config, size_of_cpu(sizes), "on a CPU more bring nothing")
+        return _choose(config, cpu_size(sizes), "on a CPU, more gains nothing")
     memory = memory or DeviceMemory(device)
     limit = int(SHARE_OF_MEMORY * memory.free_bytes())
-    probe = _Probe(_sized(config, sizes[0]), device, memory)
+    probe = _Probe(_with_size(config, sizes[0]), device, memory)
     found = largest_fitting(probe.bytes_of, sizes, limit, least=task.logits_at_once)
     found = min(world.all_gather(found or 0))  # a rank may have less memory
     del probe
@@ -112,22 +116,16 @@ def decide_micro_batch(
             f"not fit into {limit / 2**30:.1f} GiB. Try --recompute full, a smaller "
             "--sequence-length or a smaller --model."
         )
-    return _decided(config, found, f"the most that fit into {limit / 2**30:.1f} GiB")
+    return _choose(config, found, f"the most that fit into {limit / 2**30:.1f} GiB")
 
 
-def size_of_cpu(sizes: Sequence[int]) -> int:
-    """What a CPU gets: more brings it nothing, and takes its caches."""
+def cpu_size(sizes: Sequence[int]) -> int:
+    """Return the size for a CPU. A larger one gains nothing and does not fit the caches."""
     return max((size for size in sizes if size <= _ON_CPU), default=sizes[0])
 
 
-def _sizes_for(ranks: int, config: TrainConfig, sizes: list[int]) -> list[int]:
-    """Those that make a micro-batch of a step for every rank."""
-    enough = [size for size in sizes if _sized(config, size).accumulation >= ranks]
-    return enough or sizes[:1]
-
-
 class _Probe:
-    """Tries sizes on a learner that is thrown away."""
+    """Runs trials on a model that is thrown away."""
 
     def __init__(self, config: TrainConfig, device: torch.device, memory: Memory) -> None:
         self._config, self._device, self._memory = config, device, memory
@@ -137,11 +135,11 @@ class _Probe:
         self._learner.begin_phase(self._learner.largest_phase)
 
     def bytes_of(self, tokens: int) -> int | None:
-        """The most bytes of steps of that size; None where there were not enough."""
+        """Return the peak bytes of steps with a size; None if memory ran out."""
         self._learner.drop_gradients()
         _release(self._memory)
         try:
-            self._steps(_sized(self._config, tokens))
+            self._steps(_with_size(self._config, tokens))
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -161,16 +159,17 @@ class _Probe:
 
 def _release(memory: Memory) -> None:
     gc.collect()
-    memory.forget()
+    memory.reset()
 
 
-def _sized(config: TrainConfig, tokens: int) -> TrainConfig:
-    """The settings to try a size with; how the learning rate is scaled is told later."""
+def _with_size(config: TrainConfig, tokens: int) -> TrainConfig:
+    """Return the settings of a trial. It does not scale the learning rate, which would be logged
+    early."""
     return dataclasses.replace(
         config, micro_batch_tokens=tokens, learning_rate_reference_tokens=None
     )
 
 
-def _decided(config: TrainConfig, tokens: int, reason: str) -> TrainConfig:
+def _choose(config: TrainConfig, tokens: int, reason: str) -> TrainConfig:
     _log.info("--micro-batch-tokens %d: %s", tokens, reason)
     return dataclasses.replace(config, micro_batch_tokens=tokens)

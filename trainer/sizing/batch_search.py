@@ -1,7 +1,11 @@
-"""The largest micro-batch that memory takes, found in four runs at most.
+"""Find the largest micro-batch that fits into memory, in at most four trials.
 
-Peak memory is a constant and a share for each token. Two small runs tell both, a third tries the
-largest size that they promise, and a fourth corrects it where memory has grown faster.
+Peak memory is a constant plus a number of bytes per token. Two small trials measure both. A third
+tries the largest size that should fit. A fourth corrects the size if memory grew faster.
+
+Example: the limit is 10 GB. 1,000 tokens take 2 GB and 2,000 tokens take 3 GB, so 9,000 tokens
+    should take 10 GB. If they take 12 GB, the line from 2,000 to 9,000 tokens, 9 GB for 7,000
+    tokens, puts the limit at 7,444 tokens. The fourth trial takes the largest size up to that.
 """
 
 import math
@@ -12,20 +16,20 @@ __all__ = ["MOST_RUNS", "SHARE_OF_MEMORY", "largest_fitting"]
 
 MOST_RUNS = 4
 SHARE_OF_MEMORY = 0.92
-"""Of what is free; the rest is for what allocators lose between blocks, and for libraries."""
+"""Share of the free memory to use. The rest is for gaps between blocks, and for libraries."""
 _AFTER_FAILURE = 0.9
 
 
 def largest_fitting(
     measure: Callable[[int], int | None], sizes: Sequence[int], limit: int, *, least: int = 1
 ) -> int | None:
-    """The largest size whose bytes are within the limit, or nearly; None where no run has fitted.
+    """Return the largest size that was tried and fits; None if no trial fitted.
 
     Args:
-        measure: Runs a size: the most bytes it took, or None where there were not enough.
-        sizes: Those that are possible, ascending.
-        limit: Bytes.
-        least: Below this size bytes grow faster than above, so the small runs begin here.
+        measure: Tries a size, and returns its peak bytes; None if memory ran out.
+        sizes: The possible sizes, ascending.
+        limit: The largest number of bytes that fits.
+        least: Below this size, bytes grow faster than above, so the small trials start here.
     """
     search = _BatchSearch(measure, limit)
     first = sizes[min(bisect_left(sizes, least), len(sizes) - 1)]
@@ -57,16 +61,17 @@ class _BatchSearch:
         return fits
 
     def guess(self, sizes: Sequence[int]) -> int | None:
-        """The largest size, between what has fitted and what has not, that earlier runs promise."""
+        """Return the largest size that should fit, above the best and below all failed ones."""
         if self.best is None:
             return None
         best = self.best
         failed = [size for size in self.bytes if size > best]
         open_ = [size for size in sizes if best < size < min(failed, default=sizes[-1] + 1)]
-        promised = self._promised(best, failed)
-        return max((size for size in open_ if size <= promised), default=None)
+        estimate = self._estimate(best, failed)
+        return max((size for size in open_ if size <= estimate), default=None)
 
-    def _promised(self, best: int, failed: list[int]) -> float:
+    def _estimate(self, best: int, failed: list[int]) -> float:
+        """Return the size at the limit, on the line through two trials."""
         known = sorted((size, found) for size, found in self.bytes.items() if found is not None)
         if len(known) < 2:
             return math.sqrt(best * min(failed)) if failed else math.inf
@@ -74,6 +79,6 @@ class _BatchSearch:
         around += [pair for pair in known if pair[0] > best][:1] or known[-2:-1]
         (one, one_bytes), (other, other_bytes) = around
         slope = max(1e-9, (other_bytes - one_bytes) / (other - one))
-        promised = one + (self._limit - one_bytes) / slope
+        estimate = one + (self._limit - one_bytes) / slope
         out_of_memory = [size for size in failed if self.bytes[size] is None]
-        return min([promised, *(_AFTER_FAILURE * size for size in out_of_memory)])
+        return min([estimate, *(_AFTER_FAILURE * size for size in out_of_memory)])

@@ -28,44 +28,44 @@ from tokenfeed.trainer.feeding.batch_policy import (
 )
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.feeding.loaders import check_rows, is_apart
-from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, gpu_of, recognized
-from tokenfeed.trainer.sizing.batch_probe import size_of_cpu
+from tokenfeed.trainer.sensors.gpu_models import GIB, Gpu, identify_gpu, parse_gpu
+from tokenfeed.trainer.sizing.batch_probe import cpu_size
 from tokenfeed.trainer.sizing.batch_search import SHARE_OF_MEMORY, largest_fitting
-from tokenfeed.trainer.sizing.memory_model import Weightless
+from tokenfeed.trainer.sizing.memory_model import SimulatedStep
 from tokenfeed.trainer.tasks.registry import task_of
 
-__all__ = ["DryRun", "Planned", "dry_run", "find_gpu", "predict_micro_batch"]
+__all__ = ["DryRun", "RunPlan", "dry_run", "find_gpu", "predict_micro_batch"]
 
 _CPU = torch.device("cpu")
 
 
 def find_gpu(config: TrainConfig, name: str | None) -> Gpu | None:
-    """The GPU of that name or size; without one, that of the run; None where it has none."""
+    """Return the GPU with a name or size. Default: the GPU of the run; None on the CPU."""
     if name is not None:
-        return gpu_of(name)
+        return parse_gpu(name)
     device = default_device() if config.device == "auto" else resolve_device(config.device)
     if device.type == "cpu":
         return None
     here = accelerator(device)
     total = here.module.get_device_properties(device).total_memory
     name = str(here.module.get_device_name(device))
-    return recognized(name, total, "bf16" if here.has_bfloat16() else "fp16")
+    return identify_gpu(name, total, "bf16" if here.has_bfloat16() else "fp16")
 
 
 def predict_micro_batch(config: TrainConfig, gpu: Gpu | None) -> TrainConfig:
-    """The settings with a predicted number where --micro-batch-tokens says auto: the most that fit,
-    or the fewest there are."""
+    """Return the settings with a predicted number for `micro_batch_tokens` in place of `auto`: the
+    largest that fits, or else the smallest possible."""
     if config.micro_batch_tokens != "auto":
         return config
     sizes = possible_sizes(config, task_of(config, _CPU))
-    tokens = size_of_cpu(sizes) if gpu is None else sizes[0]
+    tokens = cpu_size(sizes) if gpu is None else sizes[0]
     config = dataclasses.replace(config, micro_batch_tokens=tokens)
-    found, _ = Planned(config, gpu).fitting()
+    found, _ = RunPlan(config, gpu).fitting()
     return dataclasses.replace(config, micro_batch_tokens=found or tokens)
 
 
-class Planned:
-    """What a run will be, found out piece by piece.
+class RunPlan:
+    """The predicted batches, memory and operations of a run.
 
     Raises:
         ConfigError: Settings contradict each other, or the task.
@@ -81,24 +81,24 @@ class Planned:
         self._packed = is_packed(config, self.task)
         self._policy = self._policy_of(config)
         self.like = self._first()
-        self.weightless = Weightless(config, self.task, self.precision, self.like)
+        self.simulation = SimulatedStep(config, self.task, self.precision, self.like)
 
     def epoch(self) -> EpochShapes:
-        """The steps and micro-batches of an epoch."""
+        """Return the steps and micro-batches of an epoch."""
         split, config = self.task.manifest.split("train"), self._config
         return EpochShapes.of_split(split, self._policy, config.seed, config.accumulation)
 
     def flops_per_token(self) -> float:
-        """Floating-point operations to learn one token, in rows of full length."""
-        return self.weightless.flops_per_token(self.like, self.shape(self._config)[1])
+        """Return the floating-point operations to train one token, in rows of full length."""
+        return self.simulation.flops_per_token(self.like, self.shape(self._config)[1])
 
     def peak(self, config: TrainConfig) -> int:
-        """Bytes of a step of the largest micro-batches; beyond two, all are like the second."""
-        parts = min(2, config.accumulation)
-        return self.weightless.peak(self.like, *self.shape(config), parts)
+        """Return the peak bytes of a step with the largest micro-batches."""
+        parts = min(2, config.accumulation)  # the third would be like the second
+        return self.simulation.peak(self.like, *self.shape(config), parts)
 
     def fitting(self) -> tuple[int | None, int | None]:
-        """Tokens of the largest micro-batch that fits the GPU, and its peak."""
+        """Return the tokens of the largest micro-batch that fits the GPU, and its peak bytes."""
         if self._gpu is None:
             return None, None
         peaks: dict[int, int] = {}
@@ -118,7 +118,7 @@ class Planned:
         return found, None if found is None else peaks[found]
 
     def shape(self, config: TrainConfig) -> tuple[int, int]:
-        """Rows and padded length of the largest micro-batch."""
+        """Return rows and padded length of the largest micro-batch."""
         longest = self.task.manifest.split("train").longest_row
         return largest_shape(self._policy_of(config), longest)
 
@@ -128,7 +128,7 @@ class Planned:
         return make_policy(config, packed=self._packed, on_gpu=on_gpu, long_rows=long_rows)
 
     def _first(self) -> MicroBatch:
-        """The run's first micro-batch: it says how documents lie in rows."""
+        """Return the run's first micro-batch, which shows how documents share rows."""
         config, task = self._config, self.task
         fast = self._gpu is not None and self._gpu.precision == "bf16"
         varlen = fast and self.precision != "fp32" and knows_ends()
@@ -136,8 +136,8 @@ class Planned:
         source = source_of(config.shards)
         with ShardLoader(
             source, batching=self._policy, device=_CPU, num_workers=0, seed=config.seed
-        ) as feed:
-            return shape(next(iter(feed)))
+        ) as loader:
+            return shape(next(iter(loader)))
 
 
 FORMULA = "6 N + 12 L C T: N weights in matrix products, L layers of width C, rows of T tokens"
@@ -184,7 +184,7 @@ class DryRun:
     """Seconds to write a checkpoint at 1 GB/s."""
 
     def summary(self) -> str:
-        """The plan in a few lines."""
+        """Return the prediction in a few lines."""
         speed = ""
         if self.tokens_per_s_bound is not None:
             bound = f"{self.tokens_per_s_bound:,.0f}"
@@ -196,7 +196,7 @@ class DryRun:
                 "batches": f"an epoch has {self._shapes()}; padding {self.padding:.2%}",
                 "model": f"{self.parameters / 1e6:.1f} M parameters{self._trained()}, "
                 f"{self.flops_per_token / 1e9:.3g} GFLOP a token ({self.flops_formula})",
-                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._of_gpu()}",
+                "memory": f"{self.peak_gib:.2f} GiB at the peak, {self.precision}{self._memory()}",
                 "fits": self._fitting() if self.gpu else "",
                 "speed": speed,
                 "disk": f"{self.checkpoints:,} checkpoints of {self.checkpoint_gib:.2f} GiB; "
@@ -214,7 +214,7 @@ class DryRun:
         listed = " then ".join(f"{count / 1e6:.3g}" for count in self.trained_parameters)
         return f" of which {listed} M are trained"
 
-    def _of_gpu(self) -> str:
+    def _memory(self) -> str:
         return "" if self.gpu_gib is None else f", of {self.gpu_gib:g} GiB on {self.gpu}"
 
     def _fitting(self) -> str:
@@ -235,7 +235,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     config.check()
     gpu = find_gpu(config, gpu_name)
     config = predict_micro_batch(config, gpu)
-    planned = Planned(config, gpu)
+    planned = RunPlan(config, gpu)
     epoch = planned.epoch()
     epochs = config.steps / epoch.steps
     tokens, slots = epochs * epoch.tokens, epochs * epoch.slots
@@ -243,7 +243,7 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
     peak = planned.peak(config)
     fitting, fitting_peak = planned.fitting()
     bound = gpu.tflops * 1e12 / flops if gpu and gpu.tflops else None
-    state = planned.weightless.state_bytes
+    state = planned.simulation.state_bytes
     checkpoints = ceil_div(config.steps, config.save_every)
     return DryRun(
         steps=config.steps,
@@ -253,8 +253,8 @@ def dry_run(config: TrainConfig, gpu_name: str | None) -> DryRun:
         slots_per_step=round(slots / config.steps),
         padding=1 - tokens / slots,
         shapes=epoch.shapes,
-        parameters=sum(p.numel() for p in planned.weightless.learner.model.parameters()),
-        trained_parameters=planned.weightless.learner.trained_parameters,
+        parameters=sum(p.numel() for p in planned.simulation.learner.model.parameters()),
+        trained_parameters=planned.simulation.learner.trained_parameters,
         flops_per_token=flops,
         flops_formula=FORMULA,
         precision=planned.precision,

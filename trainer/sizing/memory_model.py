@@ -29,13 +29,13 @@ from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["PeakBytes", "Weightless"]
+__all__ = ["PeakBytes", "SimulatedStep"]
 
-_GRAIN = 512  # of CUDA's allocator
+_BLOCK_BYTES = 512  # CUDA's allocator rounds up to this
 
 
 class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, follows the memory of tensors that are made in this thread.
+    """A context that counts the bytes of tensors that this thread creates on a type of device.
 
     with PeakBytes("cuda") as memory:
         step()
@@ -43,29 +43,25 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
-        """
-        Args:
-            device_type: Tensors of other devices are not counted.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self._device_type = device_type
         self._known: set[int] = set()
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that is there already."""
+        """Count an existing tensor."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known:
             return
-        size = round_up(storage.nbytes(), _GRAIN)
+        size = round_up(storage.nbytes(), _BLOCK_BYTES)
         self._known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._remove, key, size).atexit = False
 
-    def forget_peak(self) -> None:
-        """Begin again from what is there now."""
+    def reset_peak(self) -> None:
+        """Restart the peak from the current size."""
         self.peak = self.now
 
     def __torch_dispatch__(
@@ -84,11 +80,20 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 _CPU = torch.device("cpu")
 _SMALL = 2, 8
-"""Rows and length of a micro-batch whose own memory is of no interest."""
+"""Rows and length of a micro-batch whose own memory does not matter."""
 
 
-class Weightless:
-    """Runs steps without values, and says what they take."""
+class SimulatedStep:
+    """Runs steps on tensors without values, and counts their memory and operations.
+
+    The model is first built with values, which takes as long as at the start of a run.
+
+    Args:
+        config: The settings of the run.
+        task: The task.
+        precision: The number format of the computation.
+        like: A micro-batch of the run. Its number of rows and its length do not matter.
+    """
 
     def __init__(
         self,
@@ -97,14 +102,6 @@ class Weightless:
         precision: PrecisionName,
         like: MicroBatch,
     ) -> None:
-        """The model is made in earnest first: its price is that of the start of a run.
-
-        Args:
-            config: Of the run.
-            task: What it learns.
-            precision: In which it computes.
-            like: A micro-batch of the run; its number of rows and its length do not matter.
-        """
         self._task = task
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.learner = Learner(config, task, Precision(precision, _CPU), _CPU)
@@ -117,30 +114,34 @@ class Weightless:
         with self._mode, self._memory:
             for tensor in (*self.learner.model.parameters(), *self.learner.model.buffers()):
                 self._memory.add(tensor)
-            self._step(1, like, *_SMALL, parts=1)  # makes the optimizer's state
+            self._step(1, like, *_SMALL, parts=1)  # creates the optimizer's state
 
     def peak(self, like: MicroBatch, rows: int, length: int, parts: int) -> int:
-        """The most bytes that tensors take in a step of `parts` micro-batches of a shape."""
-        self._memory.forget_peak()
+        """Return the peak bytes of tensors in a step of `parts` micro-batches of a shape."""
+        self._memory.reset_peak()
         with self._mode, self._memory:
             self._step(2, like, rows, length, parts)
         return self._memory.peak
 
     @property
     def state_bytes(self) -> int:
-        """Those of a checkpoint: what is trained, and the optimizer's state."""
+        """Bytes of a checkpoint: the trained weights and the optimizer's state."""
         tensors = [*self.learner.kept_weights().values()]
         for values in self.learner.optimizer.state.values():
             tensors += [value for value in values.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in tensors)
 
     def flops_per_token(self, like: MicroBatch, length: int) -> float:
-        """Floating-point operations to learn one token of full rows: 6 for each weight in a matrix
-        product, and those of attention over whole rows; of weights that are not trained 4."""
+        """Return the floating-point operations to train one token, in rows of a length.
+
+        Each weight of a matrix product takes 6 operations, or 4 if it is frozen. The operations of
+        attention over whole rows are added.
+        """
         shown = like.blank_like(2, length)
         with self._mode, torch.no_grad():
-            plain = _over_rows(self._task.prepare(shown, 0))
-            counter = FlopCounterMode(display=False, custom_mapping=_OF_HOST_ATTENTION)
+            prepared = self._task.prepare(shown, 0)
+            plain = replace(prepared, scope=Scope(prepared.scope.causal))  # attends to whole rows
+            counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
             with counter:
                 self.learner.model(plain)
         forward = counter.get_total_flops() / shown.num_slots
@@ -161,18 +162,13 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))  # type: ignore[no-untyped-call]
 
 
-_OF_HOST_ATTENTION: dict[Any, Callable[..., int]] = {
+_CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
 }
 
 
-def _over_rows(shown: MicroBatch) -> MicroBatch:
-    """The same where every slot sees all it may of its row."""
-    return replace(shown, scope=Scope(shown.scope.causal))
-
-
 def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
-    """Leave shapes and dtypes of a model's tensors; ties are kept."""
+    """Replace a model's tensors by fake ones with their shape and dtype. Keep tied weights tied."""
     made: dict[int, nn.Parameter] = {}
     for part in model.modules():
         for name, value in part._parameters.items():
@@ -185,7 +181,7 @@ def _drop_values(model: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def _frozen_products(model: nn.Module) -> int:
-    """Weights of matrix products that are not trained."""
+    """Return the number of frozen weights in matrix products."""
     linear = [part for part in model.modules() if isinstance(part, nn.Linear)]
     weights = {id(part.weight): part.weight for part in linear}
     return sum(weight.numel() for weight in weights.values() if not weight.requires_grad)

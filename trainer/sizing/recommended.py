@@ -1,4 +1,4 @@
-"""Defaults that suit a data set and a machine, for settings that the user leaves open.
+"""Defaults that suit a data set and a machine, for settings that the user does not give.
 
 Documents keep the defaults of `TrainConfig`, except for evaluations. Data with labels or
 completions gets as many epochs as make two million tokens, but at least 3 and at most 10. The
@@ -29,18 +29,18 @@ from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 
 __all__ = [
-    "Asked",
     "Choice",
+    "GivenSettings",
     "Machine",
-    "able",
+    "data_defaults",
+    "default_epochs",
+    "detect_machine",
     "epoch_of",
-    "epochs_of",
     "estimated_steps",
-    "lasting",
-    "machine_of",
-    "sized",
+    "gpu_defaults",
+    "replacements",
+    "schedule_defaults",
     "steps_of",
-    "suited",
 ]
 
 _TOKENS = 2_000_000
@@ -79,7 +79,7 @@ class Choice:
     reason: str
 
     def line(self, config: TrainConfig) -> str:
-        """Return the flags that are in force by this choice, with its reason; empty without any."""
+        """Return the flags of this choice that `config` has, with the reason; empty without any."""
         flags = [
             flag_of(name) + ("" if value is True else f" {value}")
             for name, value in self.settings.items()
@@ -89,7 +89,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class GivenSettings:
     """The given settings on which defaults depend."""
 
     objective: str = "auto"
@@ -109,26 +109,26 @@ class Asked:
         return (self.model or "").startswith("hf:") and not self.from_scratch
 
 
-def suited(manifest: Manifest, asked: Asked) -> list[Choice]:
+def data_defaults(manifest: Manifest, given: GivenSettings) -> list[Choice]:
     """Return the defaults that suit a data set, without those that depend on the steps."""
     train = manifest.splits.get("train")
-    if asked.objective == "masked" or train is None or not train.rows:
+    if given.objective == "masked" or train is None or not train.rows:
         return []
     longest = max(split.longest_row for split in manifest.splits.values())
     label = column_of(manifest.columns, "target")
     if label is not None:
-        model = [] if asked.model else [_model(label, train)]
-        return [*model, *_padded(longest, train, asked), *_gently(asked)]
+        model = [] if given.model else [_model(label, train)]
+        return [*model, *_padded(longest, train, given), *_pretrained_rate(given)]
     if column_of(manifest.columns, "context") is not None:
-        return [_packed(longest, asked), *_gently(asked)]
+        return [_packed(longest, given), *_pretrained_rate(given)]
     return []
 
 
-def epochs_of(manifest: Manifest, asked: Asked) -> int | None:
+def default_epochs(manifest: Manifest, given: GivenSettings) -> int | None:
     """Return the epochs that suit a data set; None if the steps do not come from epochs."""
-    if not suited(manifest, asked):
+    if not data_defaults(manifest, given):
         return None
-    if asked.finetunes:
+    if given.finetunes:
         return _EPOCHS[0]
     return _between(_EPOCHS, _TOKENS // max(1, manifest.split("train").tokens))
 
@@ -187,29 +187,29 @@ def estimated_steps(epochs: int, config: TrainConfig, manifest: Manifest, *, on_
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
 
 
-def lasting(
+def schedule_defaults(
     manifest: Manifest,
     config: TrainConfig,
-    asked: Asked,
+    relevant: GivenSettings,
     *,
-    said: Container[str] = (),
+    given: Container[str] = (),
 ) -> list[Choice]:
     """Return the defaults that suit the steps of a run.
 
     Args:
         manifest: The data.
         config: The settings so far.
-        asked: The given settings on which defaults depend.
-        said: Names of the given settings, which get no default.
+        relevant: The given settings on which defaults depend.
+        given: Names of all given settings, which get no default.
     """
     choices = []
     trained = _trained_tokens(config, manifest)
     every, reason = _evaluation_steps(manifest, config.steps, trained), f"{config.steps:,} steps"
     # A checkpoint can be the best one only if its step is both evaluated and saved.
-    save_every, is_paced = config.save_every, bool(suited(manifest, asked))
-    if is_paced and "save_every" not in said:
+    save_every, is_paced = config.save_every, bool(data_defaults(manifest, relevant))
+    if is_paced and "save_every" not in given:
         save_every = every
-    every = config.eval_every if "eval_every" in said else round_up(every, save_every)
+    every = config.eval_every if "eval_every" in given else round_up(every, save_every)
     pace = {}
     if is_paced:
         pace = {
@@ -218,11 +218,11 @@ def lasting(
             "save_every": round_up(save_every, every),
             "log_every": max(_LEAST_LOG_EVERY, config.steps // _LINES),
         }
-    elif asked.for_gpu:
+    elif relevant.for_gpu:
         pace = {"warmup_steps": min(_MOST_WARMUP, round(_LONG_WARMUP * config.steps))}
-    choices.append(Choice({k: v for k, v in pace.items() if k not in said}, reason))
+    choices.append(Choice({k: v for k, v in pace.items() if k not in given}, reason))
     evaluations = _evaluations(manifest, config.steps, every, trained)
-    choices.append(Choice({k: v for k, v in evaluations.items() if k not in said}, _EVALUATED))
+    choices.append(Choice({k: v for k, v in evaluations.items() if k not in given}, _EVALUATED))
     return [choice for choice in choices if choice.settings]
 
 
@@ -268,11 +268,11 @@ def _model(label: Column, train: SplitInfo) -> Choice:
     return Choice(settings, f"{train.tokens:,} tokens are {'few' if few else 'not few'}")
 
 
-def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
+def _padded(longest: int, train: SplitInfo, given: GivenSettings) -> list[Choice]:
     """Choose rows a step, in one micro-batch if it is not too large."""
     length = max(2, round_up(longest, 8))
     reason = f"the longest row has {longest:,} tokens"
-    if asked.step_tokens:
+    if given.step_tokens:
         return [Choice({"sequence_length": length}, reason)]
     rows = _step_rows(train)
     slots = max(length, min(rows * length, _MOST_SLOTS))
@@ -286,16 +286,16 @@ def _padded(longest: int, train: SplitInfo, asked: Asked) -> list[Choice]:
     ]
 
 
-def _gently(asked: Asked) -> list[Choice]:
-    if not asked.finetunes:
+def _pretrained_rate(given: GivenSettings) -> list[Choice]:
+    if not given.finetunes:
         return []
     return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
 
 
-def _packed(longest: int, asked: Asked) -> Choice:
+def _packed(longest: int, given: GivenSettings) -> Choice:
     """Choose rows that hold the longest example, up to the longest input of the model."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
-    length = min(length, asked.longest_input or length)
+    length = min(length, given.longest_input or length)
     slots = max(1, _PACKED_SLOTS // length) * length
     settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": slots}
     return Choice(settings, f"the longest row has {longest:,} tokens")
@@ -328,7 +328,7 @@ class Machine:
     """Why torch does not use a GPU that the driver lists."""
 
 
-def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
+def detect_machine(config: TrainConfig, gpu_name: str | None) -> Machine:
     """Return this machine, with `gpu_name` instead of its GPU if given. Imports torch: a second."""
     from tokenfeed.trainer.sizing.dry_run import find_gpu
 
@@ -341,8 +341,8 @@ def machine_of(config: TrainConfig, gpu_name: str | None) -> Machine:
     )
 
 
-def sized(
-    config: TrainConfig, machine: Machine, said: Container[str], *, packed: bool
+def gpu_defaults(
+    config: TrainConfig, machine: Machine, given: Container[str], *, packed: bool
 ) -> list[Choice]:
     """Return the defaults that suit the GPU, without given settings. They do not change a step."""
     gpu, choices = machine.gpu, []
@@ -351,15 +351,15 @@ def sized(
     several = config.micro_batch_tokens != "auto" and config.accumulation > 1
     if not packed and config.step_rows is None:
         several = False  # smaller micro-batches would put other rows into a step
-    if several and "micro_batch_tokens" not in said:
+    if several and "micro_batch_tokens" not in given:
         reason = f"what fits {gpu.name}, {gpu.gib:.1f} GiB, in {gpu.precision}"
         choices.append(Choice({"micro_batch_tokens": "auto"}, reason))
-    if machine.cores <= _FEW_CORES and "num_workers" not in said:
+    if machine.cores <= _FEW_CORES and "num_workers" not in given:
         choices.append(Choice({"num_workers": 1}, f"{machine.cores} cores"))
     return choices
 
 
-def able(config: TrainConfig, machine: Machine) -> list[Choice]:
+def replacements(config: TrainConfig, machine: Machine) -> list[Choice]:
     """Return replacements of unsupported settings. The reason is the whole message."""
     gpu, choices = machine.gpu, []
     if machine.unused:
@@ -374,7 +374,8 @@ def able(config: TrainConfig, machine: Machine) -> list[Choice]:
 
 
 def _why_unused() -> str | None:
-    """Return None if torch uses the GPU, or CUDA_VISIBLE_DEVICES hides it."""
+    """Return why torch does not use a GPU; None if there is no GPU, or CUDA_VISIBLE_DEVICES hides
+    it."""
     import pynvml
     import torch
 
@@ -386,8 +387,8 @@ def _why_unused() -> str | None:
     if not count or "CUDA_VISIBLE_DEVICES" in os.environ:
         return None
     if torch.version.cuda is None:
-        return "a GPU is here, and this torch was built without CUDA. Install one with it"
+        return "there is a GPU, but this torch was built without CUDA. Install torch with CUDA"
     return (
-        f"a GPU is here, and its driver {driver} does not run CUDA {torch.version.cuda} of this "
+        f"there is a GPU, but its driver {driver} does not run CUDA {torch.version.cuda} of this "
         "torch. Install a newer driver, or a torch for an older CUDA"
     )

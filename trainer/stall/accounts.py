@@ -1,7 +1,6 @@
 """The accounts of the stall: turn segments of device time into idle seconds by cause. Pure.
 
-Segments come in order, without gaps between them. A segment is work, a calibration spin, or a gap:
-a
+Each segment starts where the one before ends. A segment is work, a calibration spin, or a gap: a
 cause during which no work of the training was queued. A gap is idle time as a whole. Segments of
 work are joined into spans, up to the next gap or mark. The idle time inside spans is not seen
 directly. It is the sum by which spans take longer than references (see `work`).

@@ -62,9 +62,9 @@ class MeteredDevice:
     @property
     def peak_tflops(self) -> float | None:
         """Peak rate of dense arithmetic in half precision; None if unknown."""
-        from tokenfeed.trainer.sensors.gpu_models import recognized
+        from tokenfeed.trainer.sensors.gpu_models import identify_gpu
 
-        return recognized(self.name, 0, "bf16").tflops if self.on_gpu else None
+        return identify_gpu(self.name, 0, "bf16").tflops if self.on_gpu else None
 
     def begin(self) -> None:
         """Start to count energy and tokens."""

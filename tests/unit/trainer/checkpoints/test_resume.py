@@ -24,7 +24,7 @@ from support.training import run, write_counting
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.tools.train_settings import parse_config
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
-from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
 
@@ -50,7 +50,7 @@ def test_auto_takes_the_one_before_a_damaged_one_and_says_so(
     checkpoint(tmp_path, 1)
     damaged = checkpoint(tmp_path, 2)
     spoil(damaged)
-    assert bring_newest(tmp_path, None)
+    assert download_newest(tmp_path, None)
     assert Checkpoints.of_run(tmp_path).steps() == [1]
     assert f"{damaged} is damaged (state.safetensors fails its checksum)" in caplog.text
     assert names_in(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.damaged"]
@@ -64,7 +64,7 @@ def test_auto_takes_a_good_copy_instead_of_a_damaged_one(
     copy_of(tmp_path, URL)
     good = files_in(path)
     spoil(path)
-    assert bring_newest(tmp_path, URL)
+    assert download_newest(tmp_path, URL)
     assert Checkpoints.of_run(tmp_path).steps() == [1, 2]
     assert files_in(path) == good
 
@@ -79,7 +79,7 @@ def test_auto_takes_no_damaged_copy(
     spoil(spoiled)
     file = spoiled / "state.safetensors"
     store.store[f"{URL}/checkpoints/{spoiled.name}/{file.name}"] = file.read_bytes()
-    assert bring_newest(tmp_path, URL)
+    assert download_newest(tmp_path, URL)
     assert Checkpoints.of_run(tmp_path).steps() == [1]
     assert f"{URL}: step 2 is damaged there" in caplog.text
     assert RemoteRun(URL).steps() == [1]
@@ -89,7 +89,7 @@ def test_where_all_are_damaged_auto_begins_nothing_anew(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, 1)
     spoil(path)
     with pytest.raises(ResumeError, match="every checkpoint is damaged"):
-        bring_newest(tmp_path, None)
+        download_newest(tmp_path, None)
     assert path.exists()
 
 
@@ -98,15 +98,15 @@ def test_auto_does_not_begin_anew_where_the_url_does_not_answer(
 ) -> None:
     store.before = staticmethod(refuse)
     with pytest.raises(ResumeError, match=f"{URL}: cannot be read .*the line is dead"):
-        bring_newest(tmp_path, URL)
+        download_newest(tmp_path, URL)
     checkpoint(tmp_path, 1)
-    assert bring_newest(tmp_path, URL)
+    assert download_newest(tmp_path, URL)
     assert f"{URL} cannot be read" in caplog.text
 
 
 def test_auto_without_a_checkpoint_begins(tmp_path: Path, store: type[FaultyStore]) -> None:
-    assert not bring_newest(tmp_path / "new", URL)
-    assert not bring_newest(tmp_path / "new", None)
+    assert not download_newest(tmp_path / "new", URL)
+    assert not download_newest(tmp_path / "new", None)
 
 
 def test_auto_takes_the_newer_of_here_and_there(tmp_path: Path, store: type[FaultyStore]) -> None:
@@ -114,11 +114,11 @@ def test_auto_takes_the_newer_of_here_and_there(tmp_path: Path, store: type[Faul
     checkpoint(behind, 3)
     save(ahead / "checkpoints", 5, make_state(5))
     copy_of(ahead, URL)
-    assert bring_newest(behind, URL)
+    assert download_newest(behind, URL)
     assert Checkpoints.of_run(behind).steps() == [3, 5]
     save(behind / "checkpoints", 7, make_state(7))
     store.before = staticmethod(lambda operation, path: operation != "get" or refuse("", ""))
-    assert bring_newest(behind, URL)
+    assert download_newest(behind, URL)
 
 
 def test_of_several_processes_that_a_launcher_starts_one_brings_the_checkpoint(
@@ -132,7 +132,7 @@ def test_of_several_processes_that_a_launcher_starts_one_brings_the_checkpoint(
     )
     run_dir = tmp_path / "run"
     with ThreadPoolExecutor(4) as pool:  # a file that is opened twice is locked as by two processes
-        assert all(pool.map(lambda _: bring_newest(run_dir, URL), range(4)))
+        assert all(pool.map(lambda _: download_newest(run_dir, URL), range(4)))
     assert len(gets) == 2
 
 

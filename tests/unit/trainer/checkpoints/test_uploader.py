@@ -37,7 +37,7 @@ from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.trainer.checkpoints import remote_copy as remote_module
 from tokenfeed.trainer.checkpoints import uploader as uploads_module
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
-from tokenfeed.trainer.checkpoints.resume import bring_newest
+from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.loop.run import train
@@ -114,7 +114,7 @@ def test_wherever_an_upload_breaks_off_a_checkpoint_is_whole_or_absent(
         there = remote.steps()
         assert there in ([1], [1, 2], [2])
         shutil.rmtree(run_dir)
-        assert bring_newest(run_dir, URL)
+        assert download_newest(run_dir, URL)
         assert Checkpoints.of_run(run_dir).steps() == there[-1:]
         if ended:
             assert there == [2]
@@ -238,7 +238,7 @@ def test_the_best_is_there_before_what_came_after_it(
     assert markers[:2] == ["step-00000001/checkpoint.json", "step-00000003/checkpoint.json"]
     assert names_in(config.run_dir / "checkpoints") == ["step-00000001", *of(2, 3)]
     shutil.rmtree(config.run_dir)
-    assert bring_newest(config.run_dir, URL)
+    assert download_newest(config.run_dir, URL)
     assert checkpoints.best() == best_of(1)
     assert checkpoints.steps() == [1, 3]
 

@@ -91,9 +91,7 @@ def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_pat
     with pytest.raises(ConfigError, match="not finite, 20 steps in a row") as error:
         run(config)
     latest = max(tmp_path.glob("checkpoints/step-*"))
-    assert f"go on with --resume from {latest}. If a checkpoint leads here again" in str(
-        error.value
-    )
+    assert f"go on with --resume from {latest}. If the run fails again" in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -15,7 +15,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, _Probe, decide_micro_batch
+from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, _Probe, choose_micro_batch
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, SHARE_OF_MEMORY
 from tokenfeed.trainer.sizing.dry_run import dry_run
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
@@ -25,11 +25,11 @@ CPU = torch.device("cpu")
 
 
 class Simulated(PeakBytes):
-    """While it is entered, tensors of this thread have so many bytes and no more."""
+    """A context in which tensors of this thread may take at most `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
-        self.limit, self.tries = limit, -1  # what is released last is no try
+        self.limit, self.tries = limit, -1  # the last reset follows the trials
 
     def __torch_dispatch__(self, *args: Any, **named: Any) -> Any:
         out = super().__torch_dispatch__(*args, **named)
@@ -40,7 +40,7 @@ class Simulated(PeakBytes):
     def free_bytes(self) -> int:
         return self.limit
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.tries += 1
         self.peak = self.now
 
@@ -63,7 +63,7 @@ def sizes_of(config: TrainConfig) -> list[int]:
 
 
 def bytes_of(config: TrainConfig, size: int) -> int:
-    """Those of a try where nothing is short."""
+    """Return the peak bytes of a trial with enough memory."""
     memory = Simulated(1 << 60)
     with memory:
         found = _Probe(dataclasses.replace(config, micro_batch_tokens=size), CPU, memory)
@@ -86,7 +86,7 @@ def test_the_largest_that_fits_is_found_in_four_tries_and_nothing_stays(
     memory = Simulated(int(bytes_of(config, size) / SHARE_OF_MEMORY * 1.01))
     gc.collect()
     with memory:
-        found = decide_micro_batch(config, World(CPU), memory)
+        found = choose_micro_batch(config, World(CPU), memory)
     gc.collect()
     assert found == dataclasses.replace(config, micro_batch_tokens=size)
     assert 1 <= memory.tries <= MOST_RUNS
@@ -102,7 +102,7 @@ def test_where_nothing_fits_one_line_says_so(data: Path, tmp_path: Path) -> None
         pytest.raises(ConfigError, match=r"`--micro-batch-tokens`=auto: \d+ tokens, .* Try"),
         memory,
     ):
-        decide_micro_batch(config, World(CPU), memory)
+        choose_micro_batch(config, World(CPU), memory)
 
 
 @pytest.mark.slow
@@ -117,9 +117,9 @@ def test_a_run_with_auto_is_the_run_with_the_number(
     def decided(given: TrainConfig, world: World) -> TrainConfig:
         memory = Simulated(limit)
         with memory:
-            return decide_micro_batch(given, world, memory)
+            return choose_micro_batch(given, world, memory)
 
-    monkeypatch.setattr(loop, "decide_micro_batch", decided)
+    monkeypatch.setattr(loop, "choose_micro_batch", decided)
     run(config)
     written = TrainConfig.of_run(config.run_dir)
     assert written is not None
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_keeps_its_number(data: Path, tmp_path: Path) -> None
 
 def test_a_cpu_takes_no_more_than_it_has_use_for(data: Path, tmp_path: Path) -> None:
     config = auto(data, tmp_path / "run", "lm packed", step_tokens=6144)
-    found = decide_micro_batch(config, World(CPU))
+    found = choose_micro_batch(config, World(CPU))
     assert found.micro_batch_tokens == max(size for size in sizes_of(config) if size <= 2048)
 
 
@@ -181,6 +181,6 @@ def test_the_memory_of_a_device_is_what_is_free_and_what_this_process_holds(
     driver = Driver()
     monkeypatch.setattr(torch, "get_device_module", lambda device: driver)
     memory = DeviceMemory(torch.device("cuda", 0))
-    memory.forget()
+    memory.reset()
     assert (memory.free_bytes(), memory.peak_bytes()) == (90, 50)
     assert driver.calls == ["empty_cache", "reset_peak_memory_stats"]

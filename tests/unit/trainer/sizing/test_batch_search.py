@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy, micro_batch_sizes, shapes
-from tokenfeed.trainer.sensors.gpu_models import GPUS, gpu_of, recognized
+from tokenfeed.trainer.sensors.gpu_models import GPUS, identify_gpu, parse_gpu
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, largest_fitting
 
 Sizes = st.lists(st.integers(1, 1 << 20), min_size=1, max_size=40, unique=True).map(sorted)
@@ -103,13 +103,13 @@ def test_every_size_makes_the_same_step(
 
 
 def test_gpus_are_known_by_name_or_by_their_memory() -> None:
-    assert gpu_of("h100") == GPUS["H100"]
-    assert gpu_of("RTX 4090").tflops == 165.2
-    assert gpu_of("24").bytes == 24 << 30
-    assert gpu_of("24").tflops is None
+    assert parse_gpu("h100") == GPUS["H100"]
+    assert parse_gpu("RTX 4090").tflops == 165.2
+    assert parse_gpu("24").bytes == 24 << 30
+    assert parse_gpu("24").tflops is None
     for wrong in ("H1000", "-3", "nan", "0", "inf"):
         with pytest.raises(ConfigError, match=r"`--gpu`=.*: expected one of .*H100.* in GiB"):
-            gpu_of(wrong)
+            parse_gpu(wrong)
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,4 @@ def test_gpus_are_known_by_name_or_by_their_memory() -> None:
 def test_a_gpu_that_is_there_has_a_speed_only_where_it_is_certain(
     device: str, tflops: float | None
 ) -> None:
-    assert recognized(device, 1 << 30, "bf16").tflops == tflops
+    assert identify_gpu(device, 1 << 30, "bf16").tflops == tflops

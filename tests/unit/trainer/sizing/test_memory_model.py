@@ -1,4 +1,4 @@
-"""Steps without values: they take the memory that real steps take, and say what a run will be."""
+"""Simulated steps take the memory and operations of real steps, and predict a run."""
 
 import dataclasses
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenfeed.trainer.optim.gradients import Tally
 from tokenfeed.trainer.optim.precision import Precision
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.sensors.gpu_models import GPUS
-from tokenfeed.trainer.sizing.dry_run import Planned
+from tokenfeed.trainer.sizing.dry_run import RunPlan
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
@@ -43,14 +43,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary_loss, "_WORTH_BYTES", 0)
 
 
-def plan_of(data: Path, **settings: Any) -> tuple[Any, Planned]:
+def plan_of(data: Path, **settings: Any) -> tuple[Any, RunPlan]:
     shards = data / settings.pop("shards")
     sizes = {"model": "tiny", "micro_batch_tokens": 512, "step_tokens": 1024}
     config = make_config(shards, data / "run", **sizes | settings)
-    return config, Planned(config, None)
+    return config, RunPlan(config, None)
 
 
-def real_steps(config: Any, planned: Planned, memory: Any) -> Learner:
+def real_steps(config: Any, planned: RunPlan, memory: Any) -> Learner:
     """The steps that are predicted, with values."""
     precision = Precision(planned.precision, CPU)
     learner = Learner(config, planned.task, precision, CPU)
@@ -114,14 +114,14 @@ def test_operations_of_a_token_are_those_of_the_formula(
     _, planned = plan_of(data, **WAYS["lm packed"])
     in_products = 12 * layers * SIZE.width**2 + 64 * SIZE.width
     wanted = 6 * in_products + 12 * layers * SIZE.width * 48
-    assert planned.weightless.flops_per_token(planned.like, 48) == pytest.approx(wanted)
+    assert planned.simulation.flops_per_token(planned.like, 48) == pytest.approx(wanted)
 
 
 def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> None:
     _, planned = plan_of(data, **WAYS["lm packed"])
-    before = planned.weightless.flops_per_token(planned.like, 32)
-    frozen = planned.weightless.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
-    after = planned.weightless.flops_per_token(planned.like, 32)
+    before = planned.simulation.flops_per_token(planned.like, 32)
+    frozen = planned.simulation.learner.model.blocks[0].feed_in.weight.requires_grad_(False)
+    after = planned.simulation.flops_per_token(planned.like, 32)
     assert before - after == pytest.approx(2 * frozen.numel())
 
 
@@ -148,10 +148,10 @@ def test_what_fits_is_measured_to_fit_and_the_next_is_not(
     config, _ = plan_of(data, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
     for gib in (0.02, 0.1):
         gpu = dataclasses.replace(GPUS["A100"], gib=gib)
-        found, peak = Planned(config, gpu).fitting()
+        found, peak = RunPlan(config, gpu).fitting()
         assert found is not None
         assert peak is not None
         assert peak <= 0.92 * gpu.bytes
         if found < config.step_tokens:
             larger = dataclasses.replace(config, micro_batch_tokens=2 * found)
-            assert Planned(config, gpu).peak(larger) > 0.92 * gpu.bytes
+            assert RunPlan(config, gpu).peak(larger) > 0.92 * gpu.bytes

@@ -22,20 +22,20 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.feeding.loaders import step_feed
 from tokenfeed.trainer.models.transformer import SIZES
-from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, recognized
+from tokenfeed.trainer.sensors.gpu_models import GIB, GPUS, identify_gpu
 from tokenfeed.trainer.sizing.recommended import (
-    Asked,
+    GivenSettings,
     Machine,
-    able,
-    epochs_of,
+    data_defaults,
+    default_epochs,
+    detect_machine,
     estimated_steps,
-    lasting,
-    machine_of,
-    sized,
-    suited,
+    gpu_defaults,
+    replacements,
+    schedule_defaults,
 )
 
-AUTO = Asked()
+AUTO = GivenSettings()
 LABELLED = ("classify", "score", "tag")
 PLAIN = TrainConfig(shards="out", run_dir=Path("run"))
 
@@ -68,14 +68,14 @@ def manifests(draw: st.DrawFn, tasks: tuple[str, ...] = (*LABELLED, "complete"))
 
 def config_for(manifest: Manifest, epochs: int | None = None, **given: Any) -> TrainConfig:
     config = PLAIN
-    for choice in suited(manifest, AUTO):
+    for choice in data_defaults(manifest, AUTO):
         config = dataclasses.replace(config, **choice.settings)
     config = dataclasses.replace(config, **given)
-    epochs = epochs or epochs_of(manifest, AUTO)
+    epochs = epochs or default_epochs(manifest, AUTO)
     if epochs:
         steps = estimated_steps(epochs, config, manifest, on_gpu=False)
         config = dataclasses.replace(config, steps=steps)
-    for choice in lasting(manifest, config, AUTO, said=given):
+    for choice in schedule_defaults(manifest, config, AUTO, given=given):
         config = dataclasses.replace(config, **choice.settings)
     return config
 
@@ -97,7 +97,7 @@ def test_steps_are_those_of_epochs(manifest: Manifest, epochs: int, rows: int) -
 
 @given(manifests())
 def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Manifest) -> None:
-    epochs = epochs_of(manifest, AUTO)
+    epochs = default_epochs(manifest, AUTO)
     assert epochs is not None
     assert 3 <= epochs <= 10
     assert epochs == 3 or epochs * manifest.split("train").tokens <= 2_000_000
@@ -118,20 +118,20 @@ def test_a_run_evaluates_and_saves_alike_and_some_twenty_times(manifest: Manifes
     st.sets(st.sampled_from(["eval_every", "save_every"])),
 )
 def test_evaluations_take_a_twentieth_of_a_run(
-    manifest: Manifest, validation: int, test: int, steps: int, said: set[str]
+    manifest: Manifest, validation: int, test: int, steps: int, given: set[str]
 ) -> None:
     sizes = {"validation": validation, "test": test}
     splits = {name: one_shard(rows=size, tokens=size) for name, size in sizes.items() if size}
     manifest = dataclasses.replace(manifest, splits=manifest.splits | splits)
     config = dataclasses.replace(PLAIN, steps=steps)
-    for choice in lasting(manifest, config, AUTO, said=said):
+    for choice in schedule_defaults(manifest, config, AUTO, given=given):
         config = dataclasses.replace(config, **choice.settings)
     count = 1 + math.ceil(steps / config.eval_every)
     tokens = min(validation, config.eval_tokens or validation)
     trained = steps * config.step_tokens
     assert (tokens - 1) * count / 3 <= 0.05 * trained
     assert config.eval_tokens is not None or test <= max(1, int(0.15 * trained))
-    if not said:
+    if not given:
         assert count <= 22 or config.eval_every == 1000
 
 
@@ -139,28 +139,28 @@ def test_evaluations_take_a_twentieth_of_a_run(
 def test_documents_and_tasks_unknown_keep_the_plain_settings_but_for_steps_of_epochs(
     manifest: Manifest, epochs: int
 ) -> None:
-    assert suited(manifest, AUTO) == [] == lasting(manifest, PLAIN, AUTO)
+    assert data_defaults(manifest, AUTO) == [] == schedule_defaults(manifest, PLAIN, AUTO)
     steps = estimated_steps(epochs, PLAIN, manifest, on_gpu=False)
     assert config_for(manifest, epochs) == dataclasses.replace(PLAIN, steps=steps)
 
 
 def test_masked_documents_keep_the_plain_settings_too() -> None:
-    assert suited(make_manifest("lm", 100, 10, 20), Asked(objective="masked")) == []
+    assert data_defaults(make_manifest("lm", 100, 10, 20), GivenSettings(objective="masked")) == []
 
 
 def test_a_line_names_only_what_the_run_has_by_it() -> None:
     manifest = make_manifest("classify", 3257, 24, 66)
-    lines = [choice.line(config_for(manifest)) for choice in suited(manifest, AUTO)]
+    lines = [choice.line(config_for(manifest)) for choice in data_defaults(manifest, AUTO)]
     assert lines[0] == "--model words --dropout 0.3 (78,168 tokens are few)"
     other = dataclasses.replace(config_for(manifest), model="tiny", dropout=0.0)
-    assert suited(manifest, AUTO)[0].line(other) == ""
+    assert data_defaults(manifest, AUTO)[0].line(other) == ""
 
 
 @given(manifests())
 def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
-    asked = Asked(model="hf:folder")
-    chosen = {k: v for each in suited(manifest, asked) for k, v in each.settings.items()}
-    assert epochs_of(manifest, asked) == 3
+    given = GivenSettings(model="hf:folder")
+    chosen = {k: v for each in data_defaults(manifest, given) for k, v in each.settings.items()}
+    assert default_epochs(manifest, given) == 3
     assert chosen["learning_rate"] == 5e-5
     assert not {"model", "dropout"} & set(chosen)
 
@@ -261,16 +261,16 @@ def test_without_shards_to_read_the_plain_settings_are_shown_and_used(
 
 
 MANY = TrainConfig(shards="out", run_dir=Path("run"), step_tokens=1 << 16)
-gpus = st.sampled_from([*GPUS.values(), recognized("NVIDIA A10", 22 * GIB, "bf16")])
+gpus = st.sampled_from([*GPUS.values(), identify_gpu("NVIDIA A10", 22 * GIB, "bf16")])
 machines = st.builds(
     Machine, gpu=st.none() | gpus, cores=st.integers(1, 64), has_compiler=st.booleans()
 )
 
 
-def laid(config: TrainConfig, machine: Machine, *said: str) -> TrainConfig:
-    for choice in sized(config, machine, said, packed=True):
+def laid(config: TrainConfig, machine: Machine, *given: str) -> TrainConfig:
+    for choice in gpu_defaults(config, machine, given, packed=True):
         config = dataclasses.replace(config, **choice.settings)
-    for choice in able(config, machine):
+    for choice in replacements(config, machine):
         config = dataclasses.replace(config, **choice.settings)
     return config
 
@@ -284,8 +284,8 @@ def test_what_is_decided_changes_no_training(machine: Machine) -> None:
 
 
 @given(machines)
-def test_what_was_said_stays(machine: Machine) -> None:
-    assert sized(MANY, machine, ("micro_batch_tokens", "num_workers"), packed=True) == []
+def test_given_settings_are_kept(machine: Machine) -> None:
+    assert gpu_defaults(MANY, machine, ("micro_batch_tokens", "num_workers"), packed=True) == []
 
 
 @given(machines, st.sampled_from(["auto", "fp32", "bf16", "fp16"]), st.booleans())
@@ -294,9 +294,9 @@ def test_what_the_machine_lacks_is_left_out_and_then_nothing_is_lacking(
 ) -> None:
     config = dataclasses.replace(MANY, precision=precision, compile=compiles)
     left = laid(config, machine)
-    assert able(left, machine) == []
+    assert replacements(left, machine) == []
     assert left.compile == (compiles and machine.has_compiler)
-    assert all("\n" not in choice.reason for choice in able(config, machine))
+    assert all("\n" not in choice.reason for choice in replacements(config, machine))
 
 
 @given(machines)
@@ -307,14 +307,14 @@ def test_on_a_cpu_nothing_changes(machine: Machine) -> None:
 def test_a_step_of_one_micro_batch_is_left_as_it_is() -> None:
     small = dataclasses.replace(MANY, step_tokens=2048)
     machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert sized(small, machine, (), packed=True) == []
+    assert gpu_defaults(small, machine, (), packed=True) == []
 
 
 def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
     machine = Machine(gpu=GPUS["H100"], cores=16, has_compiler=True)
-    assert sized(MANY, machine, (), packed=False) == []
+    assert gpu_defaults(MANY, machine, (), packed=False) == []
     rows = dataclasses.replace(MANY, step_rows=64)
-    assert [choice.settings for choice in sized(rows, machine, (), packed=False)] == [
+    assert [choice.settings for choice in gpu_defaults(rows, machine, (), packed=False)] == [
         {"micro_batch_tokens": "auto"}
     ]
 
@@ -322,24 +322,24 @@ def test_padded_steps_of_tokens_keep_their_micro_batch_on_any_gpu() -> None:
 def test_a_line_says_what_was_decided_and_why() -> None:
     machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False)
     config = dataclasses.replace(laid(MANY, machine))
-    assert [choice.line(config) for choice in sized(MANY, machine, (), packed=True)] == [
+    assert [choice.line(config) for choice in gpu_defaults(MANY, machine, (), packed=True)] == [
         "--micro-batch-tokens auto (what fits T4, 14.5 GiB, in fp16)",
         "--num-workers 1 (2 cores)",
     ]
 
 
-def test_the_command_asks_the_machine(
+def test_train_command_uses_machine_defaults(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shards = write_labelled(tmp_path / "shards", "lm")
     machine = Machine(gpu=GPUS["T4"], cores=2, has_compiler=False, unused=None)
-    monkeypatch.setattr(train_command, "machine_of", lambda *_: machine)
+    monkeypatch.setattr(train_command, "detect_machine", lambda *_: machine)
     words = ["--shards", shards, "--preset", "rtx4090", "--step-tokens", 1 << 18]
     monkeypatch.setattr("sys.argv", ["train", *map(str, words), "--precision", "bf16"])
     caplog.set_level("INFO")
     config = train_command.parse_config()
     assert (config.compile, config.precision, config.num_workers) == (False, "fp16", 1)
-    assert config.micro_batch_tokens == 16_384  # the preset said so
+    assert config.micro_batch_tokens == 16_384  # from the preset
     assert "--compile is left out: there is no C compiler" in caplog.text
     assert "--precision fp16 instead of bf16, which T4 only emulates" in caplog.text
 
@@ -354,15 +354,15 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("torch.version.cuda", "13.0")
     config = dataclasses.replace(MANY, device="auto")
     monkeypatch.setattr("tokenfeed.trainer.sizing.dry_run.find_gpu", lambda *_: None)
-    (lack,) = able(config, machine_of(config, None))
+    (lack,) = replacements(config, detect_machine(config, None))
     assert lack.reason.startswith(
-        "training on the CPU: a GPU is here, and its driver 470.1 does not"
+        "training on the CPU: there is a GPU, but its driver 470.1 does not"
     )
     monkeypatch.setattr("torch.version.cuda", None)
-    (lack,) = able(config, machine_of(config, None))
+    (lack,) = replacements(config, detect_machine(config, None))
     assert "this torch was built without CUDA" in lack.reason
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert able(config, machine_of(config, None)) == []
+    assert replacements(config, detect_machine(config, None)) == []
 
 
 def test_no_compiler_means_none_on_the_path(
@@ -370,6 +370,6 @@ def test_no_compiler_means_none_on_the_path(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert not machine_of(MANY, "T4").has_compiler
+    assert not detect_machine(MANY, "T4").has_compiler
     (tmp_path / "gcc").touch(mode=0o755)
-    assert machine_of(MANY, "T4").has_compiler
+    assert detect_machine(MANY, "T4").has_compiler
