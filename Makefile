@@ -45,13 +45,13 @@ test-fast: setup
 test-slow: setup
 	$(RUN_CHECKS) pytest -q -m '(slow or commands) and not long' $(PARALLEL) -n $(MORE)
 
-# Before a release: kills by the dozen, every part of benchmarks/gpu.py on a CPU, launchers.
+# Before a release: kills by the dozen, every part of benchmarks/gpu/ on a CPU, launchers.
 test-long: setup
 	$(RUN_CHECKS) pytest -q -m long $(PARALLEL) -n $(MORE)
 
 # For who has a CUDA device: the tests that need one, the checks that only it can make, and how fast it goes.
 gpu: setup
-	$(BIN)/python benchmarks/gpu.py
+	$(BIN)/python -m benchmarks.gpu
 
 check: lint types editor
 
@@ -81,7 +81,7 @@ fmt: setup
 	$(RUN_CHECKS) ruff format .
 
 bench: setup
-	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python -m benchmarks.loader
 
 # The documentation, as a site that needs no network; its tools need no torch, so they have an environment of their own.
 docs: .venv-docs/.ready

@@ -4,8 +4,8 @@
     | rows | loader | ... |
     <!-- end -->
 
-usage: python benchmarks/readme.py            # after a benchmark
-       python benchmarks/readme.py --check    # exit 1 if a file says something else
+usage: python -m benchmarks.readme            # after a benchmark
+       python -m benchmarks.readme --check    # exit 1 if a file says something else
 """
 
 import argparse
@@ -16,9 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import remote_tables
-import shuffle_tables
-from protocol import RESULTS
+from benchmarks.protocol import RESULTS
+from benchmarks.remote import tables as remote_tables
+from benchmarks.shuffle import tables as shuffle_tables
 
 ROOT = Path(__file__).parents[1]
 FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "mixing.md")
@@ -217,7 +217,7 @@ def main() -> None:
         before = file.read_text(encoding="utf-8")
         after = BLOCK.sub(written, before)
         if options.check and after != before:
-            command = "`python benchmarks/readme.py`"
+            command = "`python -m benchmarks.readme`"
             sys.exit(f"error: {file.name} is not what the results say. Run {command}.")
         if not options.check:
             file.write_text(after, encoding="utf-8")

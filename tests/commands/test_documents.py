@@ -56,7 +56,7 @@ NOT_RUN = {
     ("docs/how/remote.md", "pip install 'tokenfeed[remote]'", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize corpus/ s3://bucket/out", "needs a bucket"),
     ("docs/how/remote.md", "pretokenize s3://raw/ out/", "needs a bucket"),
-    ("docs/mixing.md", "python benchmarks/shuffle.py", "needs the peers and hours"),
+    ("docs/mixing.md", "python -m benchmarks.shuffle", "needs the peers and hours"),
     ("docs/releasing.md", "rm -rf build dist", NETWORK),
     ("docs/releasing.md", "python -m venv /tmp/try", NETWORK),
     ("docs/training.md", "train --shards out/ --run-dir runs/gpt2", "needs a GPU"),
@@ -296,8 +296,8 @@ def test_api_pages_describe_what_there_is() -> None:
 
 
 def test_figures_are_those_of_the_results() -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "readme.py", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.readme", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, as far as it goes without a GPU: what was not measured is not claimed."""
+"""benchmarks/gpu/, as far as it goes without a GPU: what was not measured is not claimed."""
 
 import json
 import re
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="`make gpu` is
 
 
 def run_gpu(*options: object) -> subprocess.CompletedProcess[str]:
-    return warm.run([ROOT / "benchmarks" / "gpu.py", *options], timeout=600)
+    return warm.run(["-m", "benchmarks.gpu", *options], cwd=ROOT, timeout=600)
 
 
 def test_without_a_gpu_one_line_says_that_nothing_was_measured() -> None:
@@ -28,8 +28,8 @@ def test_without_a_gpu_one_line_says_that_nothing_was_measured() -> None:
 
 def test_what_the_sanitizer_watches_runs(tmp_path: Path) -> None:
     write_labelled(tmp_path / "lm", "lm")
-    script = ROOT / "benchmarks" / "gpu_case.py"
-    ended = warm.run([script, "races", tmp_path, "--device", "cpu", "--small"])
+    command = ["-m", "benchmarks.gpu.case", "races", tmp_path, "--device", "cpu", "--small"]
+    ended = warm.run(command, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["batches"] > 0
 

@@ -35,7 +35,7 @@ __all__ = [
 WARMUP = 5
 TOKENS = 1000
 METER_SECONDS = 11.4e-6
-"""The meter's Python around a mark: 57 µs for the five marks of a step (`benchmarks/stall.py`)."""
+"""The meter's Python around a mark: 57 µs for the five marks of a step (`benchmarks/stall/`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ _SLACK_SECONDS = 50e-6
 """Time between two launches. A batch that is later than this was copied meanwhile."""
 _LEAST_LEAD_SECONDS = 30e-6
 _PYTHON_SECONDS = 12e-6
-"""Host seconds of the meter's Python around a mark; `benchmarks/stall.py` measured 11.4 µs."""
+"""Host seconds of the meter's Python around a mark; `benchmarks/stall/` measured 11.4 µs."""
 _WAITED = 1.5
 """If the host takes this many times as long as usual for a span, it has waited in it."""
 _QUEUED = 0.002

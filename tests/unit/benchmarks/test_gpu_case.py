@@ -1,12 +1,13 @@
-"""What benchmarks/gpu_case.py has a GPU watch, on the CPU: when a wait would be an error."""
+"""What benchmarks/gpu/case.py has a GPU watch, on the CPU: when a wait would be an error."""
 
 from collections.abc import Callable
 from pathlib import Path
 
-import gpu_case
 import pytest
 import torch
 from support.training import follow_brackets, write_labelled
+
+from benchmarks.gpu import case as gpu_case
 
 
 @pytest.fixture

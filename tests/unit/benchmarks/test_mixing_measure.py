@@ -4,12 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learning import stand_in
-from shuffle import STEPS, Measure
-from shuffle_case import delivered, open_loader
-from shuffle_cases import CASES, COSTS, MIXTURES
-from shuffle_corpora import CORPORA, Corpus, tenths, write_shards
-from shuffle_metrics import (
+
+from benchmarks.shuffle.__main__ import STEPS, Measure
+from benchmarks.shuffle.case import delivered, open_loader
+from benchmarks.shuffle.cases import CASES, COSTS, MIXTURES
+from benchmarks.shuffle.corpora import CORPORA, Corpus, tenths, write_shards
+from benchmarks.shuffle.learning import stand_in
+from benchmarks.shuffle.metrics import (
     Order,
     again,
     by_rows,
@@ -20,7 +21,7 @@ from shuffle_metrics import (
     persistence,
     shares,
 )
-from shuffle_peers import PEERS
+from benchmarks.shuffle.peers import PEERS
 
 ROWS = 40_000
 STEP = "64k"

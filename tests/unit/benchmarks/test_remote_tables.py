@@ -1,8 +1,8 @@
-"""What benchmarks/remote.py measured becomes the tables of docs/benchmarks.md."""
+"""What benchmarks/remote/ measured becomes the tables of docs/benchmarks.md."""
 
 from typing import Any
 
-from remote_tables import TABLES
+from benchmarks.remote.tables import TABLES
 
 MEDIAN = {"median": 1.234, "min": 0.5, "max": 150.2}
 

@@ -10,14 +10,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-import scenarios_before
-import scenarios_data
-import scenarios_disk
-from scenarios_before import Encoder, new_model
-from scenarios_case import SCENARIOS, SIDES, Scenario, settings_of
-from scenarios_data import Data
-from scenarios_disk import CLOUD_VOLUME
-
+from benchmarks.scenarios import before as scenarios_before
+from benchmarks.scenarios import data as scenarios_data
+from benchmarks.scenarios import disk as scenarios_disk
+from benchmarks.scenarios.before import Encoder, new_model
+from benchmarks.scenarios.case import SCENARIOS, SIDES, Scenario, settings_of
+from benchmarks.scenarios.data import Data
+from benchmarks.scenarios.disk import CLOUD_VOLUME
 from tokenfeed import Fixed, ShardLoader
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.trainer import Trainer

@@ -1,10 +1,11 @@
-"""What benchmarks/stall_case.py takes for idle in a trace, on traces made by hand."""
+"""What benchmarks/stall/case.py takes for idle in a trace, on traces made by hand."""
 
 import itertools
 import random
 
 import pytest
-from stall_case import idle_of_trace, merged
+
+from benchmarks.stall.case import idle_of_trace, merged
 
 
 def kernel(begin: float, end: float, name: str = "gemm", cat: str = "kernel") -> dict[str, object]:

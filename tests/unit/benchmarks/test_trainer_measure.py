@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from support.training import write_labelled
-from trainer_systems import CASES, SKIPPED, Case, Clock, Run, by_bare_loop, by_train
+
+from benchmarks.trainer.systems import CASES, SKIPPED, Case, Clock, Run, by_bare_loop, by_train
 
 STEPS = 4
 

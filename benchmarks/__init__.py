@@ -1,0 +1,1 @@
+"""Measurements, a folder for each question. Start one by `python -m benchmarks.NAME`."""

@@ -1,0 +1,150 @@
+"""What only a GPU can tell: are the checks that need one passed, and how fast does it go?
+
+The tests marked `cuda`; batches under torch's sanitizer, which finds memory that two streams use in
+no order; 20 steps of every task in which a wait of the host is an error; the speed of loader and
+trainer; and fault by fault the stall meter beside a trace. Each part is a process of its own. The
+result stands in results/gpu-NAME.json: every figure in it was measured on the machine it names, and
+a part that failed says so.
+
+usage: python -m benchmarks.gpu [--name NAME]               # needs a CUDA device; `make gpu`
+       python -m benchmarks.gpu --device cpu --small        # tries the parts that need none
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.data import TASKS, make_data
+from benchmarks.protocol import RESULTS, write_result
+from benchmarks.stall.case import FAULTS
+
+__all__ = ["PARTS", "RUNS"]
+
+Entry = dict[str, Any]
+
+CASE = ["-m", "benchmarks.gpu.case"]
+STALL_CASE = ["-m", "benchmarks.stall.case"]
+RUNS: dict[str, Entry] = {
+    **{task: {"task": task} for task in TASKS},
+    "masked": {"objective": "masked"},
+    "muon": {"optimizer": "muon"},
+    "fp16": {"precision": "fp16"},
+}
+"""Settings of what is trained."""
+COMPILED: dict[str, Entry] = {"lm compiled": {"compile": True}}
+NEEDS_CUDA = ("tests", "races", "waits", "stall")
+PARTS: dict[str, list[str]] = {
+    "tests": ["-m", "pytest", "-q", "-m", "cuda", "--no-header", "-p", "no:cacheprovider"],
+    "races": [*CASE, "races"],
+    **{f"waits {name}": [*CASE, "waits"] for name in RUNS},
+    "loader": [*CASE, "loader"],
+    **{f"train {name}": [*CASE, "train"] for name in RUNS | COMPILED},
+    **{f"stall {fault}": [*STALL_CASE, fault] for fault in FAULTS},
+}
+"""What is run, by name: the first word says what, the rest with which settings."""
+PATIENCE_SECONDS = 1800
+
+
+def run_part(name: str, data: Path, options: argparse.Namespace) -> Entry:
+    """One part: what it measured and `passed`, or why it did not."""
+    what, _, case = name.partition(" ")
+    if options.device == "cpu" and (what in NEEDS_CUDA or case in COMPILED):
+        return {"part": name, "outcome": "skipped: no CUDA"}
+    command = [sys.executable, *PARTS[name]]
+    if what != "tests":
+        command += [str(data), "--device", options.device, *["--small"] * options.small]
+        command += ["--settings", json.dumps((RUNS | COMPILED).get(case, {}))]
+    try:
+        said = run(command, watched=what == "races")
+    except subprocess.TimeoutExpired:
+        return {"part": name, "outcome": f"failed: took more than {PATIENCE_SECONDS} s"}
+    last = last_line(said.stdout)
+    if said.returncode:
+        reason = last if what == "tests" else last_line(said.stderr)
+        return {"part": name, "outcome": f"failed: {reason or f'ended with {said.returncode}'}"}
+    return {"part": name, "outcome": "passed"} | (
+        {"tests": last} if what == "tests" else json.loads(last)
+    )
+
+
+def run(command: list[str], *, watched: bool) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, perhaps under the sanitizer."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=RESULTS.parents[1],
+        env=os.environ | ({"TORCH_CUDA_SANITIZER": "1"} if watched else {}),
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+
+
+def last_line(said: str) -> str:
+    return (said.splitlines() or [""])[-1]
+
+
+def machine(device: str) -> Entry:
+    """What the figures are of, besides what every benchmark says of its environment."""
+    if device == "cpu":
+        return {"device": "cpu"}
+    gpu = torch.cuda.get_device_properties(0)
+    return {
+        "device": gpu.name,
+        "memory_bytes": gpu.total_memory,
+        "capability": f"{gpu.major}.{gpu.minor}",
+        "cuda": torch.version.cuda,
+    }
+
+
+def slug(name: str) -> str:
+    """A name as part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="a minute, to try the script")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--name", help="of the result; by default the GPU's")
+    parser.add_argument("--data", type=Path, help="folder to keep the data sets in")
+    parser.add_argument("--results", type=Path, help="folder of the result")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        sys.exit(
+            f"no CUDA device (torch {torch.__version__}): nothing was checked or measured. Parts "
+            "that need none: python -m benchmarks.gpu --device cpu --small"
+        )
+    if options.results is None:
+        options.results = RESULTS if options.device == "cuda" and not options.small else None
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    with tempfile.TemporaryDirectory() as folder:
+        data = options.data or Path(folder)
+        make_data(data, small=options.small)
+        results = []
+        for name in options.parts:
+            results.append(run_part(name, data, options))
+            print(json.dumps(results[-1]), flush=True)
+    about = machine(options.device)
+    if options.results is not None:
+        name = slug(options.name or about["device"])
+        print(write_result(f"gpu-{name}", results, options.results, **about))
+    failed = [entry["part"] for entry in results if entry["outcome"].startswith("failed")]
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The loaders to compare with: how each writes the rows, how it reads them, what its users get.
+
+Every peer is set up as its documentation says, with int64 batches of the same rows: random batches
+padded to their longest row, or rows of one length. All pad with the same function. Imports stand
+inside the functions: a peer may be missing, and this file runs where tokenfeed is not installed.
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+__all__ = [
+    "PEERS",
+    "SEQUENCE",
+    "Batch",
+    "Peer",
+    "Rows",
+    "Stream",
+    "import_streaming",
+    "open_litdata",
+    "open_mosaic",
+]
+
+SEQUENCE = 2048
+BATCH_ROWS = {"short": 256, "check": 256, "medium": 32, "documents": 8}
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """An opened loader."""
+
+    batches: Iterable[Any]
+    """An epoch each time it is iterated, or batches without end."""
+    state: Callable[[], Any] | None = None
+    load: Callable[[Any], None] | None = None
+
+
+class Rows(Sequence[np.ndarray]):
+    """Rows of uint16 ids in a memory map; documents are cut into rows of `SEQUENCE`."""
+
+    def __init__(self, folder: Path, kind: str, part: int = 1) -> None:
+        self._arguments = (folder, kind, part)
+        self.ids = np.asarray(np.load(folder / kind / "ids.npy", mmap_mode="r"))
+        self.same_length = kind == "documents"
+        self.batch_rows = BATCH_ROWS[kind]
+        if self.same_length:
+            self.offsets = np.arange(0, len(self.ids) + 1, SEQUENCE)
+        else:
+            self.offsets = np.append(0, np.cumsum(np.load(folder / kind / "lengths.npy")))
+        self.offsets = self.offsets[: (len(self.offsets) - 1) // part + 1]
+        self.ids = self.ids[: self.offsets[-1]]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rows, self._arguments
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    def grid(self) -> np.ndarray:
+        """Whatever the kind, all ids in rows of one length; a view."""
+        return self.ids[: len(self.ids) // SEQUENCE * SEQUENCE].reshape(-1, SEQUENCE)
+
+    def collate(self, rows: Sequence[Any]) -> Batch:
+        """The batch of some rows."""
+        return stack(rows) if self.same_length else pad(rows)
+
+    def gather(self, indices: Sequence[int]) -> Batch:
+        """The batch of the rows at `indices`, straight from the memory map."""
+        if self.same_length:
+            return {"input_ids": torch.from_numpy(self.grid()[np.asarray(indices)].astype("i8"))}
+        return pad([self[index] for index in indices])
+
+
+def pad(rows: Sequence[Any]) -> Batch:
+    """Pad to the longest row."""
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(mask.shape, np.int64)
+    ids[mask] = np.concatenate(rows)
+    return {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+
+
+def stack(rows: Sequence[Any]) -> Batch:
+    """Rows of one length need no mask."""
+    return {"input_ids": torch.from_numpy(np.stack(rows).astype(np.int64))}
+
+
+def collate_ids(rows: Rows, samples: Sequence[dict[str, Any]]) -> Batch:
+    """The batch of samples that have a name for their ids."""
+    return rows.collate([sample["input_ids"] for sample in samples])
+
+
+def collate_first(rows: Rows, samples: Sequence[tuple[Any, ...]]) -> Batch:
+    """The batch of samples whose ids come first."""
+    return rows.collate([sample[0] for sample in samples])
+
+
+def collate_tensors(rows: Rows, samples: Sequence[torch.Tensor]) -> Batch:
+    """The batch of tensors."""
+    return rows.collate([sample.numpy() for sample in samples])
+
+
+def write_nothing(rows: Rows, folder: Path) -> None:
+    """The memory map is there already."""
+
+
+def write_datasets(rows: Rows, folder: Path) -> None:
+    import pyarrow as pa
+    from datasets import Dataset
+
+    offsets = pa.array(rows.offsets.astype(np.int32))
+    table = pa.table({"input_ids": pa.ListArray.from_arrays(offsets, pa.array(rows.ids))})
+    Dataset(table).save_to_disk(folder / "rows")
+
+
+def read_datasets(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    from datasets import load_from_disk
+
+    data = load_from_disk(folder / "rows").with_format("numpy")
+    return Stream(
+        DataLoader(
+            data,
+            rows.batch_rows,
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            collate_fn=partial(collate_ids, rows),
+        )
+    )
+
+
+def import_streaming() -> ModuleType:
+    """mosaicml-streaming imports torchvision, for images, which may be built for another torch."""
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):
+        for name in ("", ".datasets", ".transforms", ".transforms.functional"):
+            stub: Any = ModuleType(f"torchvision{name}")
+            stub.__spec__ = ModuleSpec(stub.__name__, None)
+            stub.VisionDataset = type("VisionDataset", (), {})
+            stub.to_tensor = None
+            sys.modules[stub.__name__] = stub
+    import streaming
+
+    module: ModuleType = streaming
+    return module
+
+
+def write_mosaic(rows: Rows, folder: Path) -> None:
+    kind = f"ndarray:uint16:{SEQUENCE}" if rows.same_length else "ndarray:uint16"
+    with import_streaming().MDSWriter(
+        out=str(folder / "rows"),
+        columns={"input_ids": kind},
+        compression="zstd",
+        hashes=["xxh64"],
+    ) as writer:
+        for row in rows:
+            writer.write({"input_ids": row})
+
+
+def read_mosaic(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    return open_mosaic(rows, workers, local=str(folder / "rows"))
+
+
+def open_mosaic(rows: Rows, workers: int, **places: str) -> Stream:
+    """The rows of a folder (`local`), or of a store (`remote`) by way of a folder."""
+    streaming = import_streaming()
+    data = streaming.StreamingDataset(shuffle=True, batch_size=rows.batch_rows, **places)
+    loader = streaming.StreamingDataLoader(
+        data,
+        batch_size=rows.batch_rows,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=partial(collate_ids, rows),
+    )
+    return Stream(loader, loader.state_dict, loader.load_state_dict)
+
+
+def litdata_part(rows: Rows, part: range) -> Iterator[torch.Tensor]:
+    """What one call of `litdata.optimize` writes."""
+    for index in part:
+        yield torch.from_numpy(rows[index].copy())
+
+
+def write_litdata(rows: Rows, folder: Path) -> None:
+    import litdata
+
+    parts = [range(at, min(at + 2000, len(rows))) for at in range(0, len(rows), 2000)]
+    settings: dict[str, Any] = {"chunk_bytes": "64MB", "compression": "zstd"}
+    if rows.same_length:
+        loader = litdata.TokensLoader(block_size=SEQUENCE)
+        settings = {"chunk_size": SEQUENCE * 1024, "item_loader": loader}
+    litdata.optimize(
+        fn=partial(litdata_part, rows),
+        inputs=parts,
+        output_dir=str(folder / "rows"),
+        num_workers=1,
+        **settings,
+    )
+
+
+def read_litdata(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    return open_litdata(rows, workers, input_dir=str(folder / "rows"))
+
+
+def open_litdata(rows: Rows, workers: int, **places: str) -> Stream:
+    """The rows of a folder or of a store (`input_dir`), this by way of a folder (`cache_dir`)."""
+    import litdata
+
+    tokens = litdata.TokensLoader(block_size=SEQUENCE) if rows.same_length else None
+    data = litdata.StreamingDataset(item_loader=tokens, shuffle=True, drop_last=False, **places)
+    loader = litdata.StreamingDataLoader(
+        data,
+        batch_size=rows.batch_rows,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=partial(collate_tensors, rows),
+    )
+    return Stream(loader, loader.state_dict, loader.load_state_dict)
+
+
+def write_grain(rows: Rows, folder: Path) -> None:
+    from array_record.python.array_record_module import ArrayRecordWriter
+
+    writer = ArrayRecordWriter(str(folder / "rows.array_record"), "group_size:1")
+    for row in rows:
+        writer.write(row.tobytes())
+    writer.close()
+
+
+def read_grain(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    import grain
+
+    source = grain.sources.ArrayRecordDataSource(str(folder / "rows.array_record"))
+    data = grain.MapDataset.source(source).shuffle(seed=0)
+    data = data.repeat() if endless else data
+    data = data.map(partial(np.frombuffer, dtype=np.uint16))
+    data = data.batch(rows.batch_rows, drop_remainder=False, batch_fn=rows.collate)
+    reading = grain.ReadOptions(num_threads=max(1, workers), prefetch_buffer_size=64)
+    iterator = iter(data.to_iter_dataset(reading))
+    return Stream(iterator, iterator.get_state, iterator.set_state)
+
+
+def write_webdataset(rows: Rows, folder: Path) -> None:
+    import webdataset
+
+    shard_rows = min(20_000, len(rows) // 8)
+    with webdataset.ShardWriter(f"{folder}/rows-%05d.tar", maxcount=shard_rows, verbose=0) as tar:
+        for number, row in enumerate(rows):
+            tar.write({"__key__": f"{number:08d}", "npy": row})
+
+
+def read_webdataset(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    import webdataset
+
+    shards = sorted(map(str, folder.glob("rows-*.tar")))
+    data = webdataset.WebDataset(shards, shardshuffle=100, seed=0).shuffle(1000)
+    data = data.decode().to_tuple("npy")
+    data = data.batched(rows.batch_rows, collation_fn=partial(collate_first, rows))
+    loader = webdataset.WebLoader(
+        data, batch_size=None, num_workers=workers, persistent_workers=workers > 0
+    )
+    return Stream(loader)
+
+
+class _Gathered(Dataset[Batch]):
+    """A map-style data set that gives whole batches."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        return self.rows.gather(indices)
+
+
+def as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def read_stateful(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    loader: Any = StatefulDataLoader(
+        _Gathered(rows),
+        batch_size=rows.batch_rows,
+        shuffle=True,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        collate_fn=as_it_is,
+        snapshot_every_n_steps=100,
+    )
+    return Stream(loader, loader.state_dict, loader.load_state_dict)
+
+
+def read_nodes(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    from torchdata import nodes
+
+    seeded = torch.Generator().manual_seed(0)  # resuming draws the same order again
+    sampler = RandomSampler(range(len(rows)), generator=seeded)
+    indices = nodes.Batcher(nodes.SamplerWrapper(sampler), rows.batch_rows, drop_last=False)
+    batches = nodes.ParallelMapper(indices, rows.gather, num_workers=workers, method="thread")
+    loader = nodes.Loader(nodes.Prefetcher(batches, prefetch_factor=8))
+    return Stream(loader, loader.state_dict, loader.load_state_dict)
+
+
+def read_bound(rows: Rows, folder: Path, workers: int, endless: bool) -> Stream:
+    """One gather a batch in the training process: no worker, padding, decompression or check."""
+    grid, rng = rows.grid(), np.random.default_rng(0)
+
+    def batches() -> Iterator[Batch]:
+        order = rng.permutation(len(grid))
+        for at in range(0, len(order), 8):
+            yield {"input_ids": torch.from_numpy(grid[order[at : at + 8]].astype(np.int64))}
+
+    return Stream(itertools.chain.from_iterable(batches() for _ in itertools.count()))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A loader to compare with."""
+
+    packages: tuple[str, ...]
+    """Distributions it needs."""
+    write: Callable[[Rows, Path], None]
+    read: Callable[[Rows, Path, int, bool], Stream]
+    order: str
+    """How far rows are shuffled."""
+    short_part: int = 1
+    """Of short rows it gets this part: it writes them one by one."""
+
+
+PEERS = {
+    "datasets": Peer(("datasets",), write_datasets, read_datasets, "all rows"),
+    "mosaicml-streaming": Peer(
+        ("mosaicml-streaming",), write_mosaic, read_mosaic, "blocks of rows", 8
+    ),
+    "litdata": Peer(("litdata",), write_litdata, read_litdata, "chunks, rows in a chunk", 8),
+    "grain": Peer(("grain", "array-record"), write_grain, read_grain, "all rows", 8),
+    "webdataset": Peer(
+        ("webdataset",), write_webdataset, read_webdataset, "shards, a buffer of 1,000", 8
+    ),
+    "torchdata stateful": Peer(("torchdata",), write_nothing, read_stateful, "all rows"),
+    "torchdata nodes": Peer(("torchdata",), write_nothing, read_nodes, "all rows"),
+    "bound: memmap gather": Peer((), write_nothing, read_bound, "all rows"),
+}

@@ -1,0 +1,115 @@
+"""One order in one process: what benchmarks/shuffle/ starts for each of its cases.
+
+`ours` and `peer` write the orders of some epochs, an .npz each; `cost` drains a loader and prints
+what that took as one line of JSON; `versions` prints the peers that are installed.
+
+usage: case.py ours SETTINGS FOLDER EPOCHS OUT
+       case.py cost SETTINGS FOLDER
+       case.py peer NAME LENGTHS ROWS_A_BATCH EPOCHS OUT
+       case.py versions
+"""
+
+import importlib.metadata
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.loader.processes import family_pss
+from benchmarks.shuffle.metrics import Order, by_rows
+from benchmarks.shuffle.peers import PEERS
+
+__all__ = ["delivered", "open_loader"]
+
+SAMPLES = 12
+"""Of the memory, in an epoch."""
+
+
+def open_loader(settings: dict[str, Any], folder: Path) -> Any:
+    """A ShardLoader; of a mixture, `weights` has the other folders and their weights."""
+    import tokenfeed
+
+    path: Any = folder
+    if "weights" in settings:
+        path = tokenfeed.Mixture({folder / name: w for name, w in settings["weights"].items()})
+    return tokenfeed.ShardLoader(
+        path,
+        batching=getattr(tokenfeed, settings["policy"])(*settings["arguments"]),
+        window_tokens=settings.get("window_tokens"),
+        num_workers=settings.get("workers", 1),
+    )
+
+
+def delivered(loader: Any) -> Order:
+    """What the next epoch gives."""
+    parts, sizes, slots = [], [0], 0
+    for batch in loader:
+        parts.append((batch.rows, batch.piece_lengths, batch.starts == 0))
+        sizes.append(len(batch.rows))
+        slots += batch.num_slots
+    rows, tokens, whole = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    return Order(rows, tokens.astype(np.int64), whole, np.cumsum(sizes), slots)
+
+
+def cost(loader: Any) -> dict[str, float]:
+    """Drain an epoch as fast as it comes, and another one that looks at the memory meanwhile."""
+    started = time.perf_counter()
+    iterator = iter(loader)
+    next(iterator)
+    first = time.perf_counter()
+    batches = tokens = 0
+    for batch in iterator:
+        batches += 1
+        tokens += batch.num_tokens
+    taken = time.perf_counter() - first
+    peak = 0
+    for number, _ in enumerate(loader):
+        if number % (batches // SAMPLES) == 0:
+            peak = max(peak, family_pss(os.getpid()))
+    return {
+        "mtok_s": tokens / taken / 1e6,
+        "first_batch_s": first - started,
+        "memory_mb": peak / 1e6,
+    }
+
+
+def versions() -> dict[str, dict[str, str]]:
+    """The peers whose packages are installed."""
+    found = {}
+    for name, peer in PEERS.items():
+        try:
+            found[name] = {each: importlib.metadata.version(each) for each in peer.packages}
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def save(orders: list[Order], out: str) -> None:
+    for epoch, order in enumerate(orders):
+        np.savez(f"{out}-{epoch}.npz", **asdict(order))
+
+
+def main() -> None:
+    action, *arguments = sys.argv[1:]
+    if action == "versions":
+        print(json.dumps(versions()))
+    elif action == "peer":
+        name, lengths, rows_a_batch, epochs, out = arguments
+        of_rows, size = np.load(lengths), int(rows_a_batch)
+        given = (PEERS[name].give(of_rows, size, epoch) for epoch in range(int(epochs)))
+        save([by_rows(order, of_rows, size) for order in given], out)
+    else:
+        loader = open_loader(json.loads(arguments[0]), Path(arguments[1]))
+        if action == "cost":
+            print(json.dumps(cost(loader)))
+        else:
+            save([delivered(loader) for _ in range(int(arguments[2]))], arguments[3])
+
+
+if __name__ == "__main__":
+    main()
