@@ -80,8 +80,8 @@ class StallReading:
         """
         counts: dict[SpanKind, float] = defaultdict(float)
         bounds: dict[SpanKind, float] = defaultdict(float)
-        for (kind, cause), sums in self.work.items():
-            if kind in self.references and cause in (None, cause):
+        for (kind, charged), sums in self.work.items():
+            if kind in self.references and cause in (None, charged):
                 counts[kind] += sums.count
                 bounds[kind] += sums.bound
         squares = (

@@ -23,10 +23,11 @@ from tokenfeed.trainer.stall.calibration import Calibration
 from tokenfeed.trainer.stall.causes import ABOUT, Cause
 from tokenfeed.trainer.stall.clocks import ClockMap
 from tokenfeed.trainer.stall.make_report import advise
+from tokenfeed.trainer.stall.reading import StallReading
 from tokenfeed.trainer.stall.report import cause_table, headline
 from tokenfeed.trainer.stall.statistics import BatchMeans, Histogram
 from tokenfeed.trainer.stall.watchers import CoreWait, LoaderUse
-from tokenfeed.trainer.stall.work import LinearFit
+from tokenfeed.trainer.stall.work import Charge, LinearFit, SpanKind, WorkSums
 
 seconds = st.floats(0.0, 100.0)
 
@@ -272,3 +273,23 @@ def test_calibration_after_slow_first_step_spins_briefly() -> None:
         calibration.close(now)
         calibration.end_step(now, 0.5)
     assert 3 * 5e-3 < spun < 6 * 5e-3
+
+
+def test_reference_error_counts_spans_of_its_cause_only() -> None:
+    kind, reference = SpanKind("data", "step"), LinearFit()
+    for span_seconds in (9.0, 11.0, 9.0, 11.0):
+        reference.add(1000, span_seconds)
+    sums = {"launch": WorkSums(2, 2000, 21.0, 20.0), "wait": WorkSums(3, 3000, 31.0, 20.0)}
+    reading = StallReading(
+        steps=5,
+        tokens=0,
+        slots=5000,
+        seconds=52.0,
+        gaps={},
+        work={Charge(kind, cause): found for cause, found in sums.items()},  # type: ignore[arg-type]
+        references={kind: reference},
+    )
+    assert reading.reference_error("data") == 0.0
+    assert reading.reference_error("launch") == reference.half_width(2)
+    assert reading.reference_error("wait") == reference.half_width(3)
+    assert reading.reference_error() == reference.half_width(5)
