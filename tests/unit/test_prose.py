@@ -22,6 +22,17 @@ CODE: tuple[str, ...] = (
     "pipeline/sizes.py",
     "pipeline/windows",
     "src/tokenfeed/__init__.py",
+    "trainer/checkpoints",
+    "trainer/config",
+    "trainer/data",
+    "trainer/distributed",
+    "trainer/feeding",
+    "trainer/loop",
+    "trainer/report",
+    "trainer/sensors",
+    "trainer/sizing",
+    "trainer/stall",
+    "trainer/tasks",
 )
 """Folders whose docstrings, comments and messages are checked, such as "pipeline"."""
 FORBIDDEN = {

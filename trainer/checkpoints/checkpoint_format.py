@@ -197,7 +197,7 @@ def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta,
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
     """
-    content = _verified(folder)
+    content = verify_checkpoint(folder)
     kinds = {name: entry.kind() for name, entry in content.tensors.items()}
     try:
         tensors = read_tensors(folder / _TENSORS, kinds, device)
@@ -206,13 +206,17 @@ def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta,
     return content.meta, join(content.state, tensors)
 
 
-def verify_checkpoint(folder: Path) -> None:
-    """Read and verify all bytes of a checkpoint.
+def verify_checkpoint(folder: Path) -> _Content:
+    """Read and verify all bytes of a checkpoint; return its checkpoint.json.
 
     Raises:
         OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
     """
-    _verified(folder)
+    content = _content((folder / CONTENT_FILE).read_bytes())
+    for name, checksum in content.files.items():
+        if file_xxh3(folder / name) != checksum:
+            raise ValueError(f"{name} fails its checksum")
+    return content
 
 
 def read_meta(folder: Path) -> CheckpointMeta:
@@ -231,14 +235,6 @@ def files_of(data: bytes) -> list[str]:
         ValueError, KeyError, TypeError, AttributeError: The content is damaged.
     """
     return list(_content(data).files)
-
-
-def _verified(folder: Path) -> _Content:
-    content = _content((folder / CONTENT_FILE).read_bytes())
-    for name, checksum in content.files.items():
-        if file_xxh3(folder / name) != checksum:
-            raise ValueError(f"{name} fails its checksum")
-    return content
 
 
 def _content(data: bytes) -> _Content:

@@ -78,7 +78,7 @@ class Checkpoints:
         self._changed = listener
 
     def latest(self) -> Path | None:
-        """Return the checkpoint of the highest step; None if there are none."""
+        """Return the checkpoint of the highest step; None if there is no checkpoint."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
 

@@ -7,6 +7,7 @@ a run reads or writes any file.
 import dataclasses
 import datetime
 import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
@@ -27,7 +28,6 @@ from tokenfeed.trainer.config.values import (
     check_pattern,
     check_types,
     read_settings,
-    traced_steps,
 )
 
 __all__ = [
@@ -82,6 +82,8 @@ OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
 _ADDRESSES = ("shards", "upload")
+_MOST_TRACED = 100
+"""Steps. The trace of more steps is too large for a viewer."""
 _LENGTHS = "a whole number of at least 2"
 _NOT_NEGATIVE = "a number of at least 0"
 _Dropout = Annotated[
@@ -242,10 +244,6 @@ class TrainConfig:
             for stage in self.stages:
                 stage.check()
 
-    def check_packed(self) -> None:
-        """Check the settings that matter only for packed rows."""
-        check_multiple(self, "micro_batch_tokens", "sequence_length")
-
     def as_dict(self) -> dict[str, Any]:
         """Return the settings by name, for YAML and JSON: without secrets in addresses, and without
         `step_tokens` if `step_rows` replaces it."""
@@ -292,8 +290,15 @@ class TrainConfig:
 
     @property
     def profiled_steps(self) -> range:
-        """The steps to trace."""
-        return traced_steps(self.profile) if self.profile else range(0)
+        """The steps that --profile names, the last one included."""
+        found = re.fullmatch(r"(\d+):(\d+)", self.profile or "")
+        steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
+        if self.profile and not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
+            raise ConfigError(
+                f"`--profile`={self.profile}: expected the first and last of at most "
+                f"{_MOST_TRACED} steps, like 20:23."
+            )
+        return steps
 
     @property
     def reads_again(self) -> bool:

@@ -37,7 +37,6 @@ __all__ = [
     "nearest",
     "read_settings",
     "setting_of",
-    "traced_steps",
 ]
 
 Positive = Annotated[int, Meta(ge=1, title="N", description="a whole number of at least 1")]
@@ -51,24 +50,22 @@ Shards = Annotated[
 ]
 """The folder of a data set, or several with their weights, which are above 0."""
 
-_MOST_TRACED = 100
-"""Steps. The trace of more steps is too large for a viewer."""
 _LARGEST = 2**63
 
 
 def flag_of(name: str) -> str:
-    """The option on the command line that sets a field."""
+    """Return the option on the command line that sets a field."""
     return "--" + name.replace("_", "-")
 
 
 def kinds_of(kind: Any) -> tuple[Any, ...]:
-    """The types that a field takes, without None."""
+    """Return the types that a field takes, without None."""
     is_union = get_origin(kind) in (Union, UnionType)
     return tuple(each for each in get_args(kind) if each is not NoneType) if is_union else (kind,)
 
 
 def expected(kind: Any) -> str:
-    """What a field of this type takes, in words."""
+    """Describe in words what a field of this type takes."""
     return " or ".join(map(_words, kinds_of(kind)))
 
 
@@ -85,7 +82,7 @@ def _words(kind: Any) -> str:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The question whether the user meant the most similar name; empty if none is similar."""
+    """Return " Did you mean NAME?" with the most similar name; empty if no name is similar."""
     found = difflib.get_close_matches(name, list(names), n=1)
     return f" Did you mean {found[0]}?" if found else ""
 
@@ -127,7 +124,7 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
 
 
 def empty(kind: Any, where: str) -> ConfigError:
-    """The error for an empty value."""
+    """Return the error for an empty value."""
     return ConfigError(f"{where} is empty: expected {expected(kind)}. Is a shell variable unset?")
 
 
@@ -147,7 +144,7 @@ def _as_path(kind: type, value: Any) -> Path:
 
 
 def _weights(words: list[str], where: str) -> str | dict[str, str]:
-    """Weights by folder. A single word is a folder, also if its name has a =."""
+    """Parse weights by folder. A single word is a folder, even if its name has a =."""
     if len(words) < 2:
         return words[0] if words else ""
     found: dict[str, str] = {}
@@ -158,13 +155,13 @@ def _weights(words: list[str], where: str) -> str | dict[str, str]:
                 f"{where}: {word} has no weight. Several data sets need weights, like {word}=1."
             )
         if folder in found:
-            raise ConfigError(f"{where}: {folder} is there twice. Raise its weight instead.")
+            raise ConfigError(f"{where}: {folder} occurs twice. Raise its weight instead.")
         found[folder] = weight
     return found
 
 
 def _part(kind: Any, content: Any, where: str) -> Any:
-    """A dataclass from a mapping of its settings."""
+    """Build a dataclass from a mapping of its settings."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected settings like `steps: 200`, got {content}.")
     values = _settings(content, get_type_hints(kind, include_extras=True), f"{where}:")
@@ -204,18 +201,6 @@ def check_pattern(pattern: str | None) -> None:
         ) from error
 
 
-def traced_steps(span: str) -> range:
-    """The steps that --profile names, the last one included."""
-    found = re.fullmatch(r"(\d+):(\d+)", span)
-    steps = range(int(found[1]), int(found[2]) + 1) if found else range(0)
-    if not (steps and steps[0] > 0 and len(steps) <= _MOST_TRACED):
-        raise ConfigError(
-            f"`--profile`={span}: expected the first and last of at most {_MOST_TRACED} steps, "
-            "like 20:23."
-        )
-    return steps
-
-
 def read_settings(path: Path, kinds: Mapping[str, Any]) -> dict[str, Any]:
     """Read the settings in a YAML file, by field. Names may have hyphens or underscores.
 
@@ -232,7 +217,7 @@ def _settings(content: Mapping[Any, Any], kinds: Mapping[str, Any], where: str) 
         if name not in kinds:
             raise ConfigError(f"{where} unknown setting {written}.{nearest(name, kinds)}")
         if name in found:
-            raise ConfigError(f"{where} {name} is there twice. Leave one out.")
+            raise ConfigError(f"{where} {name} occurs twice. Leave one out.")
         found[name] = setting_of(kinds[name], value, f"{where} {written}")
     return found
 
@@ -249,7 +234,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
-                raise _Repetition(f"line {line} says {name} again, after line {lines[name]}")
+                raise _Repetition(f"line {line} repeats {name} of line {lines[name]}")
             lines[name] = line
         return super().construct_mapping(node, deep)
 
@@ -262,7 +247,7 @@ def _read_yaml(path: Path) -> dict[Any, Any]:
     except OSError as error:
         raise ConfigError(f"`--config`: {path}: {error.strerror}. Give a YAML file.") from error
     except RecursionError:
-        raise ConfigError(f"{path}: is nested too deeply to be settings.") from None
+        raise ConfigError(f"{path}: YAML is nested too deeply. Write one setting a line.") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: invalid YAML ({' '.join(str(error).split())}).") from error
     if content is None:

@@ -163,10 +163,10 @@ def _count(length: int, device: torch.device) -> Tensor:
 def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
     """Return offsets of segments, padded to a power of four, so that few shapes occur.
 
-    Slots that were added to the batch become one segment. Empty segments follow it. Example:
-    offsets
-    [0, 5, 8] of 8 slots become [0, 5, 8, 8], and [0, 5, 8, 12] if the batch was filled up to 12
-    slots.
+    Slots that were added to the batch become one segment. Empty segments follow it.
+
+    Example: offsets [0, 5, 8] of 8 slots become [0, 5, 8, 8], and [0, 5, 8, 12] if the batch was
+        filled up to 12 slots.
     """
     wanted = cu_seqlens.numel() + (slots > end)
     number = 4 ** ((wanted - 1).bit_length() + 1 >> 1)

@@ -17,6 +17,7 @@ from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import ByLength, LongRows
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, TrainConfig
+from tokenfeed.trainer.config.values import check_multiple
 
 if TYPE_CHECKING:
     from tokenfeed.trainer.tasks.task import Task  # imports torch, which defaults do not need
@@ -70,7 +71,7 @@ def make_policy(
         ConfigError: Sequences of --sequence-length do not fill a micro-batch.
     """
     if packed:
-        config.check_packed()
+        check_multiple(config, "micro_batch_tokens", "sequence_length")
         return Packed(config.sequence_length, batch_size=config.rows, long_rows=long_rows)
     multiple_of = _multiple_of(config, on_gpu=on_gpu)
     if config.step_rows is not None:

@@ -71,8 +71,9 @@ def _train_unless_finished(
         if report is None:
             with contextlib.closing(Trainer(config, world)) as trainer:
                 report = _train(trainer, should_stop, should_save)
-        if world.is_main:
-            _export(config, report)
+        if world.is_main and config.export is not None and report.finished:
+            export_run(config, config.export)
+            _log.info("exported to %s", config.export)
         return report
     except TokenfeedError:  # first, since some of these are RuntimeErrors
         raise
@@ -101,7 +102,10 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
         _log.info("%s: already finished, all %d steps are trained", config.run_dir, config.steps)
         if launch.is_main and not (config.run_dir / PAGE_FILE).exists():  # lost, or never written
             write_page(config.run_dir)
-        _upload(config)
+        check_upload(config)
+        uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
+        uploads.begin()  # what an earlier session could not upload
+        uploads.finish()
         return config, report
     _check_folder(config, finished=report is not None)
     check_profile(config)
@@ -133,21 +137,6 @@ def _train(
             trainer.saver.wait_after_error()
         trainer.uploads.finish(_AFTER_ERROR_S)  # other ranks wait for the end
         raise
-
-
-def _export(config: TrainConfig, report: Report) -> None:
-    """Export the best weights if --export is set and all steps are trained."""
-    if config.export is not None and report.finished:
-        export_run(config, config.export)
-        _log.info("exported to %s", config.export)
-
-
-def _upload(config: TrainConfig) -> None:
-    """Upload what an earlier session could not upload."""
-    check_upload(config)
-    uploads = Uploads(config, Checkpoints.of_run(config.run_dir))
-    uploads.begin()
-    uploads.finish()
 
 
 def _finished_report(config: TrainConfig) -> Report | None:

@@ -63,7 +63,7 @@ class MetricsFile:
         self._followers.append(listen)
 
     def evaluation(self, step: int, split: str) -> dict[str, float]:
-        """Return the metrics of a split at a step by name; empty if there are none."""
+        """Return the metrics of a split at a step by name; empty if no line has them."""
         return {
             key.removeprefix(f"{split}_"): math.nan if value is None else value
             for line in self.read()

@@ -10,7 +10,7 @@ from tokenfeed.trainer.stall.report import render_page, save_page, share_of, sta
 __all__ = ["page_of", "write_page"]
 
 _MOST_CAUSES = 6
-"""Areas that can be told apart. Smaller causes are summed."""
+"""Largest number of areas that a reader can distinguish. Smaller causes are summed."""
 
 
 def write_page(folder: Path) -> Path:

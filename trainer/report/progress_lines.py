@@ -120,7 +120,6 @@ class ProgressLog:
     ) -> None:
         self._metrics, self._stall, self._learner, self._steps = metrics, stall, learner, steps
         self._device, self._machine = device, sample_machine(device_uuid(device))
-        self._machine.start()
         self._interval, self._first_skipped = self._empty_interval()
         self._skipped = skipped
         self.is_behind = False

@@ -1,1 +1,1 @@
-"""Sensors of the GPU (NVML) and the host (psutil). Unknown values are None and end no training."""
+"""Sensors of the GPU (NVML) and the host (psutil). Unknown values are recorded as None."""

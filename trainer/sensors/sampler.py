@@ -19,7 +19,7 @@ class Sampler(Generic[Reading]):
     """A thread that keeps the latest reading.
 
     Args:
-        read: Called in the thread. If it raises, sampling ends, and nothing else.
+        read: Called in the thread. If it raises, sampling ends.
         every_s: Seconds between two calls.
     """
 
@@ -29,16 +29,6 @@ class Sampler(Generic[Reading]):
         self.latest: Reading | None = None
         """None before the first reading and after a failed one."""
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
-
-    def __enter__(self) -> "Sampler[Reading]":
-        self.start()
-        return self
-
-    def __exit__(self, *reason: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start to read."""
         self._thread.start()
 
     def close(self) -> None:
@@ -50,7 +40,7 @@ class Sampler(Generic[Reading]):
         while not self._end.is_set():
             try:
                 self.latest = self._read()
-            except Exception:  # a driver that fails is no reason to stop a training
+            except Exception:  # a failed driver must not stop the training
                 self.latest = None
                 return
             self._end.wait(self._every_s)
@@ -66,7 +56,7 @@ class MachineReading:
 
 
 def sample_machine(uuid: str | None) -> Sampler[MachineReading]:
-    """Return a sampler, not yet started, of this process, its children and the GPU of a UUID.
+    """Start a sampler of this process, its children and the GPU with a UUID.
 
     Cost: about 2 ms of a core every two seconds.
     """

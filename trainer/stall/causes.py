@@ -114,8 +114,8 @@ ABOUT: dict[Cause, About] = {
         interrupts=True,
     ),
     "allocator": About(
-        "memory that was given back and asked for again",
-        "memory is given back and asked for again: set "
+        "memory that was freed and allocated again",
+        "memory is freed and allocated again: set "
         "`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, or use fewer shapes",
         named=0.005,
         severe=0.05,

@@ -22,7 +22,7 @@ class MeteredDevice:
     """The device that a meter measures.
 
     Args:
-        device: None for the first accelerator, or the CPU if there is none.
+        device: None for the first accelerator, or the CPU without one.
         operations_per_token: Floating-point operations per token, for the MFU.
         devices: Number of devices that share the tokens passed to `add`.
         clock: A clock that belongs to no device of torch. Then `device` is ignored.
@@ -128,7 +128,7 @@ def _nothing() -> None:
 
 
 _CYCLES_PER_S = 1.5e9
-"""Approximate clock rate of GPUs. Spins are asked for with a margin, and their length is
+"""Approximate clock rate of GPUs. Spins are requested with a margin, and their length is
 measured."""
 
 

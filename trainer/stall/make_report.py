@@ -37,7 +37,9 @@ _SPARE = 1.1
 def advise(
     report: StallReport, remedies: Mapping[str, str] | None = None, loader: LoaderUse | None = None
 ) -> list[Advice]:
-    """Return advice on a report, largest gain first. A cause whose interval reaches 0 gets none.
+    """Return advice on a report, largest gain first.
+
+    A cause whose interval reaches 0 gets no advice.
 
     Args:
         report: The report.
@@ -114,8 +116,7 @@ def _remedy(cause: Cause, report: StallReport, remedies: Mapping[str, str]) -> s
 
 
 def _late(report: StallReport) -> SlowestRank | None:
-    """Return the rank that causes most of the communication by being late; None if there is
-    none."""
+    """Return the rank that causes most of the communication by being late; None without one."""
     slowest = report.slowest_rank
     if slowest is None or slowest.cost < 0.5 * report.causes["communication"].fraction:
         return None

@@ -108,7 +108,7 @@ class MarkChain:
     def resolve(self) -> None:
         """Add segments whose marks the device has passed to the accounts."""
         links, clock, add, draw = self._links, self._clock, self._accounts.add, self._timeline.add
-        last_mark, last, asked = self._last_mark, self._last, clock.now()
+        last_mark, last, polled_at = self._last_mark, self._last, clock.now()
         while links and clock.passed(links[0][0][0]):
             (mark, before, after), phase, end, is_inside = links.popleft()
             self._device += clock.seconds(last_mark, mark)
@@ -126,5 +126,5 @@ class MarkChain:
                 self._accounts.end_step(end)
                 self._timeline.end_step(end.tokens, moment.device)
         if links:
-            self._not_passed_at = asked
+            self._not_passed_at = polled_at
         self._last_mark, self._last = last_mark, last

@@ -193,11 +193,11 @@ class StallMeter(Generic[Mark]):
         """End a step. Call this after its last kernel was queued.
 
         Args:
-            tokens: Real tokens trained in it.
-            slots: Token slots, padding included; None where there is none.
+            tokens: Real tokens trained in the step.
+            slots: Token slots, padding included. Default: as many as tokens.
 
         Raises:
-            ConfigError: They are not whole numbers, or there are fewer slots than tokens.
+            ConfigError: The numbers are not whole, or there are fewer slots than tokens.
         """
         slots = tokens if slots is None else slots
         # These comparisons take less time than a call of `_whole`.
@@ -228,7 +228,7 @@ class StallMeter(Generic[Mark]):
         return self._accounts.read()
 
     def latest_steps(self) -> StepSeconds | None:
-        """Return figures of the steps since the previous call; None if there are none."""
+        """Return figures of the steps since the previous call; None without steps."""
         self._resolve()
         return self._accounts.step_times.take()
 

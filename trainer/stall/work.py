@@ -5,10 +5,9 @@ each kernel in time. Idle time inside the other spans is the time by which they 
 references, as a sum. The sum is clipped at 0, not each span: clipping each one would count noise as
 stall.
 
-Example: references of a kind take 10 ms for 1,000 slots. Three other spans of 1,000 slots take 9,
-    11
-and 13 ms, which is 33 ms, or 3 ms longer than 3 references. So 3 ms were idle. Clipping each span
-would count 0 + 1 + 3 = 4 ms.
+Example: references of a kind take 10 ms for 1,000 slots. Three others of 1,000 slots take 9, 11
+    and 13 ms, which is 33 ms, or 3 ms longer than 3 references. So 3 ms were idle. Clipping each
+    span would count 0 + 1 + 3 = 4 ms.
 """
 
 import math
@@ -99,7 +98,7 @@ class OpenStep:
     marks: int = 0
     """Number of marks inside the work."""
     has_batch: bool = False
-    """Whether the loop has asked for a batch."""
+    """Whether the loop has requested a batch."""
 
 
 @dataclass(slots=True)
@@ -157,8 +156,11 @@ class LinearFit:
         """Return the error of `total` for `count` other spans, in seconds.
 
         In 95 of 100 cases the sum of the spans differs from `total` by less. The error has two
-        parts:
-        the spans vary, and so does the fit, as far as its own points vary.
+        parts: the spans vary, and so does the fit, since its own points vary.
+
+        Example: 4 references take 9, 11, 9 and 11 ms, a variance of 4 / 3 ms². The sum of 2 other
+        spans has a variance of 4 / 3 * (2² / 4 + 2) = 4 ms², so a deviation of 2 ms. Student's
+        quantile for 3 degrees of freedom is 3.1, and the error 6.1 ms.
         """
         if self.count < 3:
             return count * _OPEN * self.y / self.count

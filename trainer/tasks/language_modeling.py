@@ -1,13 +1,13 @@
 """Language modeling: predict the next token, or masked tokens.
 
 `lm` (documents) and `complete` (completions after prompts) predict the token after each position.
-They differ only in which positions have a label; the loader gives prompts none.
+They differ only in which positions have a label: the loader sets none on prompts.
 
 `masked` fills gaps in documents, as BERT does. 15 % of the tokens with a label are targets. 80 % of
 the targets are replaced by the mask token, 10 % by a random id, and 10 % stay. Special tokens,
-padding and the first token of a document are never targets. The draw is a function of the seed and
-the number of the micro-batch, and runs on the device: a resumed run masks the same tokens, and the
-host does not wait.
+padding and the first token of a document are never targets. The random draw depends only on the
+seed and the number of the micro-batch, so a resumed run masks the same tokens. It runs on the
+device, so the host does not wait.
 """
 
 import json
@@ -34,25 +34,25 @@ _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 
 @dataclass(frozen=True, slots=True)
 class SpecialIds:
-    """Ids that stand for no text."""
+    """Ids of special tokens, which stand for no text."""
 
     all: tuple[int, ...]
     mask: int | None
-    """What stands for a hidden token; None where the tokenizer knows none."""
+    """The id of the mask token; None if the tokenizer has no mask token."""
 
     @classmethod
     def from_shards(cls, shards: StorePath) -> "SpecialIds":
-        """Those of the tokenizer that made the shards.
+        """Return the special ids of the tokenizer that made the shards.
 
         Raises:
-            ConfigError: Its file cannot be read, or is no tokenizer.
+            ConfigError: The tokenizer's file cannot be read, or is not a tokenizer.
         """
         content = read_tokenizer(shards)
         try:
             added = json.loads(content).get("added_tokens") or []
             ids = {entry["content"]: int(entry["id"]) for entry in added if entry["special"]}
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{shards}: its tokenizer is not understood ({error}).") from error
+            raise ConfigError(f"{shards}: tokenizer.json cannot be decoded ({error}).") from error
         masks = [ids[text] for text in _MASKS if text in ids]
         return cls(tuple(ids.values()), masks[0] if masks else None)
 
@@ -61,8 +61,11 @@ _LARGEST_EXPONENT = 700.0  # of a float
 
 
 class LanguageModelling(Task):
-    """Each token given those before it; in a packed row also those of other documents, which costs
-    no quality and saves a mask."""
+    """Predict each token from the tokens before it.
+
+    In a packed row, these include tokens of other documents. This needs no mask, and does not
+    reduce quality.
+    """
 
     name = "lm"
     kind = "vocabulary"
@@ -71,26 +74,26 @@ class LanguageModelling(Task):
     apart = False
 
     def targets(self, labels: Tensor) -> Tensor:
-        """The label behind each position.
+        """Return the next label of each position.
 
-        Shifting the labels copies 8 bytes a token; shifting the logits would copy V floats.
+        Shifting the labels copies 8 bytes per token. Shifting the logits would copy V floats.
         """
         return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Perplexity."""
+        """Return the perplexity."""
         return perplexity(loss)
 
 
 class Completion(LanguageModelling):
-    """Each token of a completion given its prompt and those before it, and nothing else."""
+    """Predict each token of a completion from its prompt and the tokens before it."""
 
     name = "complete"
     apart = True
 
 
 def perplexity(loss: float) -> dict[str, float]:
-    """The number of equally likely choices that would have this loss."""
+    """Return the number of equally likely choices that would have this loss."""
     return {"perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
 
 
@@ -99,7 +102,10 @@ _SPREADS = 8
 
 
 class Masked(Task):
-    """Each masked token given all others of its document."""
+    """Predict masked tokens from the rest of their document.
+
+    A tokenizer without a mask token gets one more id, which only this task uses.
+    """
 
     name = "masked"
     kind = "vocabulary"
@@ -109,7 +115,6 @@ class Masked(Task):
     def __init__(
         self, manifest: Manifest, seed: int, special: SpecialIds, device: torch.device
     ) -> None:
-        """A tokenizer without a mask token gets one more id, which only this task uses."""
         super().__init__(manifest, seed)
         size = manifest.tokenizer.vocabulary_size
         self._mask_id = size if special.mask is None else special.mask
@@ -120,7 +125,7 @@ class Masked(Task):
 
     @property
     def vocabulary_size(self) -> int:
-        """Those of the tokenizer, and the mask token's."""
+        """Number of ids of the tokenizer, plus one if the mask token is not among them."""
         return max(self.manifest.tokenizer.vocabulary_size, self._mask_id + 1)
 
     def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
@@ -139,17 +144,17 @@ class Masked(Task):
         )
 
     def most_targets(self, slots: int) -> int:
-        """More are drawn less than once in 10**12 micro-batches; then the last of them are left
-        out."""
+        """Return a number that random draws exceed less than once in 10**12 micro-batches. Then the
+        last targets are left out."""
         spread = math.sqrt(slots * TARGET_SHARE * (1 - TARGET_SHARE))
         return min(slots, math.ceil(slots * TARGET_SHARE + _SPREADS * (spread + 1)))
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Perplexity of the masked tokens."""
+        """Return the perplexity of the masked tokens."""
         return perplexity(loss)
 
     def _draw(self, ids_BT: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each slot two numbers in [0, 1) and an id."""
+        """Return two numbers in [0, 1) and an id for each slot."""
         self._random.manual_seed(derive_key(self.seed, number))
         device, shape = ids_BT.device, ids_BT.shape
         chances_2BT = torch.rand((2, *shape), generator=self._random, device=device)

@@ -1,4 +1,4 @@
-"""Which task a run trains: what the shards were made for, or what --objective makes of them."""
+"""Select the task of a run: the task of its shards, or --objective."""
 
 from collections.abc import Callable
 
@@ -24,42 +24,42 @@ __all__ = ["TASKS", "make_task", "task_of"]
 TASKS: dict[str, Callable[[Manifest, int], Task]] = {
     task.name: task for task in (LanguageModelling, Completion, Classify, Score, Tag)
 }
-"""What is trained on shards, by the task in their manifest."""
+"""The class of each task, by the name in the manifest."""
 
 
 def task_of(config: TrainConfig, device: torch.device) -> Task:
-    """The task that a run learns, of the data sets of all its phases.
+    """Return the task of a run, on the data sets of all its phases.
 
     Raises:
-        ConfigError: As `make_task`; or data sets do not fit each other.
+        ConfigError: The data sets do not fit each other, or `make_task` raised.
     """
     return make_task(config, run_manifest(config), device)
 
 
 def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> Task:
-    """The task of data sets that have one.
+    """Return the task for the data sets of a manifest.
 
     Raises:
-        ConfigError: The shards are of a task that is unknown here, or not for --objective.
+        ConfigError: The manifest's task is unknown, or does not suit --objective.
     """
     name = shown(config.shards)
     if config.objective == "masked":
         if manifest.task != "lm":
             raise ConfigError(
-                f"`--objective`: masked learns from documents, and {name} was made for "
+                f"`--objective`=masked needs documents, but {name} was made by "
                 f"`--task {manifest.task}`. Run `pretokenize --task lm`, or leave --objective out."
             )
         special = SpecialIds.from_shards(first_of(config.shards))
         return Masked(manifest, config.seed, special, device)
     if manifest.task not in TASKS:
         raise ConfigError(
-            f"{name}: was made for `--task {manifest.task}`, and `train` learns only "
-            f"{', '.join(TASKS)}. A newer tokenfeed may know it."
+            f"{name}: unknown task {manifest.task}, expected one of {', '.join(TASKS)}. Install a "
+            "newer tokenfeed."
         )
     task = TASKS[manifest.task](manifest, config.seed)
     if task.outputs == 0:
         raise ConfigError(
-            f"{name}: names no labels, so there is nothing to tell apart. Run "
-            f"`pretokenize --task {manifest.task}` on a corpus that has them."
+            f"{name}: the data set has no labels. Run `pretokenize --task {manifest.task}` on a "
+            "corpus with labels."
         )
     return task

@@ -1,7 +1,7 @@
-"""Regression: a number for each row, as of how alike two texts are.
+"""Regression: predict a number for each row, such as the similarity of two texts.
 
-The loss is the squared error. Scores: its root (rmse) beside that of always guessing the mean, and
-Pearson's correlation, which no such guess has.
+The loss is the squared error. The scores are its root (rmse), the rmse of always predicting the
+mean, and Pearson's correlation, which is 0 for a constant prediction.
 """
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["Score"]
 
 
 class Score(Task):
-    """The score of a row."""
+    """Predict the score of each row."""
 
     name = "score"
     kind = "row"
@@ -28,24 +28,26 @@ class Score(Task):
         return 1
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
-        """Squared error summed over rows that have a score; in fp32."""
+        """Return the squared error summed over rows with a score, in fp32."""
         scores_B = micro_batch.labels
         counted_B = ~scores_B.isnan()
-        # A NaN times 0 is a NaN, also in a gradient: rows without a score are compared with 0.
+        # NaN times 0 is NaN, also in a gradient. So rows without a score are compared with 0.
         error_B = logits.squeeze(-1).float() - torch.where(counted_B, scores_B, 0.0)
         return Loss((error_B.square() * counted_B).sum(), counted_B.sum())
 
     def scores(self, device: torch.device) -> Scores:
-        """rmse, mean_rmse and pearson."""
+        """Return an accumulator of rmse, mean_rmse and pearson."""
         return ScoreScores(device)
 
 
 class ScoreScores:
     """Sums over true and predicted numbers, on the device, in double precision.
 
-    Numbers are counted from the first label and the first prediction. Sums of squares of the
-    numbers themselves would leave rounding errors where all are equal, and lose the digits of small
-    differences between large numbers.
+    The first label and the first prediction are subtracted from all numbers. Otherwise sums of
+    squares would lose the digits of small differences between large numbers.
+
+    Example: the labels 1e9 and 1e9 + 1 have a variance of 0.25. Their squares near 1e18 are
+        rounded to multiples of 128. Relative to the first label, the numbers are 0 and 1.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +57,7 @@ class ScoreScores:
         """Count, true, predicted, true^2, predicted^2, true * predicted, error^2."""
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add predictions, shape (B, 1); targets that are NaN count for nothing."""
+        """Add predictions, shape (B, 1). Targets that are NaN are left out."""
         if not len(targets):
             return
         counted_B = ~targets.isnan()
@@ -74,7 +76,7 @@ class ScoreScores:
         )
 
     def sums(self, world: World) -> list[Tensor]:
-        """The sums, counted from one origin on all ranks; waits for the device."""
+        """Return the sums relative to one origin on all ranks. Waits for the device."""
         origins = world.all_gather(self._origin.tolist() if self._has_origin else None)
         common = next((origin for origin in origins if origin is not None), None)
         if common is not None and self._has_origin:
@@ -95,7 +97,7 @@ class ScoreScores:
         return [self._sums]
 
     def result(self) -> dict[str, float]:
-        """rmse, mean_rmse, pearson; of nothing all are 0."""
+        """Return rmse, mean_rmse and pearson; all are 0 without targets."""
         count, *sums = self._sums.tolist()
         true, guess, true2, guess2, both, error2 = (value / max(1.0, count) for value in sums)
         spread, guess_spread = max(true2 - true**2, 0.0), max(guess2 - guess**2, 0.0)

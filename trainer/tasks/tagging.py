@@ -31,18 +31,18 @@ _OUTSIDE = "O"
 
 @dataclass(frozen=True, slots=True)
 class TagScheme:
-    """What each tag says of spans, by its number."""
+    """The role of each tag in spans, by the tag's number."""
 
     kind: np.ndarray
-    """The kind of span a tag is in; -1 outside. Shape (C,)."""
+    """The kind of span that a tag is in; -1 outside of spans. Shape (C,)."""
     begins: np.ndarray
-    """Whether a span begins with the tag, whatever stands before. Shape (C,)."""
+    """Whether a span always begins at the tag. Shape (C,)."""
     ends: np.ndarray
-    """Whether a span ends with the tag, whatever stands behind. Shape (C,)."""
+    """Whether a span always ends at the tag. Shape (C,)."""
 
     @classmethod
     def from_names(cls, names: tuple[str, ...]) -> "TagScheme | None":
-        """The scheme of tags by their names; None where they are not those of spans."""
+        """Return the scheme of tags with these names; None if the tags do not form spans."""
         matches = [_TAG.fullmatch(name) for name in names if name != _OUTSIDE]
         if len(matches) == len(names) or not matches or not all(matches):
             return None
@@ -55,12 +55,12 @@ class TagScheme:
 
 
 def spans(tags: np.ndarray, row_ends: np.ndarray, scheme: TagScheme) -> np.ndarray:
-    """First word, last word and kind of every span, shape (spans, 3), in the order of the words.
+    """Return first word, last word and kind of every span, shape (spans, 3), in order.
 
     Args:
-        tags: Tags of the words of all rows, one row after the other, shape (W,).
-        row_ends: Whether a word is the last of its row, shape (W,); no span goes over it.
-        scheme: What the tags say.
+        tags: Tags of the words of all rows, concatenated, shape (W,).
+        row_ends: Whether a word is the last of its row, shape (W,). Spans end there.
+        scheme: The role of each tag.
     """
     kind = scheme.kind[tags]
     cut = np.ones(len(tags) + 1, np.bool_)  # between a word and the one before
@@ -81,8 +81,7 @@ class SpanScores:
         self._spans = torch.zeros(3, dtype=torch.int64)  # right, true and predicted
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add predictions for rows of words, (B, T, C), and their tags, (B, T); waits for the
-        device."""
+        """Add predictions for words, (B, T, C), and their tags, (B, T). Waits for the device."""
         self._words.add(logits, targets)
         targets_BT, predicted_BT = targets.cpu().numpy(), logits.argmax(-1).cpu().numpy()
         is_word_BT = targets_BT != IGNORED
@@ -95,17 +94,17 @@ class SpanScores:
         self._spans += torch.tensor([right, len(true), len(predicted)])
 
     def sums(self, world: World) -> list[Tensor]:
-        """Those of the words, and of the spans."""
+        """Return the sums of the words and of the spans."""
         return [*self._words.sums(world), self._spans]
 
     def result(self) -> dict[str, float]:
-        """Those of the words, and span_f1."""
+        """Return the scores of the words, and span_f1."""
         right, *found = self._spans.tolist()
         return self._words.result() | {"span_f1": 2 * right / sum(found) if sum(found) else 0.0}
 
 
 class Tag(Task):
-    """The tag of a word, at its first token."""
+    """Predict the tag of each word, at its first token."""
 
     name = "tag"
     kind = "token"
@@ -118,10 +117,10 @@ class Tag(Task):
 
     @property
     def best_by(self) -> BestBy:  # type: ignore[override]
-        """Span F1, where tags are of spans."""
+        """Span F1 if the tags form spans, else accuracy."""
         return BestBy("span_f1" if self._scheme else "accuracy", less_is_better=False)
 
     def scores(self, device: torch.device) -> Scores:
-        """Accuracy, and span F1 where tags are of spans."""
+        """Return accuracy, and span F1 if the tags form spans."""
         counts = ClassScores(self.outputs, device)
         return SpanScores(counts, self._scheme) if self._scheme else counts

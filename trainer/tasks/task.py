@@ -1,7 +1,9 @@
-"""What a task is: the head it asks for, the loss it sums, the scores it is judged by.
+"""The base class of tasks: the head that a task needs, its loss, and its scores.
 
-A task knows nothing of steps: the loop sums losses and targets over the micro-batches of a step,
-and divides once. So every target weighs the same, however unequal the micro-batches are.
+The loop sums losses and targets over the micro-batches of a step, and divides once. So every target
+has the same weight, even if micro-batches have different numbers of targets.
+
+Example: loss sums 6 and 16 over 2 and 4 targets make a mean loss of 22 / 6 = 3.67, not (3 + 4) / 2.
 
 Shapes: B rows, T slots, V vocabulary, C outputs.
 """
@@ -28,61 +30,63 @@ __all__ = ["BestBy", "Loss", "Metrics", "Scores", "Task"]
 
 
 Metrics = dict[str, float]
-"""By name; `loss` is the mean per target, in nats."""
+"""Metrics by name. `loss` is the mean per target, in nats."""
 
 
 class Loss(NamedTuple):
-    """A loss on the device, to be divided by its targets once all of them are known."""
+    """The loss of a micro-batch, on the device. It is divided by the targets of the whole step."""
 
     sum: Tensor
     """fp32, with gradients."""
     targets: Tensor
-    """int64: how many targets were summed over."""
+    """int64, the number of targets in the sum."""
 
 
 class Scores(Protocol):
-    """Adds up what predictions are worth."""
+    """Scores of predictions, accumulated over a split."""
 
     def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Add a micro-batch; `targets` has the shape of the logits but for the last."""
+        """Add a micro-batch. `targets` has the shape of the logits without the last dimension."""
         ...
 
     def sums(self, world: World) -> list[Tensor]:
-        """What `add` adds to: the sums of all ranks, added up, are those of the whole split. All
-        ranks call this together, and `add` no more."""
+        """Return the accumulated sums, which the caller sums over ranks in place.
+
+        All ranks call this together, after the last `add`.
+        """
         ...
 
     def result(self) -> dict[str, float]:
-        """The scores by name; waits for the device."""
+        """Return the scores by name. Waits for the device."""
         ...
 
 
 class BestBy(NamedTuple):
-    """The metric that weights are judged by, and which way it is better."""
+    """The metric that selects the best weights."""
 
     metric: str
     less_is_better: bool
-    """Else it is a score of which 1 is the best."""
+    """Whether less is better. Otherwise the metric is a score, and 1 is the best."""
 
     def lack(self, metrics: Mapping[str, float]) -> float:
-        """What is left to learn; the less, the better. Of a score, what it lacks of 1."""
+        """Return the distance from the best possible value. Less is better."""
         value = metrics[self.metric]
         return value if self.less_is_better else 1 - value
 
 
 class Task:
-    """What a model is trained for, on one data set."""
+    """A task, on the data sets that `manifest` describes."""
 
     name: ClassVar[str]
     kind: ClassVar[HeadKind]
     causal: ClassVar[bool]
-    """Whether a token sees only those before it."""
+    """Whether a token attends only to itself and the tokens before it."""
     packs: ClassVar[bool]
-    """Whether rows are packed unless the user says otherwise."""
+    """Whether rows are packed by default."""
     apart: ClassVar[bool] = True
-    """Whether packed documents are kept apart unless the user says otherwise."""
+    """Whether packed documents are separate by default."""
     best_by: ClassVar[BestBy] = BestBy("loss", less_is_better=True)
-    """How the best checkpoint is known."""
+    """The metric that selects the best checkpoint."""
 
     def __init__(self, manifest: Manifest, seed: int) -> None:
         self.manifest = manifest
@@ -90,7 +94,7 @@ class Task:
 
     @property
     def head(self) -> Head:
-        """What a model has to give."""
+        """The output that the task needs from a model."""
         tokenizer = self.manifest.tokenizer
         pairs = any(column.name == TOKEN_TYPE_IDS for column in self.manifest.columns)
         return Head(
@@ -105,36 +109,40 @@ class Task:
 
     @property
     def vocabulary_size(self) -> int:
-        """Ids that a model is shown are below this."""
+        """Upper bound of the ids that the model is shown."""
         return self.manifest.tokenizer.vocabulary_size
 
     @property
     def outputs(self) -> int:
-        """Logits of a token or row."""
+        """Number of logits per token or row."""
         if self.kind == "vocabulary":
             return self.vocabulary_size
         return len(self.manifest.label_names)
 
     def prepare(self, micro_batch: MicroBatch, number: int) -> MicroBatch:
-        """What is shown to the model; `number` counts the micro-batches since the first step."""
+        """Return the micro-batch that the model gets. `number` counts micro-batches of the run."""
         return micro_batch
 
     def targets(self, labels: Tensor) -> Tensor:
-        """What each logit is compared with, or `IGNORED`."""
+        """Return the target of each logit, or `IGNORED`."""
         return labels
 
     @property
     def logits_at_once(self) -> int:
-        """Tokens of a micro-batch from which on its loss takes no more memory."""
+        """Tokens above which a larger micro-batch needs no more memory for the logits."""
         return most_chunk_tokens(self.vocabulary_size) if self.kind == "vocabulary" else 1
 
     def most_targets(self, slots: int) -> int:
-        """How many targets so many slots can have: a shape that does not depend on the draw."""
+        """Return the largest number of targets in a number of slots. It does not depend on random
+        draws."""
         return slots
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> Loss:
-        """Cross-entropy summed over targets; where logits of all tokens would be large, and the
-        model hands out what its head sees, they never exist."""
+        """Return the cross-entropy summed over targets.
+
+        If the logits would be large, and the model offers the input of its head, the logits are
+        computed in chunks.
+        """
         if (
             self.kind == "vocabulary"
             and has_hidden(model)
@@ -154,7 +162,7 @@ class Task:
         return Loss(summed, (targets_N != IGNORED).sum())
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:
-        """The same of logits that are there: a softmax in fp32."""
+        """Return the loss of existing logits, with a softmax in fp32."""
         targets = self.targets(micro_batch.labels)
         summed = F.cross_entropy(
             logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -162,9 +170,9 @@ class Task:
         return Loss(summed, (targets != IGNORED).sum())
 
     def scores(self, device: torch.device) -> Scores | None:
-        """Counts, besides the loss, what predictions are worth; None: the loss says it all."""
+        """Return an accumulator for scores besides the loss; None if the task has no scores."""
         return None
 
     def of_loss(self, loss: float) -> dict[str, float]:
-        """Metrics that follow from the mean loss per target, in nats."""
+        """Return metrics that are functions of the mean loss per target, in nats."""
         return {}

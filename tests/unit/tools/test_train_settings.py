@@ -21,6 +21,7 @@ from tokenfeed.tools.train_settings import FILE_KINDS, GROUPS, Command, layered,
 from tokenfeed.trainer.config.presets import PRESETS
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import expected, read_settings, setting_of
+from tokenfeed.trainer.feeding.batch_policy import make_policy
 from tokenfeed.trainer.sensors.gpu_models import GPUS
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
@@ -168,10 +169,10 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("shards: []", r"shards is empty: expected a folder"),
         ("phases: [{steps: 2, shards: {}}]", r"phases 1: shards is empty"),
         ("run_dir: 3", r"run_dir: expected a path, got 3\."),
-        ("log_every: 2\nlog-every: 3", "log_every is there twice"),
-        ("steps: 2\nseed: 1\nsteps: 3", "line 3 says steps again, after line 1. Leave one out."),
-        ("shards:\n  a: 1\n  b: 2\n  a: 3", "line 4 says a again, after line 2. Leave one out."),
-        ("phases:\n- steps: 2\n  steps: 2", "line 3 says steps again, after line 2"),
+        ("log_every: 2\nlog-every: 3", "log_every occurs twice"),
+        ("steps: 2\nseed: 1\nsteps: 3", "line 3 repeats steps of line 1. Leave one out."),
+        ("shards:\n  a: 1\n  b: 2\n  a: 3", "line 4 repeats a of line 2. Leave one out."),
+        ("phases:\n- steps: 2\n  steps: 2", "line 3 repeats steps of line 2"),
         ("cache_bytes: 5 bags", r"cache_bytes: expected a size like 50GB, or 0, got 5 bags\."),
         ("cache_bytes: -1", r"cache_bytes: expected a size like 50GB, or 0, got -1\."),
         ("steps: 2\nepochs: 1", "`epochs` and steps both say how long to train. Leave one out."),
@@ -179,7 +180,7 @@ def test_a_pattern_of_a_file_may_be_empty_and_finds_all(
         ("config: other.yaml", "unknown setting config"),
         ("- steps", "expected settings, one a line, like `steps: 200`"),
         ("steps: [1", "invalid YAML"),
-        (f"shards: {'[' * 5000}", "is nested too deeply to be settings"),
+        (f"shards: {'[' * 5000}", "YAML is nested too deeply"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_in_one_line(
@@ -266,7 +267,7 @@ def test_every_preset_works_and_is_named(name: str, told: Any, shards: Path, cap
     caplog.set_level("INFO")
     config = told("--shards", shards, "--preset", name)
     config.check()
-    config.check_packed()
+    make_policy(config, packed=True, on_gpu=True)
     settings = {key: value for key, value in PRESETS[name].items() if key != "epochs"}  # type: ignore[index]
     assert dataclasses.asdict(config).items() >= settings.items()
     assert f"(preset {name})" in caplog.text

@@ -172,7 +172,7 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(
             ["code=1", "prose=much"],
             "--shards`: the weight of prose: expected a number above 0, got much",
         ),
-        (["code=1", "code=2"], "there twice"),
+        (["code=1", "code=2"], "occurs twice"),
     ],
 )
 def test_weights_that_say_nothing_are_refused_in_one_line(

@@ -416,7 +416,7 @@ def test_the_progress_line_has_fixed_keys_and_shows_a_gpu_where_there_is_one() -
 
 @pytest.mark.parametrize(
     ("task", "message"),
-    [("classify", "names no labels"), ("rank", "was made for `--task rank`.* only lm, complete")],
+    [("classify", "has no labels"), ("rank", "unknown task rank, expected one of lm, complete")],
 )
 def test_shards_that_nothing_can_be_learnt_of_are_refused(
     tmp_path: Path, make_shards: MakeShards, task: str, message: str

@@ -1,5 +1,6 @@
 """Sensors against a driver that is played, and against what the system itself counts."""
 
+import contextlib
 import sys
 import threading
 import time
@@ -151,7 +152,7 @@ def test_a_sampler_keeps_the_latest_reading_and_outlives_a_sensor_that_fails() -
             enough.set()
         return value
 
-    with Sampler(read, every_s=0.001) as sampler:
+    with contextlib.closing(Sampler(read, every_s=0.001)) as sampler:
         assert enough.wait(30)
         assert failed.wait(30)
     assert sampler.latest is None

@@ -236,7 +236,7 @@ def test_the_mask_is_a_function_of_seed_and_number(seed: int, number: int) -> No
 
 
 def test_masked_learns_from_documents_only(folders: dict[Task, Path]) -> None:
-    with pytest.raises(ConfigError, match=r"`--objective`: masked learns from documents"):
+    with pytest.raises(ConfigError, match=r"`--objective`=masked needs documents"):
         task_of(folders["tag"], "masked")
 
 
