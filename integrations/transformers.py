@@ -71,7 +71,7 @@ class ShardTrainerMixin:
                     "Correct `output_dir`, or leave `resume_from_checkpoint` out to start anew."
                 )
         if resume_from_checkpoint:
-            self.train_dataset.load_state_dict(_saved_state(Path(resume_from_checkpoint)))
+            self.train_dataset.load_state_dict(saved_state(Path(resume_from_checkpoint)))
         return super().train(resume_from_checkpoint, *args, **settings)  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
@@ -172,7 +172,7 @@ class _LoaderState(transformers.TrainerCallback):  # type: ignore[misc]  # untyp
             (folder / _STATE_FILE).write_text(json.dumps(self._loader.state_dict()))
 
 
-def _saved_state(checkpoint: Path) -> dict[str, Any]:
+def saved_state(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / _STATE_FILE
     try:
         state: dict[str, Any] = json.loads(path.read_text())

@@ -22,7 +22,7 @@ __all__ = ["exclusive", "try_lock"]
 
 _FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
 _IS_HELD = (errno.EAGAIN, errno.EACCES)
-_LOOK_AGAIN_S, _PATIENCE_S = 0.001, 30.0
+_LOOK_AGAIN_S, PATIENCE_S = 0.001, 30.0
 _FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
 
 
@@ -63,7 +63,7 @@ def exclusive(path: str) -> Iterator[int]:
     Waits for the lock for at most 30 seconds, because its holder may be a stopped process.
     """
     descriptor = os.open(path, _FLAGS, 0o600)
-    give_up_s = time.monotonic() + _PATIENCE_S
+    give_up_s = time.monotonic() + PATIENCE_S
     try:
         while not hold(descriptor) and time.monotonic() < give_up_s:
             time.sleep(_LOOK_AGAIN_S)

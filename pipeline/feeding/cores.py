@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 
 __all__ = ["cores_per_rank", "first_number", "num_cores", "ranks_on_node", "usable_cores"]
 
-_MEMBERSHIP = Path("/proc/self/cgroup")
-_CGROUPS = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
 _RANKS_ON_NODE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 """Variables with the ranks per node: torchrun, Open MPI, MPICH."""
 _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of version 2, of 1
@@ -66,10 +66,10 @@ def _control_groups() -> Iterator[Path]:
     A container sees its own group at the top, and may read a group name of the host.
     """
     with contextlib.suppress(OSError):
-        for line in _MEMBERSHIP.read_text().splitlines():
+        for line in MEMBERSHIP.read_text().splitlines():
             _, controllers, name = line.split(":", 2)
             if not controllers or "cpu" in controllers.split(","):
-                top = _CGROUPS / "cpu" if controllers else _CGROUPS
+                top = CGROUPS / "cpu" if controllers else CGROUPS
                 group = PurePosixPath(name.lstrip("/"))
                 yield from (top / folder for folder in (group, *group.parents))
 

@@ -92,7 +92,7 @@ def _nothing() -> None:
     pass
 
 
-_COPIES_AHEAD = 2
+COPIES_AHEAD = 2
 """Number of micro-batches copied to the device ahead of use."""
 _URGENT = -1
 """Priority of the copy stream: its few small kernels start before those of a busy device."""
@@ -157,7 +157,7 @@ def copy_ahead(source: WindowSource, copies: CopyStream, pad_id: int) -> Batches
                 ahead.append(_queue_copy(ragged, lease, copies, pad_id))
                 if ragged.is_last:
                     used.append(ahead[-1])
-                if len(ahead) > _COPIES_AHEAD:
+                if len(ahead) > COPIES_AHEAD:
                     yield _hand_over(ahead.popleft(), copies)
                 _release_copied(used)
     finally:

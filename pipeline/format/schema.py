@@ -88,14 +88,14 @@ _ORIGIN = (
     Column(name=ORIGIN_RECORD, dtype="uint64", per="row"),
 )
 _TYPES = Column(name=TOKEN_TYPE_IDS, dtype="uint8", per="token")
-_OF_TASK: dict[Task, tuple[Column, ...]] = {
+OF_TASK: dict[Task, tuple[Column, ...]] = {
     "lm": (),
     "classify": (Column(name=LABEL, dtype="int32", per="row"),),
     "score": (Column(name=SCORE, dtype="float32", per="row"),),
     "tag": (Column(name=LABELS, dtype="int16", per="token"),),
     "complete": (Column(name=PROMPT_LENGTH, dtype="uint32", per="row"),),
 }
-_ROLES: dict[str, Role] = {
+ROLES: dict[str, Role] = {
     TOKEN_TYPE_IDS: "input",
     LABEL: "target",
     SCORE: "target",
@@ -108,12 +108,12 @@ _ROLES: dict[str, Role] = {
 def task_columns(task: Task, *, pairs: bool = False) -> tuple[Column, ...]:
     """Return the columns of a task besides the ids. `pairs`: rows of two texts, with token
     types."""
-    return ((_TYPES,) if pairs else ()) + _OF_TASK[task]
+    return ((_TYPES,) if pairs else ()) + OF_TASK[task]
 
 
 def role_of(column: str) -> Role | None:
     """Return the role of a column; None for the ids and for the origin."""
-    return _ROLES.get(column)
+    return ROLES.get(column)
 
 
 def column_of(columns: Iterable[Column], role: Role) -> Column | None:

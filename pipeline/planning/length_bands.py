@@ -78,7 +78,7 @@ def steps_by_length(
     while draw and label is not None and 0 < spread < 1:
         some = Draw(0, 0, 0, draw.num_windows)  # the same in every epoch, so the width is too
         cut = _cut(lengths, batching, step_size, some, num_steps, spread)
-        if _label_variance(label, *cut, step_size) <= _LABEL_VARIANCE:
+        if label_variance(label, *cut, step_size) <= _LABEL_VARIANCE:
             break
         spread = min(1.0, 2 * spread)
     return _cut(lengths, batching, step_size, draw, num_steps, spread)
@@ -187,7 +187,7 @@ def _deal(band: np.ndarray, num_steps: int, draw: Draw) -> np.ndarray:
     return np.asarray(strata[stratum, taken].ravel())
 
 
-def _label_variance(
+def label_variance(
     label: np.ndarray, pieces: np.ndarray, step_offsets: np.ndarray, step_size: int
 ) -> float:
     """Return the variance of the labels in a micro-batch, relative to a random micro-batch.

@@ -42,13 +42,13 @@ CYCLE = 8
 """Epochs after which the strata of bands get new random starts; see `length_bands`."""
 _GOLDEN = 0x9E3779B97F4A7C15
 _WORD = (1 << 64) - 1
-_BLOCK = 1 << 13
+BLOCK = 1 << 13
 """Words that fit into a core's cache during several passes."""
 
 
 def blocks(count: int) -> Iterator[slice]:
     """Cut range(count) into blocks that fit into the cache: half the time for many passes."""
-    return (slice(start, start + _BLOCK) for start in range(0, count, _BLOCK))
+    return (slice(start, start + BLOCK) for start in range(0, count, BLOCK))
 
 
 def mix64(values: np.ndarray) -> np.ndarray:

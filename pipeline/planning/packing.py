@@ -37,7 +37,7 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
     Cost: O(D log D) Python steps for D distinct lengths, plus O(P) vector operations.
     """
-    bins = _OpenBins(capacity)
+    bins = OpenBins(capacity)
     distinct, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(distinct[::-1].tolist(), counts[::-1].tolist(), strict=True):
         bins.place(length, count)
@@ -103,7 +103,7 @@ class _Placed(NamedTuple):
     """Pieces in each bin before."""
 
 
-class _OpenBins:
+class OpenBins:
     """Groups of bins with free space."""
 
     def __init__(self, capacity: int) -> None:
@@ -111,7 +111,7 @@ class _OpenBins:
         self._num_bins = 0
         self._room: list[int] = []  # distinct free space of groups, ascending
         self._groups: dict[int, list[_Group]] = {}  # by the free space of each bin
-        self._placed: list[_Placed] = []
+        self.placed: list[_Placed] = []
 
     def place(self, length: int, count: int) -> None:
         """Put `count` pieces of one length into the fullest bins with enough space."""
@@ -132,7 +132,7 @@ class _OpenBins:
 
     def deal(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the pieces in bin order and the offsets of the bins; see `pack`."""
-        first, bins, each, filled = np.array(self._placed, np.int64).reshape(-1, 4).T
+        first, bins, each, filled = np.array(self.placed, np.int64).reshape(-1, 4).T
         filled_bins = ranges(first, bins)  # each bin once per record that fills it
         each, filled = np.repeat(each, bins), np.repeat(filled, bins)
         sizes = np.zeros(self._num_bins, np.int64)
@@ -145,7 +145,7 @@ class _OpenBins:
 
     def _fill(self, first: int, bins: int, each: int, filled: int, room: int) -> None:
         if bins:
-            self._placed.append(_Placed(first, bins, each, filled))
+            self.placed.append(_Placed(first, bins, each, filled))
             self._keep(room, first, bins, filled + each)
 
     def _keep(self, room: int, first: int, bins: int, filled: int) -> None:

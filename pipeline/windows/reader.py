@@ -105,7 +105,7 @@ class _Column:
         return sys.getrefcount(self._memory)
 
 
-_KEPT_TOKENS = 1 << 20
+KEPT_TOKENS = 1 << 20
 """Sources with at most this many tokens in all are decoded once and kept: a few MB."""
 
 
@@ -145,7 +145,7 @@ class WindowReader:
 
             self._remote = remote_batches.Remote(cache)
         self._sources = self._opened(sources, only)
-        self._is_small = sum(source.tokens for source in sources) <= _KEPT_TOKENS
+        self._is_small = sum(source.tokens for source in sources) <= KEPT_TOKENS
         self._kept: dict[int, tuple[Rows, int]] = {}
         self._joiner = Joiner()
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.delivery import open_loader, same_values
+from support.delivery import open_loader, pool_of, same_values
 from support.processes import run_script, workers_of
 from support.simulated_cuda import CUDA_1, SimulatedCuda, started
 
@@ -171,10 +171,7 @@ def test_a_forked_child_leaves_the_device_alone(
     folder: Path, cuda: SimulatedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loader = started(folder)
-    feed = loader._delivery._feed
-    assert feed
-    assert feed._pool
-    workers = list(feed._pool._workers)
+    workers = list(pool_of(loader)._workers)
     of_the_parent = [worker.socket.dup() for worker in workers]  # which a child does not close
     before = list(cuda.marks)
     with monkeypatch.context() as patched:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tokenfeed.trainer.loop.malloc import _SET_BY_USER
+from tokenfeed.trainer.loop.malloc import SET_BY_USER
 
 STEPS, MEGABYTES = 10, 16
 PROGRAM = f"""
@@ -35,7 +35,7 @@ print((faults() - before) / {STEPS})
 def faults_of_a_step(device: str) -> float:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM, device],
-        env={name: value for name, value in os.environ.items() if name not in _SET_BY_USER},
+        env={name: value for name, value in os.environ.items() if name not in SET_BY_USER},
         capture_output=True,
         text=True,
         check=True,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.delivery import PREAMBLE, open_loader, spans
+from support.delivery import PREAMBLE, open_loader, pool_of, spans
 from support.processes import is_alive, run_script, workers_of
 
 from tokenfeed.pipeline.errors import LoaderError
@@ -225,6 +225,6 @@ def test_a_daemon_thread_between_two_batches_ends_quietly_with_the_interpreter(
 def test_a_loader_that_another_thread_closes_is_an_error_in_one_line(folder: Path) -> None:
     with open_loader(folder, num_workers=1, epochs=None) as loader:
         next(iter(loader))
-        loader._delivery._feed._pool.close()  # type: ignore[union-attr]
+        pool_of(loader).close()
         with pytest.raises(LoaderError, match="another thread closed the loader"):
             list(loader)

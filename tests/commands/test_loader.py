@@ -18,6 +18,7 @@ from support.delivery import (
     Span,
     flip_bit,
     open_loader,
+    pool_of,
     realistic_lengths,
     row_tokens,
     small_batches,
@@ -133,7 +134,7 @@ def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int
             if loader.position.epoch == 1 and loader.position.window == 1:
                 break
         stats = loader.stats()
-        windows = loader._plan.order.num_windows
+        windows = loader.state_dict()["plan"]["windows"]
     assert sums == {name: getattr(stats, name) for name in sums}
     assert stats.fillers > 0
     assert stats.cut_pieces > 0
@@ -149,9 +150,9 @@ def test_stats_are_the_sums_of_what_was_delivered(folder: Path, num_workers: int
 
 
 def windows_ready(loader: ShardLoader) -> int:
-    pool = loader._delivery._feed._pool  # type: ignore[union-attr]
-    pool._drain(0)  # type: ignore[union-attr]
-    return sum(pending.is_answered() for pending in pool._pending)  # type: ignore[union-attr]
+    pool = pool_of(loader)
+    pool._drain(0)
+    return sum(pending.is_answered() for pending in pool._pending)
 
 
 def test_a_slow_loop_finds_windows_ready_and_does_not_wait(folder: Path) -> None:

@@ -204,7 +204,7 @@ def test_labels_of_much_text_are_counted_by_workers(
         return of_unit(work, unit)
 
     monkeypatch.setattr(CountLabels, "of_unit", counting)
-    monkeypatch.setattr(inputs, "_COUNTED_ALONE_BYTES", 0)
+    monkeypatch.setattr(inputs, "COUNTED_ALONE_BYTES", 0)
     run(tmp_path / "rows.jsonl", tmp_path / "out", *options, "--workers", 2)
     assert not counted  # by this process
     assert Manifest.read(tmp_path / "out").label_names == ("k0", "k1", "k2", "k3", "k4")

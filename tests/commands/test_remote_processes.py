@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 from support import PROGRAMS
-from support.object_server import FAST, Fault, Remote, remote_store
+from support.object_server import FAST, Fault, Remote, as_own_process, remote_store
 from support.training import make_config, run, write_labelled
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.own_process import read_in_child
 from tokenfeed.tools.data_sets.copy import copy_data_set
 
@@ -25,8 +24,7 @@ pytest.importorskip("obstore")
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", False)
-    monkeypatch.setattr(process, "_started", False)
+    as_own_process(monkeypatch, is_own=False)
     with remote_store(monkeypatch) as remote:
         remote.put("x", b"content")
         yield remote
@@ -106,7 +104,7 @@ def test_a_run_asks_a_store_once_for_its_manifest_however_often_it_evaluates(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_data_set(str(write_labelled(tmp_path / "lm", "lm")), remote.store.name)
-    monkeypatch.setattr(process, "_started", False)  # as in a training process
+    as_own_process(monkeypatch, is_own=False)  # as in a training process
     remote.proxy.seen.clear()
     run(make_config(remote.store.name, tmp_path / "run", eval_every=4, cache_dir=tmp_path / "c"))
     (asked,) = [line for line in remote.proxy.seen if "manifest.json" in line]

@@ -15,6 +15,7 @@ from support.object_server import (
     FAULTS,
     Fault,
     FaultProxy,
+    as_own_process,
     fault_proxy,
     keeps_conditions,
     set_endpoint,
@@ -22,7 +23,6 @@ from support.object_server import (
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 from tokenfeed.tools.data_sets.copy import copy_data_set
 
@@ -49,7 +49,7 @@ def proxy(
         STARTS[request.param](tmp_path_factory.mktemp("server")) as port,
         fault_proxy(port) as proxy,
     ):
-        monkeypatch.setattr(process, "_ours", True)
+        as_own_process(monkeypatch)
         set_endpoint(monkeypatch, proxy.port)
         for name, value in servers.AZURE.items():
             monkeypatch.setenv(name, value)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from support.commands import call, run
 from support.data_sets import files_of
-from support.object_server import ObjectServer, StoredObject, object_server
+from support.object_server import ObjectServer, StoredObject, as_own_process, object_server
 
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools import report, shards, train
 
 pytest.importorskip("obstore")
@@ -19,7 +18,7 @@ SIGNED = f"?X-Amz-Credential={SECRET}&X-Amz-Signature={SECRET}%2Fb"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with object_server() as server:
         server.signature = SIGNED[1:]
         yield server

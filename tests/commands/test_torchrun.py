@@ -142,7 +142,7 @@ def test_sigterm_at_one_rank_ends_all_with_a_checkpoint_that_goes_on(
         os.kill(rank_of(run, 1), signal.SIGTERM)
         _, errors = run.communicate(timeout=60)
     assert errors.count("stopping: saves") == 1, errors
-    assert len(list(Checkpoints.of_run(run_dir)._folder.iterdir())) == 1
+    assert len(list(Checkpoints.of_run(run_dir).path(0).parent.iterdir())) == 1
     with started(torchrun(3) + train(shards, run_dir, "--resume", "--save-every", "10")) as run:
         _, errors = run.communicate(timeout=200)
     assert run.returncode == 0, errors

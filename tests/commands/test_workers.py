@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from support import warm
-from support.delivery import POLICIES, PREAMBLE, MakeDataset, open_loader, realistic_lengths, spans
+from support.delivery import (
+    POLICIES,
+    PREAMBLE,
+    MakeDataset,
+    open_loader,
+    pool_of,
+    realistic_lengths,
+    spans,
+)
 from support.processes import (
     children_of,
     eventually,
@@ -58,7 +65,7 @@ def test_a_stopped_worker_is_named_within_the_timeout(folder: Path, num_workers:
         assert len(list(islice(feed, 40))) == 40  # all have started by now
         pid = workers_of()[-1]
         os.kill(pid, signal.SIGSTOP)
-        loader._delivery._feed._pool._timeout = 5.0  # type: ignore[union-attr]
+        pool_of(loader)._timeout = 5.0
         message = rf"loader worker \d \(process {pid}\), at window \d+ of epoch \d+, did not answer"
         with pytest.raises(LoaderError, match=message):
             list(feed)
@@ -313,7 +320,7 @@ def test_a_worker_that_no_kill_ends_does_not_hold_up_its_error(
     with open_loader(folder, num_workers=1, epochs=None, timeout=60) as loader:
         next(iter(loader))
         [pid] = workers_of()
-        loader._delivery._feed._pool._timeout = 0.1  # type: ignore[union-attr]
+        pool_of(loader)._timeout = 0.1
         with monkeypatch.context() as patch:
             patch.setattr(subprocess.Popen, "kill", lambda process: None)
             os.kill(pid, signal.SIGSTOP)
@@ -393,14 +400,6 @@ def test_no_worker_outlives_a_killed_parent_though_a_fork_of_it_lives(folder: Pa
             assert eventually(lambda: not any(is_alive(pid) for pid in workers))
         finally:
             os.killpg(process.pid, signal.SIGKILL)
-
-
-def test_a_hung_worker_in_the_middle_of_an_answer_cannot_be(folder: Path) -> None:
-    """An answer is one packet: there is no half of one to wait for."""
-    with open_loader(folder, num_workers=1) as loader:
-        next(iter(loader))
-        [worker] = loader._delivery._feed._pool._workers  # type: ignore[union-attr]
-        assert worker.socket.type == socket.SOCK_SEQPACKET
 
 
 def spin() -> None:

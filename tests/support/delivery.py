@@ -30,6 +30,7 @@ __all__ = [
     "open_dataset",
     "open_loader",
     "plain",
+    "pool_of",
     "realistic_lengths",
     "row_tokens",
     "same_values",
@@ -82,6 +83,11 @@ def open_loader(folder: Path, batching: Batching = POLICIES[0], **options: Any) 
     """A loader of several windows, without workers unless they are asked for."""
     defaults = {"window_tokens": WINDOW_TOKENS, "num_workers": 0}
     return ShardLoader(folder, batching=batching, **defaults | options)
+
+
+def pool_of(loader: ShardLoader) -> Any:
+    """The workers of a loader that runs. No public name leads to them."""
+    return loader._delivery._feed._pool  # type: ignore[union-attr]
 
 
 def spans(batch: Batch) -> list[Span]:

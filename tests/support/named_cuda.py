@@ -87,7 +87,7 @@ class _Event:
     """Has passed as soon as it was recorded."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
-        self._is_timed = enable_timing
+        self.is_timed = enable_timing
 
     def record(self, stream: "_Stream | None" = None) -> None:
         pass
@@ -102,8 +102,8 @@ class _Event:
         pass
 
     def elapsed_time(self, later: "_Event") -> float:
-        assert self._is_timed
-        assert later._is_timed
+        assert self.is_timed
+        assert later.is_timed
         return 1.0
 
 

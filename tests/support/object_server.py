@@ -29,6 +29,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
+from tokenfeed.pipeline.remote import own_process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.pipeline.remote.retrying import Timing
 
@@ -42,6 +43,7 @@ __all__ = [
     "ObjectServer",
     "Remote",
     "StoredObject",
+    "as_own_process",
     "fault_proxy",
     "keeps_conditions",
     "object_server",
@@ -418,6 +420,13 @@ def set_google(monkeypatch: pytest.MonkeyPatch, folder: Path, remote: Remote) ->
     said = account | {"gcs_base_url": remote.proxy.url, "disable_oauth": True}
     (folder / "account.json").write_text(json.dumps(said))
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(folder / "account.json"))
+
+
+def as_own_process(monkeypatch: pytest.MonkeyPatch, *, is_own: bool = True) -> None:
+    """Make the test's process a program of ours, which talks to stores itself, or a user's, which
+    has not talked to one yet."""
+    monkeypatch.setattr(own_process, "_ours", is_own)
+    monkeypatch.setattr(own_process, "_started", is_own)
 
 
 @contextmanager

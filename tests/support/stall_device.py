@@ -167,7 +167,7 @@ class SimulatedCuda:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: list[SimulatedDevice]) -> None:
-        self._devices = devices
+        self.devices = devices
         self.current = 0
         self.contexts: set[int] = set()
         self.capturing: int | None = None
@@ -197,7 +197,7 @@ class SimulatedCuda:
         return self._use(self.current) == self.capturing
 
     def _sleep(self, cycles: int) -> None:
-        self._devices[self._use(self.current)].spin(cycles / 1.5e9)
+        self.devices[self._use(self.current)].spin(cycles / 1.5e9)
 
     def _event(self, *, enable_timing: bool) -> "_Event":
         assert enable_timing
@@ -216,7 +216,7 @@ class _Event:
 
     def record(self, stream: int | None = None) -> None:
         index = self._cuda.current_stream() if stream is None else stream
-        self._device = self._cuda._devices[index]
+        self._device = self._cuda.devices[index]
         self.moment = self._device.mark()[0]
 
     def query(self) -> bool:

@@ -29,32 +29,32 @@ class Event:
     """Known to the sanitizer; `has_passed` is asked whether the host finds that it has."""
 
     def __init__(self, traced: "Traced", stream: "Stream") -> None:
-        self._traced = traced
+        self.traced = traced
         self.number = next(traced.numbers)
         traced.handler._handle_event_record(self.number, stream.number)
 
     def query(self) -> bool:
-        return self._traced.has_passed()
+        return self.traced.has_passed()
 
     def synchronize(self) -> None:
-        self._traced.handler._handle_event_synchronization(self.number)
+        self.traced.handler._handle_event_synchronization(self.number)
 
 
 class Stream:
     """Known to the sanitizer; number 0 is the one that computes."""
 
     def __init__(self, traced: "Traced", number: int) -> None:
-        self._traced, self.number = traced, number
+        self.traced, self.number = traced, number
         traced.handler._handle_stream_creation(number)
 
     def record_event(self) -> Event:
-        return Event(self._traced, self)
+        return Event(self.traced, self)
 
     def wait_event(self, event: Event) -> None:
-        self._traced.handler._handle_event_wait(event.number, self.number)
+        self.traced.handler._handle_event_wait(event.number, self.number)
 
     def synchronize(self) -> None:
-        self._traced.handler._handle_stream_synchronization(self.number)
+        self.traced.handler._handle_stream_synchronization(self.number)
 
 
 @dataclass(eq=False, slots=True)
@@ -153,7 +153,7 @@ class _Kernels(TorchDispatchMode):
 
     def __init__(self, traced: Traced) -> None:
         super().__init__()
-        self._traced = traced
+        self.traced = traced
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -172,7 +172,7 @@ class _Kernels(TorchDispatchMode):
             if returned.alias_info is None:
                 writes += _tensors(value)
         if writes or (schema.returns and not _tensors(out)):  # a value, that the host reads
-            self._traced.launch(function.name(), reads, writes)
+            self.traced.launch(function.name(), reads, writes)
         return out
 
 

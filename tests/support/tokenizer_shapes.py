@@ -60,7 +60,7 @@ _PLANES += [
 def shape_parts() -> Iterator[tuple[str, tuple[Any, ...], tuple[Any, ...]]]:
     """Kind, normalizer and pre-tokenizer of every shape in the table that may stand together."""
     for kind in ("byte-level", "SentencePiece"):
-        parts = itertools.product(shapes._NORMALIZERS[kind], shapes._PRE_TOKENIZERS[kind])
+        parts = itertools.product(shapes.NORMALIZERS[kind], shapes.PRE_TOKENIZERS[kind])
         for normalizer, pre_tokenizer in sorted(parts, key=str):
             try:
                 shapes.Shape.from_json(json_of(kind, normalizer, pre_tokenizer))
@@ -78,7 +78,7 @@ def json_of(
 ) -> bytes:
     """A tokenizer.json; `options` are of its model, or replace its top-level parts."""
     if pre_tokenizer is None:
-        pre_tokenizer = (shapes._GPT_2,) if kind == "byte-level" else ()
+        pre_tokenizer = (shapes.GPT_2,) if kind == "byte-level" else ()
     model = trained_model(kind) | {
         name: options.pop(name) for name in list(options) if name in MODEL_OPTIONS
     }

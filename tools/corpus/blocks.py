@@ -42,9 +42,9 @@ Compression = Literal["gz", "zst", "bz2", "xz"]
 READ_ERRORS = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 """What reading a damaged file can raise."""
 
-_FIRST_BLOCK_BYTES, _BLOCK_BYTES = 1 << 18, 1 << 22
+FIRST_BLOCK_BYTES, BLOCK_BYTES = 1 << 18, 1 << 22
 """Blocks begin small and double in size, for callers who only look at the beginning of a file."""
-_UNPACKED_BYTES = 1 << 18
+UNPACKED_BYTES = 1 << 18
 _FEWEST_PACKED_BYTES, _MOST_PACKED_BYTES = 1 << 6, 1 << 13
 """Bytes given to a decompressor at once: few where they unpack to many. zstd unpacks all of them,
 into up to 32,000 times as many."""
@@ -90,10 +90,10 @@ class Blocks:
         with open_location(self._path) as file:
             end = file.seek(0, os.SEEK_END) if self._stop is None else self._stop
             file.seek(self._start)
-            wanted = _FIRST_BLOCK_BYTES
+            wanted = FIRST_BLOCK_BYTES
             while (left := end - self._start - self.consumed_bytes) > 0:
                 block = file.read(min(wanted, left))
-                wanted = min(2 * wanted, _BLOCK_BYTES)
+                wanted = min(2 * wanted, BLOCK_BYTES)
                 if not block:
                     return
                 self.consumed_bytes += len(block)
@@ -118,7 +118,7 @@ class Blocks:
             for piece in self._unpacked(compression):
                 pieces.append(piece)
                 waiting += len(piece)
-                if waiting >= _UNPACKED_BYTES:
+                if waiting >= UNPACKED_BYTES:
                     yield b"".join(pieces)
                     given, waiting, pieces = given + waiting, 0, []
         except READ_ERRORS:
@@ -138,16 +138,16 @@ class Blocks:
                 start += step
                 while packed := (packed if stream else packed.lstrip(b"\0")):  # zeros may pad
                     stream = stream or make()
-                    while not stream.eof and (piece := stream.decompress(packed, _UNPACKED_BYTES)):
+                    while not stream.eof and (piece := stream.decompress(packed, UNPACKED_BYTES)):
                         num_bytes += len(piece)
                         yield piece
                         packed = b""
                     packed = stream.unused_data if stream.eof else b""
                     if stream.eof:
                         self.sound_bytes, stream = num_bytes, None
-                if num_bytes - before > 4 * _UNPACKED_BYTES:
+                if num_bytes - before > 4 * UNPACKED_BYTES:
                     step = max(step // 2, _FEWEST_PACKED_BYTES)
-                elif num_bytes - before < _UNPACKED_BYTES:
+                elif num_bytes - before < UNPACKED_BYTES:
                     step = min(2 * step, _MOST_PACKED_BYTES)
         if stream:
             raise EOFError("the compressed stream ended before its end marker")

@@ -32,7 +32,7 @@ from tokenfeed.tools.shell.console import print_json
 
 __all__ = ["Copied", "Copy", "copy_data_set"]
 
-_AT_ONCE = 4
+AT_ONCE = 4
 _COPY_FILE = ".copying"
 """In a bucket: the fingerprint of the data set that is being copied there."""
 _log = logging.getLogger(__name__)
@@ -114,10 +114,10 @@ def copy_data_set(source_path: str, to: str) -> Copied:
 
 def _bring(files: list[DataFile], source: Store, target: Place) -> list[DataFile]:
     """Copy the files that are not there yet, and return them."""
-    with few_threads(_AT_ONCE) as threads:
+    with few_threads(AT_ONCE) as threads:
         there = list(threads.map(lambda file: target.has(file.info), files))
     missing = [file for file, is_there in zip(files, there, strict=True) if not is_there]
-    with Bar(missing) as bar, few_threads(_AT_ONCE) as threads:
+    with Bar(missing) as bar, few_threads(AT_ONCE) as threads:
         jobs = [threads.submit(_put, file, source, target, bar) for file in missing]
         try:
             for job in as_completed(jobs):

@@ -92,7 +92,7 @@ def _step_of(meta: dict[str, Any], path: Path) -> int:
     return step
 
 
-_MOST_WINDOWS = 100_000
+MOST_WINDOWS = 100_000
 """Between a state and a step: some hours of large windows."""
 
 
@@ -290,7 +290,7 @@ def _check_distance(steps: int, ends: np.ndarray, number: int) -> None:
         ConfigError: So many steps take too many windows, if all are like the one that ends so.
     """
     windows = steps // max(len(ends), 1)
-    if windows > _MOST_WINDOWS:
+    if windows > MOST_WINDOWS:
         raise ConfigError(
             f"`--step` {number}: is some {windows:,} windows from where the state was saved, and "
             "each of them would be read. Give a state that was saved nearer to it."

@@ -145,7 +145,7 @@ def _options(
             end_token=recipe["--end-token"],
             add_special_tokens=recipe["--add-special-tokens"],
             special_tokens_in_text=recipe["--special-tokens-in-text"],
-            field=(_fields(recipe),),
+            field=(fields_of(recipe),),
             split=tuple(recipe["--split"]),
             validation=recipe["--validation"],
             exclude=tuple(recipe["--exclude"]),
@@ -168,7 +168,7 @@ def _damaged_recipe(folder: Path, error: Exception) -> ConfigError:
     )
 
 
-def _fields(recipe: _Recipe) -> tuple[str, ...]:
+def fields_of(recipe: _Recipe) -> tuple[str, ...]:
     """`--field` for the fields that were read: all of a task's own, or those it reads by itself.
 
     The recipe has only the names that records have for them, in the task's order.

@@ -248,7 +248,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoder: Any = None
 
 
-_GPT_2 = ByteLevel(add_prefix_space=False)
+GPT_2 = ByteLevel(add_prefix_space=False)
 _GPT_2_PREFIXED = ByteLevel(add_prefix_space=True)
 _BYTES = ByteLevel(add_prefix_space=False, use_regex=False)
 
@@ -262,7 +262,7 @@ _CASED = (
 _CASED_END = rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACE}"
 _WORD, _SIGNS = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
-_REGEXES: dict[str, tuple[str, ...]] = {
+REGEXES: dict[str, tuple[str, ...]] = {
     "GPT-2": (rf"'(?:[sdmt]|ll|ve|re)| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACE}",),
     "Llama 3, OLMo 2": (rf"{_APART}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|{_SPACE}",),
     "Qwen 2 and 3": (rf"{_APART}|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]+|{_SPACE}",),
@@ -284,23 +284,25 @@ _REGEXES: dict[str, tuple[str, ...]] = {
 that Removed and inverted splits where Isolated does. DeepSeek's do leave gaps."""
 
 
-def _splits(regexes: tuple[str, ...], behavior: Any, *, invert: bool) -> tuple[PreTokenizer, ...]:
+def split_steps(
+    regexes: tuple[str, ...], behavior: Any, *, invert: bool
+) -> tuple[PreTokenizer, ...]:
     return (*(Split(Pattern(Regex=regex), behavior, invert) for regex in regexes), _BYTES)
 
 
-_SPACES = Replace(Pattern(String=" "), _MARK)
-_NORMALIZERS: dict[TokenizerKind, set[tuple[Normalizer, ...]]] = {
+SPACES = Replace(Pattern(String=" "), _MARK)
+NORMALIZERS: dict[TokenizerKind, set[tuple[Normalizer, ...]]] = {
     "byte-level": {(), (NFC(),)},
-    "SentencePiece": {(), (_SPACES,), (Prepend(_MARK), _SPACES)},
+    "SentencePiece": {(), (SPACES,), (Prepend(_MARK), SPACES)},
 }
-_PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
+PRE_TOKENIZERS: dict[TokenizerKind, set[tuple[PreTokenizer, ...]]] = {
     "byte-level": {
-        (_GPT_2,),
+        (GPT_2,),
         (_GPT_2_PREFIXED,),
-        *(_splits(regexes, "Isolated", invert=False) for regexes in _REGEXES.values()),
+        *(split_steps(regexes, "Isolated", invert=False) for regexes in REGEXES.values()),
         *(
-            _splits(regexes, "Removed", invert=True)
-            for name, regexes in _REGEXES.items()
+            split_steps(regexes, "Removed", invert=True)
+            for name, regexes in REGEXES.items()
             if name != "DeepSeek V3"
         ),
     },
@@ -350,9 +352,9 @@ class Shape(msgspec.Struct, frozen=True):
         return shape
 
     def _check(self) -> None:
-        if self.normalizer not in _NORMALIZERS[self.kind]:
+        if self.normalizer not in NORMALIZERS[self.kind]:
             raise Unproved(f"the normalizer {_words(self.normalizer)} of a {self.kind} tokenizer")
-        if self.pre_tokenizer not in _PRE_TOKENIZERS[self.kind]:
+        if self.pre_tokenizer not in PRE_TOKENIZERS[self.kind]:
             raise Unproved(
                 f"the pre-tokenizer {_words(self.pre_tokenizer)} of a {self.kind} tokenizer"
             )
@@ -365,7 +367,7 @@ class Shape(msgspec.Struct, frozen=True):
             raise Unproved("`ignore_merges` of a SentencePiece tokenizer")
         if self.kind == "SentencePiece" and (
             any(isinstance(step, Split) for step in self.pre_tokenizer)
-            and self.normalizer != (_SPACES,)
+            and self.normalizer != (SPACES,)
         ):
             raise Unproved("a Split at spaces which no normalizer has replaced")
         if self.normalizer and any(isinstance(step, Metaspace) for step in self.pre_tokenizer):

@@ -107,7 +107,7 @@ EngineName = Literal["tokenizers", "gigatoken"]
 
 _REFERENCE_BATCH_BYTES = 1 << 20
 """Text encoded at once: bounds memory, since an encoding takes many times the text's space."""
-_CACHE_BYTES = 512 << 20
+CACHE_BYTES = 512 << 20
 """How far this process may grow before the fast engine's boundless cache is dropped."""
 
 
@@ -227,11 +227,11 @@ class FastEngine:
         self._dtype = token_dtype(vocabulary_size)
         with _raising(EngineUnavailable):
             shape = proved_shape(json_bytes)
-        self._routes = Routes.from_shape(shape, splits_special=splits_special)
+        self.routes = Routes.from_shape(shape, splits_special=splits_special)
         with _raising(EngineUnavailable):
             self._tokenizer: Any = self._load(shape)
-        self._reference: ReferenceEngine | None = None
-        self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+        self.reference: ReferenceEngine | None = None
+        self._largest_bytes = _resident_bytes() + CACHE_BYTES
 
     @classmethod
     def from_tokenizer(cls, tokenizer: TextTokenizer) -> Self:
@@ -246,7 +246,7 @@ class FastEngine:
             tokenizer.vocabulary_size,
             splits_special=tokenizer.splits_special,
         )
-        made._reference = ReferenceEngine(tokenizer)
+        made.reference = ReferenceEngine(tokenizer)
         return made
 
     @staticmethod
@@ -261,11 +261,11 @@ class FastEngine:
 
     def routed_of(self, texts: list[bytes]) -> np.ndarray:
         """Which texts the reference would encode: their places, rising."""
-        return self._routes.find(texts)
+        return self.routes.find(texts)
 
     def encode(self, texts: list[bytes]) -> Ragged:
         """See `Engine`."""
-        routed = self._routes.find(texts)
+        routed = self.routes.find(texts)
         self.routed = len(routed)
         if not self.routed:
             return self._encode(texts)
@@ -290,7 +290,7 @@ class FastEngine:
             self._tokenizer = None  # first: two of them would need twice the memory
             with _raising(EngineFailure):
                 self._tokenizer = self._load(Shape.from_json(self._json))
-            self._largest_bytes = _resident_bytes() + _CACHE_BYTES
+            self._largest_bytes = _resident_bytes() + CACHE_BYTES
         return Ragged(ids.astype(self._dtype), np.diff(offsets))
 
     def _check(self, ids: np.ndarray, num_texts: int, num_rows: int) -> None:
@@ -302,14 +302,14 @@ class FastEngine:
 
     def _encode_routed(self, texts: list[bytes], routed: np.ndarray) -> Ragged:
         """The ids of some of the texts by the reference."""
-        if self._reference is None:
+        if self.reference is None:
             tokenizer = TextTokenizer.load(
                 self._json, origin="the tokenizer", splits_special=self._splits_special
             )
-            self._reference = ReferenceEngine(tokenizer)
-            self._largest_bytes = max(self._largest_bytes, _resident_bytes() + _CACHE_BYTES)
+            self.reference = ReferenceEngine(tokenizer)
+            self._largest_bytes = max(self._largest_bytes, _resident_bytes() + CACHE_BYTES)
         try:
-            return self._reference.encode([texts[place] for place in routed])
+            return self.reference.encode([texts[place] for place in routed])
         except Unencodable as error:
             reasons = {int(routed[place]): reason for place, reason in error.reasons.items()}
             raise Unencodable(reasons) from None

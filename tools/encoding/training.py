@@ -34,7 +34,7 @@ _SAMPLE_CHARACTERS = 32_000_000
 _PART_CHARACTERS = 1_000_000
 """No part gives more, unless parts are few: one huge file must not be the whole sample."""
 _MIN_FREQUENCY = 2
-_LOG_S = 5.0
+LOG_S = 5.0
 """Seconds between lines of progress."""
 
 
@@ -90,7 +90,7 @@ class _Progress:
             self._thread.join()
 
     def _log(self) -> None:
-        while not self._ended.wait(_LOG_S):
+        while not self._ended.wait(LOG_S):
             logger.info(
                 "training a tokenizer: %.0f M characters of text read, %.0f s",
                 self._num_characters / 1e6,

@@ -32,7 +32,7 @@ __all__ = ["Inputs"]
 _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 """Part of the text for validation, and its most bytes: about 10 M tokens."""
 _PROBED_RECORDS, _PROBED_FILES = 10_000, 16
-_COUNTED_ALONE_BYTES = 32_000_000
+COUNTED_ALONE_BYTES = 32_000_000
 """Labels of so much text are counted before workers would have started."""
 
 
@@ -232,7 +232,7 @@ def _kind_of(reason: str) -> str:
 def _counted(work: CountLabels, units: tuple[Unit, ...], num_workers: int) -> Iterator[LabelCounts]:
     """Count the labels of units, by workers if there is much to read."""
     num_workers = min(num_workers, len(units))
-    if num_workers < 2 or sum(unit.weight_bytes for unit in units) <= _COUNTED_ALONE_BYTES:
+    if num_workers < 2 or sum(unit.weight_bytes for unit in units) <= COUNTED_ALONE_BYTES:
         yield from map(work.of_unit, units)
         return
     with Bar(units) as bar, local_crew(work, units, num_workers, bar.advance) as crew:

@@ -20,13 +20,13 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_IN_HEAP = 32 << 20
 """The largest value that glibc accepts. Larger blocks still go back at once."""
 _KEPT_BYTES = 1 << 30
-_SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+SET_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def keep_freed_memory(device: "torch.device") -> None:
     """Keep up to 1 GiB of freed memory, if training runs on the CPU."""
     is_glibc = platform.libc_ver()[0] == "glibc"
-    if device.type != "cpu" or not is_glibc or any(name in os.environ for name in _SET_BY_USER):
+    if device.type != "cpu" or not is_glibc or any(name in os.environ for name in SET_BY_USER):
         return
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)

@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
         x_BTD = self.dropout(self.token_dropout(x_BTD))
-        rotary = _rotary_angles(micro_batch.positions_BT, self._head_width)
+        rotary = rotary_angles(micro_batch.positions_BT, self._head_width)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
         out_BTD: Tensor = self.norm(x_BTD)
@@ -171,9 +171,7 @@ class _Block(nn.Module):
     def _attend(self, x_BTD: Tensor, rotary: tuple[Tensor, Tensor], scope: Scope) -> Tensor:
         heads_BTHK = self.attention_in(x_BTD).unflatten(-1, (3 * self._heads, -1))
         query_BHTK, key_BHTK, value_BHTK = heads_BTHK.transpose(1, 2).chunk(3, dim=1)
-        mixed_BHTK = attend(
-            _rotate(query_BHTK, rotary), _rotate(key_BHTK, rotary), value_BHTK, scope
-        )
+        mixed_BHTK = attend(rotate(query_BHTK, rotary), rotate(key_BHTK, rotary), value_BHTK, scope)
         out_BTD: Tensor = self.attention_out(mixed_BHTK.transpose(1, 2).flatten(2))
         return out_BTD
 
@@ -196,14 +194,14 @@ class _Pick(nn.Module):
         return picked_BHK.flatten(1)
 
 
-def _rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+def rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, (B, 1, T, K / 2), once per forward."""
     exponents = torch.arange(0, head_width, 2, device=positions_BT.device) / head_width
     angles_B1TK = positions_BT[:, None, :, None] * _ROTARY_BASE**-exponents
     return angles_B1TK.cos(), angles_B1TK.sin()
 
 
-def _rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Turn each pair (k, k + K/2) of a head by its position's angle."""
     cosine, sine = (part.to(x_BHTK.dtype) for part in rotary)
     left, right = x_BHTK.chunk(2, dim=-1)

@@ -41,7 +41,7 @@ class Precision:
         self.dtype = _DTYPES[self.name]
         self._scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")
         self._skips = torch.zeros(2, device=device)
-        _allow_tf32(device)
+        allow_tf32(device)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of forward and loss."""
@@ -137,7 +137,7 @@ def gradients_of(weights: Collection[nn.Parameter]) -> list[Tensor]:
     return _dense_gradients(weights)
 
 
-def _allow_tf32(device: torch.device) -> None:
+def allow_tf32(device: torch.device) -> None:
     if device.type == "cuda":
         # The older switch: after the newer one, whoever still reads the older gets an error.
         torch.set_float32_matmul_precision("high")

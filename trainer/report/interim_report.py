@@ -21,8 +21,8 @@ from tokenfeed.trainer.tasks.task import Task
 
 __all__ = ["InterimReports", "log_beginning", "remedies"]
 
-_SECONDS_BETWEEN = 30.0
-_MOST_SHARE = 0.001
+SECONDS_BETWEEN = 30.0
+MOST_SHARE = 0.001
 """Largest share of the time that drafts may take."""
 
 _log = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class InterimReports:
                 _log.warning("report.json cannot be written, training goes on: %s", error)
             self._has_failed = True
         taken_s = time.perf_counter() - started_s
-        self._next_s = started_s + max(_SECONDS_BETWEEN, taken_s / _MOST_SHARE)
+        self._next_s = started_s + max(SECONDS_BETWEEN, taken_s / MOST_SHARE)
 
     def write_last(self) -> None:
         """Write a draft after an error, if `write` was ever called.

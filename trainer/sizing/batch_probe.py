@@ -105,7 +105,7 @@ def choose_micro_batch(
         return _choose(config, cpu_size(sizes), "on a CPU, more gains nothing")
     memory = memory or DeviceMemory(device)
     limit = int(SHARE_OF_MEMORY * memory.free_bytes())
-    probe = _Probe(_with_size(config, sizes[0]), device, memory)
+    probe = Probe(_with_size(config, sizes[0]), device, memory)
     found = largest_fitting(probe.bytes_of, sizes, limit, least=task.logits_at_once)
     found = min(world.all_gather(found or 0))  # a rank may have less memory
     del probe
@@ -124,7 +124,7 @@ def cpu_size(sizes: Sequence[int]) -> int:
     return max((size for size in sizes if size <= _ON_CPU), default=sizes[0])
 
 
-class _Probe:
+class Probe:
     """Runs trials on a model that is thrown away."""
 
     def __init__(self, config: TrainConfig, device: torch.device, memory: Memory) -> None:

@@ -78,16 +78,16 @@ class BatchMeans:
 
     def __init__(self) -> None:
         self._size = 1
-        self._batches: list[_Batch] = []
+        self.batches: list[_Batch] = []
 
     def add(self, seconds: float, idle: dict[Cause, float]) -> None:
         """Add a step."""
         seconds -= sum(part for cause, part in idle.items() if cause in COUNTED)
         idle = {cause: part for cause, part in idle.items() if cause not in COUNTED}
-        if not self._batches or self._batches[-1].steps >= self._size:
-            self._batches.append(_Batch())
-        self._batches[-1].add(1, seconds, idle)
-        if len(self._batches) > _MOST_BATCHES:
+        if not self.batches or self.batches[-1].steps >= self._size:
+            self.batches.append(_Batch())
+        self.batches[-1].add(1, seconds, idle)
+        if len(self.batches) > _MOST_BATCHES:
             self._merge()
 
     def half_width(self, cause: Cause | None) -> float | None:
@@ -95,24 +95,24 @@ class BatchMeans:
 
         The share is that of a cause, or of all causes if None, in the time without counted causes.
         """
-        count = len(self._batches)
+        count = len(self.batches)
         if count < _LEAST_BATCHES:
             return None
-        total = sum(batch.seconds for batch in self._batches) or 1.0
-        share = sum(batch.of(cause) for batch in self._batches) / total
-        squares = sum((batch.of(cause) - share * batch.seconds) ** 2 for batch in self._batches)
+        total = sum(batch.seconds for batch in self.batches) or 1.0
+        share = sum(batch.of(cause) for batch in self.batches) / total
+        squares = sum((batch.of(cause) - share * batch.seconds) ** 2 for batch in self.batches)
         return student(count - 1) * math.sqrt(count / (count - 1) * squares) / total
 
     def _merge(self) -> None:
         # Twice the steps per batch, half the batches.
         self._size *= 2
-        pairs = zip(self._batches[::2], [*self._batches[1::2], None], strict=False)
+        pairs = zip(self.batches[::2], [*self.batches[1::2], None], strict=False)
         merged = []
         for first, second in pairs:
             if second is not None:
                 first.add(second.steps, second.seconds, second.idle)
             merged.append(first)
-        self._batches = merged
+        self.batches = merged
 
 
 def student(freedom: float) -> float:

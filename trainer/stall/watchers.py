@@ -172,7 +172,7 @@ class CoreWait:
             return None
 
 
-_MESSAGE = "called a synchronizing CUDA operation"
+MESSAGE = "called a synchronizing CUDA operation"
 
 
 class WaitFinder:
@@ -202,7 +202,7 @@ class WaitFinder:
         self._set_mode("warn")
         self._caught = warnings.catch_warnings()
         self._caught.__enter__()
-        warnings.filterwarnings("always", message=_MESSAGE)  # even if warnings are errors
+        warnings.filterwarnings("always", message=MESSAGE)  # even if warnings are errors
         self._show = warnings.showwarning
         warnings.showwarning = self._shown  # type: ignore[assignment]  # a method
 
@@ -228,7 +228,7 @@ class WaitFinder:
         self._set_mode(self._mode_before)
 
     def _shown(self, message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
-        if _MESSAGE in str(message):
+        if MESSAGE in str(message):
             self._lines[f"{filename}:{lineno}"] += 1
         else:
             self._show(message, category, filename, lineno, *rest)

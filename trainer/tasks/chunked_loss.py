@@ -20,20 +20,20 @@ __all__ = ["chunk_tokens", "is_worth_chunks", "most_chunk_tokens", "vocabulary_l
 
 _BYTES_PER_LOGIT = 10
 """In half precision, in fp32, and their logarithms of the softmax."""
-_CHUNK_BYTES, _WORTH_BYTES = 1 << 30, 1 << 26
-_MOST_TOKENS = 8192
+_CHUNK_BYTES, WORTH_BYTES = 1 << 30, 1 << 26
+MOST_TOKENS = 8192
 """Of a chunk: the gradient of a frequent id's weight, a sum over them, stays in fp16's range."""
 
 
 def is_worth_chunks(tokens: int, vocabulary_size: int) -> bool:
     """Whether logits take so much memory that it is worth the work of splitting them."""
-    return tokens * vocabulary_size * _BYTES_PER_LOGIT > _WORTH_BYTES
+    return tokens * vocabulary_size * _BYTES_PER_LOGIT > WORTH_BYTES
 
 
 def most_chunk_tokens(vocabulary_size: int) -> int:
     """Tokens of the largest chunk."""
     fitting = _CHUNK_BYTES // (vocabulary_size * _BYTES_PER_LOGIT)
-    return max(1, min(fitting, _MOST_TOKENS))
+    return max(1, min(fitting, MOST_TOKENS))
 
 
 def chunk_tokens(tokens: int, vocabulary_size: int) -> int:

@@ -50,7 +50,7 @@ def digest_of(maker: WindowMaker, epochs: int) -> int:
 
 def main() -> None:
     folder, log, cache, bound, delay_s, seed, epochs = sys.argv[1:]
-    reader._KEPT_TOKENS = 0  # windows are read each time, however small the data are
+    reader.KEPT_TOKENS = 0  # windows are read each time, however small the data are
     store = RangedFolder(Path(folder), Path(log), float(delay_s))
     settings = CacheSettings(cache, int(bound), is_whole=False, windows_ahead=2)
     maker = maker_of(store, settings, int(seed))

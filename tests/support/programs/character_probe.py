@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 from tokenizers import Tokenizer
 
-from tokenfeed.tools.encoding.engine_support import _REGEXES, byte_letters
+from tokenfeed.tools.encoding.engine_support import REGEXES, byte_letters
 
 __all__ = ["CHARACTERS", "differing_characters", "probe_json"]
 
@@ -58,7 +58,7 @@ def probe_json(name: str) -> bytes:
     tokens = [*letters.values(), *("".join(merge) for merge in merges)]
     steps = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-        for regex in _REGEXES.get(name, ())
+        for regex in REGEXES.get(name, ())
     ]
     last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     last |= {"use_regex": not steps}
@@ -101,7 +101,7 @@ def differing_characters(name: str, characters: Iterable[int]) -> Iterator[int]:
 
 
 if __name__ == "__main__":
-    for regexes in ("", *_REGEXES):
+    for regexes in ("", *REGEXES):
         found = list(differing_characters(regexes, CHARACTERS))
         print(f"{regexes or 'ByteLevel'}: {len(found):,}")
         starts = [character for character in found if character - 1 not in found]

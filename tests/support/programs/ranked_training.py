@@ -27,7 +27,7 @@ from tokenfeed.trainer.loop.run import train as run_until
 from tokenfeed.trainer.tasks import chunked_loss as vocabulary_loss
 
 TIMEOUT_S = 100
-_WORTH_BYTES = vocabulary_loss._WORTH_BYTES
+_WORTH_BYTES = vocabulary_loss.WORTH_BYTES
 
 
 def train(settings: dict[str, Any], rank: int = 0) -> None:
@@ -36,7 +36,7 @@ def train(settings: dict[str, Any], rank: int = 0) -> None:
     shards, run_dir = settings.pop("shards"), Path(settings.pop("run_dir"))
     settings["phases"] = tuple(PhaseSettings(**each) for each in settings.pop("phases", ()))
     how, ending, last = settings.pop("ends", ("stop", 0, -1))
-    vocabulary_loss._WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
+    vocabulary_loss.WORTH_BYTES = 0 if settings.pop("in_chunks", False) else _WORTH_BYTES
     steps, stops = itertools.count(1), False
 
     def end_step() -> bool:

@@ -192,4 +192,4 @@ def test_steps_divides_by_ranks_of_its_group(folder: Path, tmp_path: Path) -> No
 def test_a_checkpoint_without_a_loader_is_refused_by_name(tmp_path: Path) -> None:
     module = pytest.importorskip("tokenfeed.integrations.transformers")
     with pytest.raises(ResumeError, match=r"loader\.json: .* cannot be read"):
-        module._saved_state(tmp_path)
+        module.saved_state(tmp_path)

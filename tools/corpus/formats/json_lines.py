@@ -60,11 +60,11 @@ class JsonLines:
         """Decode whole lines, the first of which is record `first_record`, and count them."""
         if first_record == 0:
             block = block.removeprefix(codecs.BOM_UTF8)
-        if records := self._decode_sound(block, first_record):
+        if records := self.decode_sound(block, first_record):
             return records, len(records)
-        return self._decode_any(block, first_record), block.count(b"\n")
+        return self.decode_any(block, first_record), block.count(b"\n")
 
-    def _decode_sound(self, block: bytes, first_record: int) -> Records | None:
+    def decode_sound(self, block: bytes, first_record: int) -> Records | None:
         """The fast path; None where it cannot be sure."""
         if self._decoder is None or not is_utf8(block):
             return None
@@ -84,7 +84,7 @@ class JsonLines:
         numbers = np.arange(first_record, first_record + len(lines), dtype=np.uint64)
         return Records(numbers, values)
 
-    def _decode_any(self, block: bytes, first_record: int) -> Records:
+    def decode_any(self, block: bytes, first_record: int) -> Records:
         """The careful path. It calls msgspec as deep in the stack as the fast one does."""
         rows: list[tuple[int, dict[str, Any] | Unusable]] = []
         decoder, are_utf8 = self._decoder, is_utf8(block)

@@ -95,7 +95,7 @@ class QuotedRows(Lines):
         loose = rb'"(?:[^"\r\n]++|"")*+"[^%b\r\n]*+' % comma
         plain = rb'[^"%b\r\n][^%b\r\n]*+|%b' % (comma, comma, comma)
         any_quoted = rb'"(?:[^"]++|"")*+"'
-        self._sound_rows = re.compile(rb"(?:(?:%b|%b|%b)*+[\r\n])*+" % (closed, loose, plain))
+        self.sound_rows = re.compile(rb"(?:(?:%b|%b|%b)*+[\r\n])*+" % (closed, loose, plain))
         self._long_row = re.compile(
             rb"(?:%b(?![^%b\r\n])|%b|%b)*+[\r\n]" % (any_quoted, comma, loose, plain)
         )
@@ -104,7 +104,7 @@ class QuotedRows(Lines):
 
     def cut(self, data: bytes, line: int) -> Iterator[DelimitedRows]:
         """The whole rows that `data` begins with; its first line has the number `line`."""
-        end = self._sound_end(data)
+        end = self.sound_end(data)
         if end is None:
             yield from self._cut_carefully(data, line)
         elif end:
@@ -131,7 +131,7 @@ class QuotedRows(Lines):
         ends = np.flatnonzero(((characters == _NEWLINE) | (characters == _RETURN)) & ~are_open)
         return (int(ends[0]) + 1, False) if len(ends) else (0, bool(are_open[-1]))
 
-    def _sound_end(self, data: bytes) -> int | None:
+    def sound_end(self, data: bytes) -> int | None:
         """The end of the whole rows; None where quotes or a very long value call for care."""
         if b'"' not in data:
             return _behind_newline(data, 0, len(data))
@@ -152,7 +152,7 @@ class QuotedRows(Lines):
         """Sound rows together, and each of the others alone."""
         start = 0
         while True:
-            sound = self._sound_rows.match(data, start)
+            sound = self.sound_rows.match(data, start)
             assert sound, "the pattern matches nothing at least"
             if sound.end() > start:
                 yield DelimitedRows(sound[0])

@@ -43,7 +43,7 @@ def store(
     make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> RangedFolder:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return RangedFolder(make_dataset(realistic_lengths(2000)), tmp_path / "requests")
 
 
@@ -83,7 +83,7 @@ def test_a_cache_never_holds_more_than_its_bound(
     num_shards: int,
 ) -> None:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     folder = make_dataset(realistic_lengths(2000), num_shards=num_shards)
     store = RangedFolder(folder, tmp_path / "requests")
     (split,) = open_splits([folder], "train")
@@ -181,7 +181,7 @@ def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
 def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.caching.locks._PATIENCE_S", 0.2)
+    monkeypatch.setattr("tokenfeed.pipeline.caching.locks.PATIENCE_S", 0.2)
     began = time.monotonic()
     with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
         assert 0.2 <= time.monotonic() - began < 5

@@ -10,12 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.data_sets import MakeDataset
 from support.delivery import realistic_lengths, small_batches
-from support.object_server import FAST, FAULTS, Fault, Remote, remote_store
+from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
 
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import RemoteError, ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 pytest.importorskip("obstore")
@@ -27,13 +26,13 @@ PATIENT = replace(FAST, give_up_s=60.0, read_s=2.0, request_s=5.0)
 @pytest.fixture
 def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return make_dataset(realistic_lengths(600), num_shards=2)
 
 
 @pytest.fixture
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch, PATIENT) as found:
         for path in folder.rglob("*"):
             if path.is_file():

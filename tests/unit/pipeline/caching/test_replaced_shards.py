@@ -14,13 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.data_sets import WriteDataset
 from support.delivery import small_batches
-from support.object_server import Remote, StoredObject, remote_store
+from support.object_server import Remote, StoredObject, as_own_process, remote_store
 from support.stores import cached_files
 
 from tokenfeed.pipeline.caching.settings import CacheSettings
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 pytest.importorskip("obstore")
@@ -35,7 +34,7 @@ examples = settings(max_examples=12, suppress_health_check=[HealthCheck.function
 @pytest.fixture
 def folder(write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     return made(write_dataset, tmp_path / "set", seed=0)
 
 
@@ -53,7 +52,7 @@ def made(write_dataset: WriteDataset, folder: Path, seed: int) -> Path:
 
 @pytest.fixture
 def remote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch) as found:
         for path in folder.rglob("*"):
             if path.is_file():

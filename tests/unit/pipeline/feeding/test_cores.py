@@ -15,8 +15,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 16 cores, with control groups in files of the test."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)), raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(cores, "_MEMBERSHIP", tmp_path / "membership")
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path / "cgroups")
+    monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
+    monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroups")
     return tmp_path
 
 

@@ -226,8 +226,8 @@ def test_a_column_says_by_its_role_what_a_batch_makes_of_it(
     lengths, less = [5, 3, 8], 0.25 if dtype == "float32" else 0
     grade = Column(name="grade", dtype=dtype, per=per)  # type: ignore[arg-type]
     weight = Column(name="kind", dtype="uint8", per="token")
-    monkeypatch.setitem(schema._ROLES, "grade", "target")
-    monkeypatch.setitem(schema._ROLES, "kind", "input")
+    monkeypatch.setitem(schema.ROLES, "grade", "target")
+    monkeypatch.setitem(schema.ROLES, "kind", "input")
     rows = random_rows(np.array(lengths))
     size = len(lengths) if per == "row" else sum(lengths)
     (rows.per_row if per == "row" else rows.per_token)["grade"] = (np.arange(size) + less).astype(

@@ -228,7 +228,9 @@ def test_ranks_without_a_step_size_of_their_own_take_that_of_the_state(folder: P
     for world_size in (1, 4, 6, 13):
         rest = Ranks(folder, world_size, state)
         assert rest.run() == final
-        assert {loader._plan.micro_batches_per_step for loader in rest.loaders} == {6}
+        assert {
+            loader.state_dict()["plan"]["micro_batches_per_step"] for loader in rest.loaders
+        } == {6}
 
 
 def test_ranks_without_settings_of_their_own_resume_real_data(make_dataset: MakeDataset) -> None:

@@ -102,7 +102,7 @@ def test_there_is_no_race_whenever_windows_are_ready_and_events_pass(
 
 def early_event(stream: Stream) -> Event:
     """As if it were recorded before the copy is queued."""
-    return Event(stream._traced, Stream(stream._traced, 99))
+    return Event(stream.traced, Stream(stream.traced, 99))
 
 
 FAULTS: dict[str, tuple[Any, str, Any, str]] = {

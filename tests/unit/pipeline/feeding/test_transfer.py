@@ -50,7 +50,7 @@ def test_copies_run_ahead_by_a_fixed_number_also_over_a_seam(cuda: SimulatedCuda
     feed = feed_of(FakeSource(cuda, [4, 4, 4]))
     for delivered in range(1, 9):
         next(feed)
-        assert len(cuda.copy.recorded) == delivered + transfer._COPIES_AHEAD
+        assert len(cuda.copy.recorded) == delivered + transfer.COPIES_AHEAD
 
 
 def test_a_window_is_released_only_after_its_last_copy_has_passed(cuda: SimulatedCuda) -> None:
@@ -110,7 +110,7 @@ def test_the_end_waits_for_copies_that_still_run(cuda: SimulatedCuda) -> None:
     for event in cuda.copy.recorded:
         event.passed = False
     feed.close()
-    assert all(event.passed for event in cuda.copy.recorded[-transfer._COPIES_AHEAD :])
+    assert all(event.passed for event in cuda.copy.recorded[-transfer.COPIES_AHEAD :])
 
 
 def test_an_error_of_the_source_waits_for_copies_too(cuda: SimulatedCuda) -> None:

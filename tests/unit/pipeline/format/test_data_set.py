@@ -217,14 +217,14 @@ def test_little_data_is_decoded_once_and_delivered_as_before(
     seen = decoded(monkeypatch)
     kept = delivered()
     assert len(seen) == len(set(seen)) == Manifest.read(folder).split("train").batches
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 0)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 0)
     assert delivered() == kept
     assert len(seen) == 5 * len(set(seen))
 
 
 def test_much_data_is_not_kept(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_dataset([50] * 100, num_shards=1)
-    monkeypatch.setattr("tokenfeed.pipeline.windows.reader._KEPT_TOKENS", 4999)
+    monkeypatch.setattr("tokenfeed.pipeline.windows.reader.KEPT_TOKENS", 4999)
     seen = decoded(monkeypatch)
     reader = WindowReader(open_splits([folder], "train"))
     for _ in range(3):

@@ -47,12 +47,12 @@ def test_bins_are_those_of_best_fit_decreasing(lengths: list[int]) -> None:
 
 def test_python_steps_follow_distinct_lengths_not_rows() -> None:
     """A million pieces of ten lengths take a few dozen placements."""
-    from tokenfeed.pipeline.planning.packing import _OpenBins
+    from tokenfeed.pipeline.planning.packing import OpenBins
 
-    bins = _OpenBins(2048)
+    bins = OpenBins(2048)
     for length in range(20, 10, -1):
         bins.place(length, 100_000)
-    assert len(bins._placed) < 100
+    assert len(bins.placed) < 100
     order, offsets = bins.deal()
     assert len(order) == 1_000_000
     assert np.diff(offsets).sum() == 1_000_000

@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.object_server import Remote, remote_store
-
-from tokenfeed.pipeline.remote import own_process as process
+from support.object_server import Remote, as_own_process, remote_store
 
 pytest.importorskip("obstore")
 
@@ -13,7 +11,7 @@ pytest.importorskip("obstore")
 @pytest.fixture(autouse=True)
 def talks(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are a program of ours."""
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")

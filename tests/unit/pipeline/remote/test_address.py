@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.object_server import DATA, FAST, Fault, Remote, StoredObject
+from support.object_server import DATA, FAST, Fault, Remote, StoredObject, as_own_process
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError, RemoteMissingError
 from tokenfeed.pipeline.format.store import STORES, open_place, open_store
 from tokenfeed.pipeline.remote import address
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.address import SCHEMES
 from tokenfeed.pipeline.remote.hub import HubStore
 from tokenfeed.pipeline.remote.object_store import ObjectStore
@@ -199,7 +198,7 @@ def test_an_endpoint_that_is_no_url_is_refused(
 def test_a_repository_that_cannot_be_one_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     store = replace(HubStore.from_url("hf://datasets/a b/c"), timing=FAST)
     with pytest.raises(RemoteError, match="there is no such repository: Repo id must"):
         store.read("x")

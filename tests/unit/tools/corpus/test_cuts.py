@@ -9,9 +9,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.object_server import Remote, remote_store
+from support.object_server import Remote, as_own_process, remote_store
 
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.threads import results_of
 from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.sources import find_corpus
@@ -58,7 +57,7 @@ def test_a_line_longer_than_a_block_is_not_cut(tmp_path: Path) -> None:
 def remote() -> Iterator[Remote]:
     pytest.importorskip("obstore")
     with pytest.MonkeyPatch.context() as monkeypatch, remote_store(monkeypatch) as remote:
-        monkeypatch.setattr(process, "_ours", True)
+        as_own_process(monkeypatch)
         yield remote
 
 

@@ -74,7 +74,7 @@ def test_a_byte_order_mark_in_a_value_survives(tmp_path: Path, name: str) -> Non
 def test_a_quote_that_never_closes_beyond_max_record_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_FIRST_BLOCK_BYTES", 1 << 8)
+    monkeypatch.setattr(blocks, "FIRST_BLOCK_BYTES", 1 << 8)
     (tmp_path / "a.csv").write_bytes(b'text\na\n"b\n' + b"line\n" * 1000)
     good, bad = read(tmp_path / "a.csv", max_record_bytes=1 << 10)
     assert (good, list(bad)) == ({0: b"a"}, [1])
@@ -124,7 +124,7 @@ def test_no_line_is_lost_in_silence_wherever_blocks_end(
     data = f"id,text\n{text}".encode()
     whole = read_bytes(path, data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         assert read(path) == whole
     if not whole[1]:
         rows = [row for row in csv.reader(io.StringIO(text, newline="")) if row]
@@ -147,8 +147,8 @@ def test_rows_beyond_max_record_are_rejected_wherever_blocks_end(
     path = tmp_path_factory.mktemp("rows") / f"a{ending}"
     path.write_bytes("\n".join(["i\ttext" if ending == ".tsv" else "i,text", *rows]).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_FIRST_BLOCK_BYTES", block_bytes)
-        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         good, bad = read(path, max_record_bytes=25)
     long = [number for number, row in enumerate(rows) if len(row) > 25]
     assert good == {n: value.encode() for n, value in enumerate(values) if n not in long}
@@ -167,9 +167,9 @@ def test_what_the_quotes_of_a_block_say_is_what_the_pattern_says() -> None:
         csv.writer(file).writerows([draw.choices(values, k=3) for _ in range(draw.randint(1, 6))])
         data = file.getvalue().encode()
         data = data[: draw.randint(0, len(data))]
-        sound = syntax._sound_rows.match(data)
+        sound = syntax.sound_rows.match(data)
         assert sound
-        assert syntax._sound_end(data) == sound.end(), data
+        assert syntax.sound_end(data) == sound.end(), data
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv"])

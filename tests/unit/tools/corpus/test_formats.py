@@ -166,7 +166,7 @@ def write_text(path: Path, rows: list[str]) -> Path:
 def test_records_beyond_max_record_are_rejected_with_their_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, block_bytes: int
 ) -> None:
-    for constant in ("_FIRST_BLOCK_BYTES", "_BLOCK_BYTES", "_UNPACKED_BYTES"):
+    for constant in ("FIRST_BLOCK_BYTES", "BLOCK_BYTES", "UNPACKED_BYTES"):
         monkeypatch.setattr(blocks, constant, block_bytes)
     rows = ["first", "x" * 900, "third", "y" * 2000, "last"]
     path = (WRITERS | {"texts": write_text})[name](tmp_path / name, rows)
@@ -244,7 +244,7 @@ def test_bad_rows_of_a_csv_cost_themselves_wherever_blocks_end(
 
     data = eol.join([b"id,text", *map(line, rows)]) + (eol if last or not rows else b"")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         good, bad = read_bytes(tmp_path_factory.mktemp("csv") / "a.csv", data)
     expected = {i: row.encode() for i, row in enumerate(rows) if isinstance(row, str)}
     assert good == expected
@@ -369,8 +369,8 @@ def test_a_json_list_does_not_depend_on_how_blocks_fall(
     path = tmp_path_factory.mktemp("list") / "a.json"
     whole = read_bytes(path, data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "_FIRST_BLOCK_BYTES", block_bytes)
-        patch.setattr(blocks, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "FIRST_BLOCK_BYTES", block_bytes)
+        patch.setattr(blocks, "BLOCK_BYTES", block_bytes)
         assert read(path) == whole
     assert whole[0] == {
         number: row["text"].encode()
@@ -382,7 +382,7 @@ def test_a_json_list_does_not_depend_on_how_blocks_fall(
 def test_damaged_json_list_keeps_verified_elements_before_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "_UNPACKED_BYTES", 100)  # each frame is a block: the long one waits
+    monkeypatch.setattr(blocks, "UNPACKED_BYTES", 100)  # each frame is a block: the long one waits
     long = json.dumps({"text": "x" * 5000})
     frames = [
         f'[{{"text": "a"}}, {long[:4000]}',

@@ -107,7 +107,7 @@ def check_equals_careful(block: bytes, fields: Fields, first_record: int) -> Non
     decoder = JsonLines(fields)
     records, num_lines = decoder.decode(block, first_record)
     told = block if first_record else block.removeprefix(codecs.BOM_UTF8)
-    assert as_tuple(records) == as_tuple(decoder._decode_any(told, first_record))
+    assert as_tuple(records) == as_tuple(decoder.decode_any(told, first_record))
     if block.endswith(b"\n"):
         assert num_lines == block.count(b"\n")
 
@@ -135,7 +135,7 @@ GOOD = [
 )
 def test_sound_lines_take_the_fast_path(lines: list[str], fields: Fields, last: str) -> None:
     block = ("\n".join(lines) + last).encode()
-    records = JsonLines(fields)._decode_sound(block, 5)
+    records = JsonLines(fields).decode_sound(block, 5)
     assert records is not None, "the other tests prove nothing"
     assert records.numbers.tolist() == list(range(5, 5 + len(lines)))
     check_equals_careful(block, fields, 5)

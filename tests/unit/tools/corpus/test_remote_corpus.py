@@ -19,7 +19,15 @@ import pytest
 import zstandard
 from support.corpora import texts
 from support.data_sets import files_of
-from support.object_server import FAULTS, Fault, Remote, StoredObject, remote_store, set_google
+from support.object_server import (
+    FAULTS,
+    Fault,
+    Remote,
+    StoredObject,
+    as_own_process,
+    remote_store,
+    set_google,
+)
 from support.pretokenizing import make
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenfeedError
@@ -35,7 +43,7 @@ pytest.importorskip("obstore")
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch) as remote:
         yield remote
 

@@ -12,10 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.object_server import FAST, FAULTS, Fault, Remote, remote_store
+from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
 
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.retrying import Timing, Traffic
 from tokenfeed.tools.corpus.input_files import FilePart
 from tokenfeed.tools.corpus.locations import RemoteFile
@@ -32,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     monkeypatch.setattr(Timing, "from_environment", lambda: FAST)
     with remote_store(monkeypatch) as remote:
         yield remote

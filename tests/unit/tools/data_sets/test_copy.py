@@ -13,14 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.commands import call
 from support.data_sets import files_of
-from support.object_server import FAST, FAULTS, Fault, Remote, remote_store
+from support.object_server import FAST, FAULTS, Fault, Remote, as_own_process, remote_store
 from support.stores import keep_in_memory
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import Store
 from tokenfeed.pipeline.remote import object_store
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import ObjectStore
 from tokenfeed.tools.data_sets import copy as copying
 from tokenfeed.tools.data_sets.copy import copy_data_set
@@ -33,7 +32,7 @@ pytest.importorskip("obstore")
 @pytest.fixture(scope="module")
 def remote() -> Iterator[Remote]:
     with pytest.MonkeyPatch.context() as monkeypatch, remote_store(monkeypatch) as remote:
-        monkeypatch.setattr(process, "_ours", True)
+        as_own_process(monkeypatch)
         from_url = ObjectStore.from_url
         hasty = lambda url: replace(from_url(url), timing=FAST)  # noqa: E731
         monkeypatch.setattr(object_store.ObjectStore, "from_url", hasty)
@@ -219,7 +218,7 @@ def test_copy_into_place_of_another_copy_is_refused(
         fetch(file, source, path, *rest, **options)
 
     pending: list[str] = []
-    monkeypatch.setattr(copying, "_AT_ONCE", 1)
+    monkeypatch.setattr(copying, "AT_ONCE", 1)
     monkeypatch.setattr(copying, "fetch", interfere)
     for to in (str(tmp_path / "to"), remote.store.name):
         pending.append(to)

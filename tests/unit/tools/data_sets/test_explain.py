@@ -181,7 +181,7 @@ def test_a_step_that_is_too_far_is_refused_at_once(
         )
     path.write_text(json.dumps(state | {"epoch": 10**6}))
     assert "windows from where" in explain(folder, path, "--step", -(10**9), expect=2)
-    monkeypatch.setattr("tokenfeed.tools.data_sets.explain._MOST_WINDOWS", 2)
+    monkeypatch.setattr("tokenfeed.tools.data_sets.explain.MOST_WINDOWS", 2)
     path.write_text(json.dumps(state))
     assert explain(folder, path, "--step", 8).startswith("--- step 8 | epoch 0, window 1")
     assert "windows from where" in explain(folder, path, "--step", 100, expect=2)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from tokenfeed.tools import shards
 from tokenfeed.tools.corpus.records import FieldKind, Fields
-from tokenfeed.tools.data_sets.remake import _fields
+from tokenfeed.tools.data_sets.remake import fields_of
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, CompleteEncoder
 from tokenfeed.tools.pretokenizing.options import Options
 
@@ -238,5 +238,5 @@ def test_the_fields_that_a_task_reads_are_told_by_their_names_alone(
     given: dict[str, Any] = {**named}
     task = TASK_CLASSES[name](**given)
     recipe = {"--task": name, "the fields": list(task.fields)}
-    options = Options(paths=("corpus", "out"), task=name, field=(_fields(recipe),))
+    options = Options(paths=("corpus", "out"), task=name, field=(fields_of(recipe),))
     assert options.make_task() == task

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.object_server import remote_store
+from support.object_server import as_own_process, remote_store
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tokenfeed.pipeline.errors import ConfigError, TokenizerError
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import LocalStore
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.tools.corpus.records import FieldKind
 from tokenfeed.tools.corpus.sources import find_corpus
 from tokenfeed.tools.corpus.units import cut_units
@@ -192,7 +191,7 @@ def test_tokenizer_is_read_from_an_address(
     tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch) as remote:
         remote.put("out/tokenizer.json", tokenizer.read_bytes())
         remote.put("my own.json", tokenizer.read_bytes())

@@ -10,7 +10,7 @@ from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.engines import EngineUnavailable, FastEngine
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-LLAMA_2 = (shapes.Prepend(MARK), shapes._SPACES)
+LLAMA_2 = (shapes.Prepend(MARK), shapes.SPACES)
 
 
 def options(**model: Any) -> bytes:
@@ -37,7 +37,7 @@ def _steps(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "pretokenizers": list(steps)}
 
 
-KNOWN = shapes._REGEXES["Llama 3, OLMo 2"][0]
+KNOWN = shapes.REGEXES["Llama 3, OLMo 2"][0]
 GPT_4 = KNOWN.replace(r"\s*[\r\n]+", r"\s*[\r\n]")
 TOKEN = {"id": len(VOCAB), "content": "tok"} | dict.fromkeys(FLAGS, False)
 UNPROVED = {

@@ -45,7 +45,7 @@ def test_the_fast_engine_gives_the_reference_ids(
 def test_dropping_the_cache_changes_no_id(
     byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_CACHE_BYTES", -(1 << 40))  # after every batch
+    monkeypatch.setattr(engine_module, "CACHE_BYTES", -(1 << 40))  # after every batch
     fast = FastEngine.from_tokenizer(loaded(byte_level))
     before = fast._tokenizer
     texts = [text.encode() for text in SENTENCES]

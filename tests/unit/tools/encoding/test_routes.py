@@ -24,9 +24,9 @@ from tokenfeed.tools.encoding.engines import (
 from tokenfeed.tools.encoding.routes import LETTERS, NFC_LEADS, SIGNS
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 
-LLAMA_3 = shapes._splits(shapes._REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
-DEEPSEEK = shapes._splits(shapes._REGEXES["DeepSeek V3"], "Isolated", invert=False)
-LLAMA_2 = (shapes.Prepend(MARK), shapes._SPACES)
+LLAMA_3 = shapes.split_steps(shapes.REGEXES["Llama 3, OLMo 2"], "Isolated", invert=False)
+DEEPSEEK = shapes.split_steps(shapes.REGEXES["DeepSeek V3"], "Isolated", invert=False)
+LLAMA_2 = (shapes.Prepend(MARK), shapes.SPACES)
 CONTENTS = [
     *("<|end|>", "New York", "snake_case", "ab", "bc", "\n\n", "  ", "|>x", "\u6f22", "N", "end|>"),
     *(f"{MARK}a", " lead", "a\u0301b"),
@@ -111,14 +111,14 @@ def test_what_the_reference_lets_go_hides_what_overlaps_with_it() -> None:
 ENDS = sorted({end for pair in (*LETTERS, *SIGNS) for end in pair})
 
 
-@pytest.mark.parametrize("pre_tokenizer", [(shapes._GPT_2,), LLAMA_3, DEEPSEEK], ids=str)
+@pytest.mark.parametrize("pre_tokenizer", [(shapes.GPT_2,), LLAMA_3, DEEPSEEK], ids=str)
 def test_characters_that_the_engines_classify_differently_go_to_the_reference(
     pre_tokenizer: Any,
 ) -> None:
     fast, reference = engines(json_of("byte-level", (), pre_tokenizer))
     texts = [f"{around}{chr(end)}{around}".encode() for end in ENDS for around in ("a", " 1", "!")]
     assert Answers.from_engine(fast, texts).differing(reference) == []
-    routed = fast._routes.find(texts)
+    routed = fast.routes.find(texts)
     sought = ENDS if pre_tokenizer == DEEPSEEK else sorted({e for pair in LETTERS for e in pair})
     assert {ENDS[place // 3] for place in routed} == set(sought)
 
@@ -134,7 +134,7 @@ def test_no_other_character_differs(name: str) -> None:
     check_characters(name, _sample())
 
 
-NAMES = ["", *shapes._REGEXES]
+NAMES = ["", *shapes.REGEXES]
 IN_CI = {"", "DeepSeek V3"}
 
 
@@ -170,7 +170,7 @@ def test_a_text_that_nfc_would_change_goes_to_the_reference() -> None:
     ]
     kept = ["\u00e9", "ascii", "q\u0323\u0307", "\uac00", "\u0939\u093f\u0902", "x\u0301"]
     texts = [text.encode() for text in (*changed, *kept)]
-    assert fast._routes.find(texts).tolist() == list(range(len(changed)))
+    assert fast.routes.find(texts).tolist() == list(range(len(changed)))
     assert Answers.from_engine(fast, texts).differing(reference) == []
 
 
@@ -214,9 +214,9 @@ def test_a_worker_loads_the_reference_for_the_first_text_that_needs_it() -> None
     json_bytes = json_of("byte-level", (), LLAMA_3, tokens)
     fast = FastEngine(json_bytes, 3000, splits_special=False)
     fast.encode([b"nothing special", "\u6f22\u5b57".encode()])
-    assert (fast._reference, fast.routed) == (None, 0)
+    assert (fast.reference, fast.routed) == (None, 0)
     fast.encode([b"  New York"])
-    assert fast._reference is not None
+    assert fast.reference is not None
 
 
 def test_the_fast_engine_is_not_asked_for_what_it_leaves_to_the_reference() -> None:
@@ -226,7 +226,7 @@ def test_the_fast_engine_is_not_asked_for_what_it_leaves_to_the_reference() -> N
     reference = ReferenceEngine(TextTokenizer.load(json_bytes, origin="test"))
     texts = made_texts(random.Random(2), ["New York"], 200)
     answers = Answers.from_fast(fast, texts)
-    assert fast._reference is None
+    assert fast.reference is None
     assert 0 < answers.routed.sum() < len(texts)
     assert answers.differing(reference) == []
     shifted = Ragged(answers.ids.values + np.uint16(1), answers.ids.lengths)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from support.corpora import texts
 from support.data_sets import files_of
 from support.false_engine import false_engine, sampled_document
-from support.object_server import FAULTS, Fault, Remote, remote_store
+from support.object_server import FAULTS, Fault, Remote, as_own_process, remote_store
 from support.pretokenizing import CarelessExecutor, make, on_cluster, part, with_fast_engine
 from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.pipeline.remote.object_store import XXH3_KEY, ObjectStore
 
 pytest.importorskip("obstore")
@@ -52,7 +51,7 @@ def undisturbed(
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> Iterator[Remote]:
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch) as remote:
         yield remote
 

@@ -28,12 +28,11 @@ from support.checkpoints import (
     save,
     saving_config,
 )
-from support.object_server import remote_store
+from support.object_server import as_own_process, remote_store
 from support.stores import URL, FaultyStore
 from support.training import assert_same_run, run, write_counting
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.remote import own_process as process
 from tokenfeed.trainer.checkpoints import remote_copy as remote_module
 from tokenfeed.trainer.checkpoints import uploader as uploads_module
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun
@@ -346,7 +345,7 @@ def test_upload_to_bucket_survives_the_loss_of_the_folder(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("obstore")
-    monkeypatch.setattr(process, "_ours", True)
+    as_own_process(monkeypatch)
     with remote_store(monkeypatch) as remote:
         url = f"s3://{remote.prefix}"
         config = saving_config(shards, tmp_path / "run", upload=url, resume="auto", keep=1)

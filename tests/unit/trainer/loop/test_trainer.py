@@ -22,7 +22,7 @@ from tokenfeed.trainer.loop import evaluation as judge
 from tokenfeed.trainer.loop import trainer as loop
 from tokenfeed.trainer.models.transformer import Transformer
 from tokenfeed.trainer.optim import train_state as learner
-from tokenfeed.trainer.optim.precision import Precision, _allow_tf32
+from tokenfeed.trainer.optim.precision import Precision, allow_tf32
 from tokenfeed.trainer.report import progress_lines as progress_log
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.stall import StallMeter
@@ -43,7 +43,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
 def test_tf32_leaves_the_older_switches_readable() -> None:
     before = torch.get_float32_matmul_precision()
     try:
-        _allow_tf32(torch.device("cuda"))
+        allow_tf32(torch.device("cuda"))
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.backends.cuda.matmul.allow_tf32
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -333,7 +333,7 @@ def test_its_loss_without_logits_is_that_of_its_logits(
     _, micro_batch = next(shown(shards["vocabulary"], Packed(32, batch_size=3), head))
     losses = []
     for least in (0, math.inf):
-        monkeypatch.setattr(vocabulary_loss, "_WORTH_BYTES", least)
+        monkeypatch.setattr(vocabulary_loss, "WORTH_BYTES", least)
         model.zero_grad()
         loss = task.loss(model, micro_batch).sum
         loss.backward()

@@ -30,8 +30,8 @@ from tokenfeed.trainer.loop.export import load_exported
 from tokenfeed.trainer.models.transformer import (
     SIZES,
     Transformer,
-    _rotary_angles,
-    _rotate,
+    rotary_angles,
+    rotate,
     words_of,
 )
 
@@ -74,10 +74,10 @@ def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
 
 
 def test_rotary_attention_depends_on_the_distance_only() -> None:
-    cosine_TK, sine_TK = _rotary_angles(torch.arange(64)[None], 16)
+    cosine_TK, sine_TK = rotary_angles(torch.arange(64)[None], 16)
     query, key = torch.randn(2, 16)
-    rotated_query = _rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
-    rotated_key = _rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
+    rotated_query = rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
+    rotated_key = rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
     scores = rotated_query @ rotated_key.T
     for distance in (0, 5, 40):
         diagonal = scores.diagonal(-distance)

@@ -25,8 +25,8 @@ def shards(tmp_path: Path, write_dataset: Callable[..., Path]) -> Path:
 def test_a_killed_run_leaves_a_report_of_what_it_measured_that_says_it_is_unfinished(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_report, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(run_report, "_MOST_SHARE", 1e9)
+    monkeypatch.setattr(run_report, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_report, "MOST_SHARE", 1e9)
     config = make_config(shards, tmp_path / "run", steps=8)
     asked = iter(range(1, 100))
 
@@ -65,8 +65,8 @@ def test_report_after_resume_covers_all_parts(shards: Path, tmp_path: Path) -> N
 def test_the_last_line_of_a_run_leaves_no_report_that_says_it_is_finished(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_report, "_SECONDS_BETWEEN", 0.0)
-    monkeypatch.setattr(run_report, "_MOST_SHARE", 1e9)
+    monkeypatch.setattr(run_report, "SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(run_report, "MOST_SHARE", 1e9)
     seen: list[tuple[int, bool]] = []
     write = Report.write
 

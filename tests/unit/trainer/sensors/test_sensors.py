@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.commands import call
 
 from tokenfeed.tools import train
 from tokenfeed.tools.monitor import advise, view
@@ -200,12 +201,10 @@ def test_the_advice_names_what_costs_most(
 
 
 def test_the_monitor_needs_neither_shards_nor_a_gpu_nor_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", Driver(refuses=("nvmlInit",)))
-    monkeypatch.setattr(sys, "argv", ["train", "--monitor-only"])
-    assert train._run() == 0
-    shown = capsys.readouterr().out
+    shown = call(train.main, "--monitor-only").stdout
     assert "NVML finds none" in shown
     assert "cores" in shown
 

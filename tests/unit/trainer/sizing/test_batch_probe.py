@@ -15,7 +15,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.batch_policy import possible_sizes
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, _Probe, choose_micro_batch
+from tokenfeed.trainer.sizing.batch_probe import DeviceMemory, Probe, choose_micro_batch
 from tokenfeed.trainer.sizing.batch_search import MOST_RUNS, SHARE_OF_MEMORY
 from tokenfeed.trainer.sizing.dry_run import dry_run
 from tokenfeed.trainer.sizing.memory_model import PeakBytes
@@ -66,7 +66,7 @@ def bytes_of(config: TrainConfig, size: int) -> int:
     """Return the peak bytes of a trial with enough memory."""
     memory = Simulated(1 << 60)
     with memory:
-        found = _Probe(dataclasses.replace(config, micro_batch_tokens=size), CPU, memory)
+        found = Probe(dataclasses.replace(config, micro_batch_tokens=size), CPU, memory)
         peak = found.bytes_of(size)
     assert peak is not None
     return peak

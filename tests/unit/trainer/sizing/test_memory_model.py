@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "tiny", SIZE)
-    monkeypatch.setattr(vocabulary_loss, "_WORTH_BYTES", 0)
+    monkeypatch.setattr(vocabulary_loss, "WORTH_BYTES", 0)
 
 
 def plan_of(data: Path, **settings: Any) -> tuple[Any, RunPlan]:
@@ -144,7 +144,7 @@ def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, da
 def test_what_fits_is_measured_to_fit_and_the_next_is_not(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vocabulary_loss, "_MOST_TOKENS", 512)
+    monkeypatch.setattr(vocabulary_loss, "MOST_TOKENS", 512)
     config, _ = plan_of(data, **WAYS["lm packed"] | {"step_tokens": 1 << 13})
     for gib in (0.02, 0.1):
         gpu = dataclasses.replace(GPUS["A100"], gib=gib)

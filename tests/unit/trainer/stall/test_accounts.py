@@ -92,8 +92,8 @@ def test_few_steps_have_no_interval_and_many_take_bounded_memory() -> None:
     assert batches.half_width("data") is None
     for _ in range(10_000):
         batches.add(1.0, {"data": 0.5})
-    assert len(batches._batches) <= 64
-    assert sum(batch.steps for batch in batches._batches) == 10_007
+    assert len(batches.batches) <= 64
+    assert sum(batch.steps for batch in batches.batches) == 10_007
     assert batches.half_width("data") == pytest.approx(0.0, abs=1e-9)
 
 

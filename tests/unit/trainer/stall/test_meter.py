@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.stall import CAUSES, StallMeter, StallReading
 from tokenfeed.trainer.stall.causes import Cause
 from tokenfeed.trainer.stall.statistics import StepSeconds, StepTimes
-from tokenfeed.trainer.stall.watchers import _MESSAGE, AllocatorWatch, WaitFinder
+from tokenfeed.trainer.stall.watchers import MESSAGE, AllocatorWatch, WaitFinder
 
 
 def exact(**changes: Any) -> SimulatedDevice:
@@ -293,7 +293,7 @@ def test_lines_that_wait_are_counted_and_other_warnings_pass_even_where_they_are
     finder.begin(2)
     for _ in range(2):
         for _ in range(3):
-            warnings.warn(f"{_MESSAGE} (...)", stacklevel=1)
+            warnings.warn(f"{MESSAGE} (...)", stacklevel=1)
         finder.end_step()
     (line, count), *rest = finder.found().items()
     assert line.startswith(f"{__file__}:")

@@ -57,8 +57,8 @@ class Largest(TorchDispatchMode):
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked, "_WORTH_BYTES", 0)
-    monkeypatch.setattr(chunked, "_MOST_TOKENS", CHUNK)
+    monkeypatch.setattr(chunked, "WORTH_BYTES", 0)
+    monkeypatch.setattr(chunked, "MOST_TOKENS", CHUNK)
 
 
 @pytest.fixture(scope="module")
@@ -165,9 +165,9 @@ def test_perplexity_is_evaluated_without_logits(
 ) -> None:
     for task, micro_batch in shown.values():
         model, precision = model_of(task), Precision("fp32", CPU)
-        monkeypatch.setattr(chunked, "_WORTH_BYTES", math.inf)
+        monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
         whole = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
-        monkeypatch.setattr(chunked, "_WORTH_BYTES", 0)
+        monkeypatch.setattr(chunked, "WORTH_BYTES", 0)
         with Largest() as largest:
             found = evaluate(model, task, [(0, micro_batch)], precision, World(CPU))
         assert largest.rows <= CHUNK
@@ -199,7 +199,7 @@ def test_a_model_that_gives_logits_alone_is_learnt_from_them(
 def test_chunks_cover_all_tokens_and_stay_within_their_bytes(tokens: int, vocabulary: int) -> None:
     chunk = chunked.chunk_tokens(tokens, vocabulary)
     assert (tokens == 0) == (chunk == 0)
-    assert chunk <= chunked._MOST_TOKENS
+    assert chunk <= chunked.MOST_TOKENS
     assert chunk <= 1 or chunk * vocabulary * 10 <= 1 << 30
 
 
@@ -221,7 +221,7 @@ def test_any_chunk_gives_the_same(
     targets[torch.rand(tokens, generator=random) < 0.3] = IGNORED
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(chunked, "_MOST_TOKENS", most)
+        patch.setattr(chunked, "MOST_TOKENS", most)
         loss = chunked.vocabulary_loss(hidden, weight, targets)
     whole = F.cross_entropy(hidden @ weight.T, targets, ignore_index=IGNORED, reduction="sum")
     torch.testing.assert_close(loss, whole)
@@ -275,7 +275,7 @@ def test_a_run_learns_what_it_learns_from_all_logits(
     inner = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda m, **o: inner(m, backend="eager", **o))
     ours = run(make_config(folder, tmp_path / "chunks", **changes))
-    monkeypatch.setattr(chunked, "_WORTH_BYTES", math.inf)
+    monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
     theirs = run(make_config(folder, tmp_path / "whole", **changes))
     assert ours.loss_last == pytest.approx(theirs.loss_last, rel=1e-5)
     assert ours.metrics["test"] == pytest.approx(theirs.metrics["test"], rel=1e-5)

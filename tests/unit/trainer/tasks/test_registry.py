@@ -27,8 +27,8 @@ GRADE: Any = "grade"
 def add_grades(monkeypatch: pytest.MonkeyPatch, per: str) -> None:
     """What the format is told of a task whose rows, or tokens, have a number."""
     column = Column(name="grade", dtype="float32", per=per)  # type: ignore[arg-type]
-    monkeypatch.setitem(schema._OF_TASK, GRADE, (column,))
-    monkeypatch.setitem(schema._ROLES, "grade", "target")
+    monkeypatch.setitem(schema.OF_TASK, GRADE, (column,))
+    monkeypatch.setitem(schema.ROLES, "grade", "target")
 
 
 @pytest.mark.parametrize(("per", "like"), [("row", "score"), ("token", "tag")])
