@@ -23,6 +23,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import Positive, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
 from tokenfeed.trainer.distributed.launcher import Launch
+from tokenfeed.trainer.feeding.batch_policy import is_packed
 from tokenfeed.trainer.sizing.recommended import (
     Choice,
     GivenSettings,
@@ -31,7 +32,6 @@ from tokenfeed.trainer.sizing.recommended import (
     default_epochs,
     detect_machine,
     gpu_defaults,
-    packs,
     replacements,
     schedule_defaults,
     steps_of,
@@ -279,7 +279,7 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
             choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
             given = {name: value for name, value in given.items() if name != "epochs"}
         choices += schedule_defaults(manifest, command(), relevant, given=given)
-    packed = manifest is None or packs(command(), manifest)
+    packed = manifest is None or is_packed(command(), manifest)
     choices += gpu_defaults(command(), machine, given, packed=packed)
     found = command()
     preset = [Choice(PRESETS[found.preset], f"preset {found.preset}")] if found.preset else []

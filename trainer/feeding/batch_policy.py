@@ -40,9 +40,14 @@ Policy = Packed | ByLength
 _TILE = 8  # lengths are multiples of the tiles of tensor cores
 
 
-def is_packed(config: TrainConfig, task: "Task") -> bool:
-    """Return whether rows are packed: by --batching, or as the task prefers."""
-    return task.packs if config.batching == "auto" else config.batching == "packed"
+def is_packed(config: TrainConfig, manifest: Manifest) -> bool:
+    """Return whether a run packs its rows. Otherwise it pads them.
+
+    By default, rows are padded if rows or words have labels.
+    """
+    if config.batching == "auto":
+        return config.objective == "masked" or column_of(manifest.columns, "target") is None
+    return config.batching == "packed"
 
 
 def long_rows_of(config: TrainConfig, manifest: Manifest) -> LongRows:
@@ -89,7 +94,7 @@ def padding_remedy(config: TrainConfig, task: "Task") -> str:
 
     Rows with one label cannot be packed. Packed rows have padding only at their ends.
     """
-    if is_packed(config, task):
+    if is_packed(config, task.manifest):
         return "raise `--sequence-length`: ends of rows are less of longer ones"
     if task.kind != "row":
         return "`--batching packed`"
@@ -144,7 +149,7 @@ def possible_sizes(config: TrainConfig, task: "Task") -> list[int]:
 
     They also suit the evaluation, which packs rows if the task prefers it.
     """
-    packed = task.packs or is_packed(config, task)
+    packed = task.packs or is_packed(config, task.manifest)
     longest = task.manifest.split("train").longest_row
     return micro_batch_sizes(config, packed=packed, longest=longest)
 

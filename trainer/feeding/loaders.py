@@ -59,7 +59,7 @@ class SplitLoaders:
         self._config, self._device, self._manifest = config, device, task.manifest
         self._apart, self._causal = is_apart(config, task), task.causal
         self._varlen = has_varlen(device, dtype)
-        self._training = self._policy(packed=is_packed(config, task))
+        self._training = self._policy(packed=is_packed(config, task.manifest))
         self._evaluation = self._policy(packed=task.packs)
         self.shape = self._shaper(self._training)
         """Makes micro-batches from the batches of `train_loader`."""
@@ -202,7 +202,7 @@ def check_rows(config: TrainConfig, task: Task) -> None:
     """
     if task.kind != "row":
         return
-    if is_packed(config, task):
+    if is_packed(config, task.manifest):
         raise ConfigError(
             f"`--batching`: rows with one label, as those of {task.name}, cannot be packed. Leave "
             "it out."

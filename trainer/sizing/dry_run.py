@@ -78,7 +78,7 @@ class RunPlan:
         if config.precision == "auto":
             self.precision = gpu.precision if gpu else "fp32"
         check_rows(config, self.task)
-        self._packed = is_packed(config, self.task)
+        self._packed = is_packed(config, self.task.manifest)
         self._policy = self._policy_of(config)
         self.like = self._first()
         self.simulation = SimulatedStep(config, self.task, self.precision, self.like)

@@ -24,7 +24,7 @@ from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import source_of
-from tokenfeed.trainer.feeding.batch_policy import Policy, long_rows_of, make_policy
+from tokenfeed.trainer.feeding.batch_policy import Policy, is_packed, long_rows_of, make_policy
 from tokenfeed.trainer.feeding.epoch_shapes import EpochShapes
 from tokenfeed.trainer.sensors.gpu_models import Gpu
 
@@ -147,14 +147,8 @@ def _batching_of(
         rows = (config.step_rows or 0) * config.sequence_length
         config = dataclasses.replace(config, micro_batch_tokens=rows or config.step_tokens)
     long_rows = long_rows_of(config, manifest)
-    packed = packs(config, manifest)
+    packed = is_packed(config, manifest)
     return config, make_policy(config, packed=packed, on_gpu=on_gpu, long_rows=long_rows)
-
-
-def packs(config: TrainConfig, manifest: Manifest) -> bool:
-    """Return whether a run packs its rows; otherwise it pads them."""
-    labelled = column_of(manifest.columns, "target") is not None and config.objective == "auto"
-    return not labelled if config.batching == "auto" else config.batching == "packed"
 
 
 def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:

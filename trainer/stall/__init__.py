@@ -7,7 +7,7 @@
     marks        the chain of marks; the latest segments, for Perfetto
     accounts     segments to idle seconds by cause: pure
     work         spans of work and their references
-    calibration  when to hold the device up, so that the host gets ahead
+    calibration  when to delay the device, so that the host gets ahead
     watchers     loader, collector, compiler, memory, lines that wait
     statistics   percentiles, step times, error bars
     reading      sums, and their differences

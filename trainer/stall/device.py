@@ -136,8 +136,7 @@ class EventClock:
     """The clock of a GPU. Events are pooled, and polled with `query`; nothing waits for them.
 
     An elapsed time is a 32-bit float of milliseconds. Only short times are exact to microseconds,
-    so
-    it is read between neighbouring events.
+    so times are read between neighbouring events.
     """
 
     method = (

@@ -57,7 +57,7 @@ def test_what_is_advised_instead_means_less_padding(data: Path, tmp_path: Path) 
 def waste(config: TrainConfig) -> float:
     """The padding of an epoch."""
     task = task_of(config, CPU)
-    policy = make_policy(config, packed=is_packed(config, task), on_gpu=False)
+    policy = make_policy(config, packed=is_packed(config, task.manifest), on_gpu=False)
     split = task.manifest.split("train")
     epoch = EpochShapes.of_split(split, policy, config.seed, step_size=1)
     return 1 - epoch.tokens / epoch.slots

@@ -128,7 +128,7 @@ def test_weights_that_are_not_trained_cost_two_operations_less(data: Path) -> No
 @pytest.mark.parametrize("way", RUNS)
 def test_the_shapes_of_an_epoch_are_nearly_those_that_are_delivered(way: str, data: Path) -> None:
     config, planned = plan_of(data, **WAYS[way] | {"micro_batch_tokens": 128})
-    packed = is_packed(config, planned.task)
+    packed = is_packed(config, planned.task.manifest)
     policy = make_policy(config, packed=packed, on_gpu=False)
     split = planned.task.manifest.split("train")
     found = EpochShapes.of_split(split, policy, seed=0, step_size=1)
