@@ -148,13 +148,13 @@ class Checkpoints:
         """
         final = self.path(meta.step)
         temporary = _unfinished(final)
-        self._delete_unfinished()
+        self.delete_unfinished()
         try:
             write_checkpoint(temporary, meta, rest, copy)
             temporary.rename(final)
             sync_folder(self._folder)
         except OSError as error:
-            self._delete_unfinished()  # frees space on a full disk
+            self.delete_unfinished()  # frees space on a full disk
             reason = f"{error.strerror}. After fixing this, {self.way_on()}"
             raise OSError(error.errno, reason, str(final)) from error
         self.delete_old(keep)
@@ -233,7 +233,8 @@ class Checkpoints:
         temporary.rename(final)
         sync_folder(self._folder)
 
-    def _delete_unfinished(self) -> None:
+    def delete_unfinished(self) -> None:
+        """Delete what a killed process left of checkpoints that it wrote or deleted."""
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.facts import count_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
 from tokenfeed.trainer.checkpoints.checkpoint_format import broadcast_state
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
@@ -39,7 +40,7 @@ from tokenfeed.trainer.report.interim_report import InterimReports, log_beginnin
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import StepTracer
-from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED, ProgressLog
+from tokenfeed.trainer.report.progress_lines import MOST_SKIPPED, ProgressLog, Skips
 from tokenfeed.trainer.report.run_report import Report, versions
 from tokenfeed.trainer.report.trackers import Trackers
 from tokenfeed.trainer.sensors.gpu import device_name
@@ -230,6 +231,7 @@ class Trainer:
         if config.compile:
             self.learner.compile(self.loaders.blanks())
         if self.metrics:
+            self.checkpoints.delete_unfinished()
             self.metrics.keep(until_step=self.step if config.resume else -1)
             self._write_config()
             self.uploads.begin()
@@ -272,8 +274,10 @@ class Trainer:
         self.progress_log.add(step, tally, norm)
         config = self.config
         saving = self.step_sync.take_save() or self._is_due(config.save_every)
+        skips = None
         if saving or step == 1 or step % config.log_every == 0:
-            self._write_log()  # also before saving: weights after a NaN loss must not be saved
+            # Also before saving: weights after a NaN loss must not be saved.
+            skips = self._write_log()
         stops = self.step_sync.stop and step < config.steps
         if saving:
             self._check_weights()
@@ -286,6 +290,8 @@ class Trainer:
             if saving and not stops and not config.shard_model:  # sharded ranks must save together
                 self._save()
             raise
+        if skips and step == config.steps:
+            self._check_end(skips)
         if saving and not stops:
             self._save()
         if self.tracer is not None:
@@ -302,7 +308,12 @@ class Trainer:
     def _is_due(self, every: int) -> bool:
         return self.step == self.config.steps or self.step % every == 0
 
-    def _write_log(self) -> None:
+    def _write_log(self) -> Skips | None:
+        """Write a progress line. Return the skipped steps since the previous line, if any.
+
+        Raises:
+            ConfigError: The run has skipped too many steps in a row.
+        """
         if self.saver:
             self.saver.check()
         with self.stall.cause("log"):
@@ -316,11 +327,26 @@ class Trainer:
             if skips and not ends:
                 self._warn_of_skip(skips.first)
         if skips and ends:
-            finding = (
-                f"loss or gradients are not finite, {skips.in_a_row} steps in a row, from step "
-                f"{skips.first} on"
-            )
-            raise self._diverged(finding, skips.first)
+            raise self._skipped_too_often(skips)
+        return skips
+
+    def _check_end(self, skips: Skips) -> None:
+        """Check after the last step that the run has learned something.
+
+        Without a validation split, a run may skip steps at its end if it took most steps. With
+        fp16, skipped steps only mean that the scale of the loss was too large.
+
+        Raises:
+            ConfigError: The last step was skipped, and no validation loss was finite.
+        """
+        if not skips.in_a_row or self.evaluator.best or self.learner.precision.name == "fp16":
+            return
+        if self.evaluator.has("validation") or 2 * skips.in_a_row >= self.step:
+            raise self._skipped_too_often(skips)
+
+    def _skipped_too_often(self, skips: Skips) -> ConfigError:
+        steps = f"{count_of(skips.in_a_row, 'step')} in a row, from step {skips.first} on"
+        return self._diverged(f"loss or gradients are not finite, {steps}", skips.first)
 
     def _gather_stall(self) -> None:
         if self.world.size > 1:

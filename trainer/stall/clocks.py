@@ -12,7 +12,7 @@ it counts: the device passed B no earlier than 5.9998, and the host had queued B
 """
 
 import time
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 __all__ = ["Clock", "ClockMap", "HostClock", "Moment"]
 
@@ -33,6 +33,7 @@ class Moment(NamedTuple):
     """Host seconds taken to queue the mark."""
 
 
+@runtime_checkable
 class Clock(Protocol[Mark]):
     """Queues marks among a device's work, and measures the time between them."""
 

@@ -104,6 +104,8 @@ class StallMeter(Generic[Mark]):
         devices = _whole("devices", devices, least=1)
         skipped_steps = _whole("skipped_steps", skipped_steps)
         operations_per_token = _operations(operations_per_token)
+        if clock is not None and not isinstance(clock, Clock):
+            raise checks.refusal("clock", clock, "an object with the methods of Clock, or None")
         self._machine = MeteredDevice(device, operations_per_token, devices, clock)
         self._clock: Clock[Any] = clock or clock_of(self._machine)
         self._is_beside_host = beside = self._clock.is_beside_host
@@ -239,6 +241,8 @@ class StallMeter(Generic[Mark]):
             earlier: The report of an earlier part of the same run, which was resumed since. The
                 report is then about both.
         """
+        if earlier is not None and not isinstance(earlier, StallReport):
+            raise checks.refusal("earlier", earlier, "a StallReport, or None")
         return make_report(
             self.read(),
             self._accounts,

@@ -86,6 +86,16 @@ def test_weights_that_overflow_are_never_saved(shards: Path, tmp_path: Path) -> 
     assert not list(tmp_path.glob("checkpoints/*"))
 
 
+@pytest.mark.parametrize("steps", [2, 5, 15])
+def test_short_run_that_ends_with_skipped_steps_fails(
+    shards: Path, tmp_path: Path, steps: int
+) -> None:
+    config = make_config(shards, tmp_path, steps=steps, learning_rate=1e30, save_every=steps)
+    with pytest.raises(ConfigError, match=r"not finite, \d+ steps? in a row.* nothing was saved"):
+        run(config)
+    assert not list(tmp_path.glob("checkpoints/*"))
+
+
 def test_a_diverged_run_names_the_checkpoint_to_go_on_from(shards: Path, tmp_path: Path) -> None:
     config = make_config(shards, tmp_path, steps=40, learning_rate=1e30, save_every=1)
     with pytest.raises(ConfigError, match="not finite, 20 steps in a row") as error:

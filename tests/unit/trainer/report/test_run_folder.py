@@ -76,15 +76,16 @@ def test_a_start_by_a_launcher_of_ranks_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_what_a_killed_save_left_neither_locks_the_folder_nor_stays(
-    shards: Path, tmp_path: Path
-) -> None:
+def test_run_removes_at_its_start_what_killed_save_left(shards: Path, tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / "step-00000004.tmp"
     left.mkdir(parents=True)
     (left / "state.safetensors").write_bytes(b"half")
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
-    run(make_config(shards, tmp_path, steps=2))
+    seen: list[bool] = []
+    train(make_config(shards, tmp_path, steps=2), lambda: bool(seen.append(left.exists())))
+    assert seen
+    assert not any(seen)
     assert sorted(path.name for path in left.parent.iterdir()) == ["step-00000002"]
 
 

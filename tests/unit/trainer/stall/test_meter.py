@@ -444,6 +444,8 @@ def test_a_meter_refuses_numbers_that_cannot_be(name: str, value: int) -> None:
         (lambda m: m.find_waits("x"), "`steps`='x': expected a whole number"),
         (lambda m: m.gather("gloo"), "`exchange`='gloo': expected a function"),
         (lambda m: m.write(5), "`folder`=5: expected a path"),
+        (lambda m: m.report(3), "`earlier`=3: expected a StallReport, or None"),
+        (lambda m: StallMeter("cpu", clock=3), "`clock`=3: expected an object with the methods"),
         (lambda m: m.write_trace(None), "`folder`=None: expected a path"),
         (lambda m: StallMeter("cpu", skipped_steps="x"), "`skipped_steps`='x': expected a whole"),
         (lambda m: StallMeter("cpu", devices=1.5), "`devices`=1.5: expected a whole number"),
