@@ -1,10 +1,11 @@
-"""Check the arguments of the library: convert a value to its plain type, or reject it in one line.
+"""Check arguments and options: convert a value to its plain type, or reject it in one line.
 
 Numbers of numpy become a plain int, float or bool, so that plans compare equal and states are saved
-the same for all number types. Does not import torch.
+the same for all number types. Torch-free.
 """
 
 import operator
+import re
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ from tokenfeed.pipeline.errors import ConfigError
 __all__ = [
     "MOST",
     "as_int",
+    "bytes_meant",
+    "bytes_of",
     "choice",
     "epochs",
     "flag",
@@ -144,3 +147,39 @@ def refusal(name: str, value: object, expected: str) -> ConfigError:
     if len(shown) > _SHOWN:
         shown = f"{shown[:_SHOWN]}..."
     return ConfigError(f"`{name}`={shown}: expected {expected}.")
+
+
+_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def bytes_meant(size: str) -> int | None:
+    """Return the bytes of a whole number with or without a unit; None if it is not a size."""
+    match = re.fullmatch(r"(\d{1,18}) ?([KMG]i?B)?", size, re.IGNORECASE)
+    return int(match[1]) * _UNITS[(match[2] or "B").upper()] if match else None
+
+
+def bytes_of(size: str, *, flag: str, otherwise: str = "") -> int:
+    """Return the bytes of a size, at least 1.
+
+    Args:
+        size: A whole number, with or without a unit.
+        flag: Name of the option, for the message.
+        otherwise: Other allowed values, for the message.
+
+    Raises:
+        ConfigError: `size` is not a size, or is 0.
+    """
+    num_bytes = bytes_meant(size)
+    if not num_bytes:
+        also = f", or {otherwise}" if otherwise else ""
+        shown = repr(size) if num_bytes is None else 0
+        raise ConfigError(f"`{flag}` {shown}: expected a size like 256MB{also}.")
+    return num_bytes

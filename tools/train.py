@@ -13,7 +13,7 @@ import signal
 import sys
 from types import FrameType
 
-from tokenfeed.pipeline.format.once import reading_once
+from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.tools.shell.console import print_json, run_command
 from tokenfeed.tools.train_settings import read_command
 from tokenfeed.trainer.config.run_config import TrainConfig

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.caching.locks import exclusive
+from tokenfeed.pipeline.format.storage import exclusive
 from tokenfeed.pipeline.planning.ahead import NEVER
 
 __all__ = ["ENDS", "FIRST_END", "Budget", "Until", "sweep"]

@@ -6,19 +6,68 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from tokenfeed.pipeline.caching.eviction import FIRST_END, Until
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache, read_file
 from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.traffic import Fetched
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.plan import Position
+from tokenfeed.pipeline.remote.retrying import Traffic
 
-__all__ = ["Node", "SharedPieces"]
+__all__ = ["CountingStore", "Fetched", "Node", "SharedPieces"]
+
+
+@runtime_checkable
+class CountingStore(Protocol):
+    """A store that counts its requests."""
+
+    @property
+    def traffic(self) -> Traffic:
+        """Requests and bytes of this process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """Counts and times of reading from stores."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    hits: int = 0
+    """Number of record batches and footers read from the cache."""
+    damaged: int = 0
+    """Number of pieces that were damaged in the cache or on the network, and fetched again."""
+    waited_s: float = 0.0
+    """Seconds of waiting for the bytes of windows, from the cache, a store or another process."""
+
+    def __add__(self, other: "Fetched") -> "Fetched":
+        return Fetched(
+            self.traffic + other.traffic,
+            self.hits + other.hits,
+            self.damaged + other.damaged,
+            self.waited_s + other.waited_s,
+        )
+
+    def since(self, before: "Fetched") -> "Fetched":
+        """Return the counts since `before`."""
+        now, then = self.traffic, before.traffic
+        traffic = Traffic(
+            now.requests - then.requests,
+            now.bytes - then.bytes,
+            now.retries - then.retries,
+            now.outage_s - then.outage_s,
+        )
+        return Fetched(
+            traffic,
+            self.hits - before.hits,
+            self.damaged - before.damaged,
+            self.waited_s - before.waited_s,
+        )
+
 
 _THREADS, _SMALL_AHEAD, _LARGE_AHEAD = 64, 16, 4
 """Concurrent requests: for a window that the loop waits for; and for later windows, with small or

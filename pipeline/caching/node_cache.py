@@ -21,8 +21,8 @@ import time
 from contextlib import AbstractContextManager
 
 from tokenfeed.pipeline.caching.eviction import ENDS, Budget, Until, sweep
-from tokenfeed.pipeline.caching.locks import exclusive, try_lock
 from tokenfeed.pipeline.caching.settings import CacheSettings
+from tokenfeed.pipeline.format.storage import exclusive, try_lock
 
 __all__ = ["CacheSet", "NodeCache", "read_file"]
 

@@ -28,10 +28,9 @@ from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.cores import cores_per_rank
 from tokenfeed.pipeline.feeding.delivery import Delivery, Pass
 from tokenfeed.pipeline.feeding.devices import resolve_device
-from tokenfeed.pipeline.feeding.feed import Feed
+from tokenfeed.pipeline.feeding.feed import Feed, Tuner
 from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
-from tokenfeed.pipeline.feeding.tuner import Tuner
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.manifest import Manifest
@@ -40,8 +39,7 @@ from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, un
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.state import Delivered, own_stream, saved_step_size
-from tokenfeed.pipeline.windows.first_difference import compare
+from tokenfeed.pipeline.planning.state import Delivered, compare, own_stream, saved_step_size
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.origins import Origin, origins_of
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
@@ -320,7 +318,12 @@ class ShardLoader:
             ResumeError: An argument is not a loader state, or neither state fits this loader.
         """
         plan = self._plan_for(first)
-        return compare(plan, self._single_windows(plan), first, second)
+        make = self._single_windows(plan)
+
+        def digest_of(window: Position) -> int:
+            return int(make(window).index.rounds.digests.sum())
+
+        return compare(plan, digest_of, first, second)
 
     def explain(self, batch: Batch) -> list[Origin]:
         """Return the input file, the record and the token range of each piece of a batch, in the

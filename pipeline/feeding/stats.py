@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.caching.traffic import Fetched
+    from tokenfeed.pipeline.caching.node import Fetched
     from tokenfeed.pipeline.feeding.batch import Batch
 
 __all__ = ["Counters", "Quantiles", "RemoteStats", "Stats"]

@@ -34,7 +34,7 @@ from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RankSlice
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.caching.traffic import Fetched
+    from tokenfeed.pipeline.caching.node import Fetched
 
 __all__ = [
     "InlineSource",

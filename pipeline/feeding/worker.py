@@ -31,7 +31,7 @@ from tokenfeed.pipeline.windows.rank_slice import Header
 from tokenfeed.pipeline.windows.reader import WindowReader
 
 if TYPE_CHECKING:
-    from tokenfeed.pipeline.caching.traffic import Fetched
+    from tokenfeed.pipeline.caching.node import Fetched
 
 __all__ = [
     "Failure",

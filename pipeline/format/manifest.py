@@ -19,11 +19,10 @@ import numpy as np
 import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.format.once import once
 from tokenfeed.pipeline.format.read_errors import error_line
 from tokenfeed.pipeline.format.schema import FORMAT_VERSION, Column
 from tokenfeed.pipeline.format.storage import atomic_write
-from tokenfeed.pipeline.format.store import Store, StorePath, open_store
+from tokenfeed.pipeline.format.store import Store, StorePath, once, open_store
 
 __all__ = [
     "CHECKSUM_KEY",

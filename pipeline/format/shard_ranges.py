@@ -18,7 +18,7 @@ from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.manifest import ShardInfo
 from tokenfeed.pipeline.format.read_errors import damaged
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.verification import UNDECODABLE, ExpectedShard
+from tokenfeed.pipeline.format.shard import UNDECODABLE, ExpectedShard
 
 __all__ = ["RangedShard", "end_bytes", "missing_bytes"]
 

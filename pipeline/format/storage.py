@@ -1,37 +1,41 @@
-"""Files that are either whole or absent, their checksums, and locks on files and folders.
+"""Files that are either whole or absent, their checksums, and locks between processes.
 
 A file gets its final name after it was written and synced under a temporary name. So a crash, a
-full disk or a kill leaves no half-written file under a final name.
+full disk or a kill leaves no half-written file under a final name. The kernel releases a lock when
+its owner ends, so a killed process leaves no lock behind. Torch-free.
 """
 
 import contextlib
 import errno
+import hashlib
 import os
+import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import xxhash
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-
 __all__ = [
     "TEMPORARY_SUFFIX",
     "alone_in",
     "atomic_file",
     "atomic_write",
+    "exclusive",
     "file_xxh3",
     "hold",
     "sync_folder",
+    "try_lock",
     "waited_for",
 ]
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 TEMPORARY_SUFFIX = ".tmp"
-_READ_BYTES = 1 << 20
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -93,12 +97,9 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_xxh3(path: Path) -> str:
-    """The xxh3-64 of a file's bytes, 16 hex digits; reads it once, 1 MiB at a time."""
-    digest = xxhash.xxh3_64()
+    """Return the xxh3-64 of a file's bytes, 16 hex digits."""
     with open(path, "rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
 
 
 _HELD_BY_ANOTHER = {errno.EWOULDBLOCK, errno.EACCES}
@@ -149,5 +150,57 @@ def alone_in(folder: Path) -> Iterator[None]:
     try:
         with waited_for(descriptor):
             yield
+    finally:
+        os.close(descriptor)
+
+
+_FLOCK = struct.Struct("hhqqi4x")  # kind, from where, first byte, number of bytes, process
+_IS_HELD = (errno.EAGAIN, errno.EACCES)
+_LOOK_AGAIN_S, PATIENCE_S = 0.001, 30.0
+_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0)
+
+
+@contextlib.contextmanager
+def try_lock(path: str, first: int, count: int) -> Iterator[bool]:
+    """Lock bytes `first` to `first + count - 1` of a file; yield whether that succeeded.
+
+    It fails if another thread or process holds one of the bytes. Without support for such locks, or
+    without disk space for the file, it always succeeds: then two processes may fetch the same data,
+    which is slower but correct.
+    """
+    try:
+        descriptor = os.open(path, _FLAGS, 0o600)
+    except OSError:
+        yield True
+        return
+    try:
+        yield _lock(descriptor, first, count)
+    finally:
+        os.close(descriptor)  # this releases the lock
+
+
+def _lock(descriptor: int, first: int, count: int) -> bool:
+    if fcntl is None or not hasattr(fcntl, "F_OFD_SETLK"):
+        return True
+    try:
+        wanted = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, wanted)
+    except OSError as error:
+        return error.errno not in _IS_HELD
+    return True
+
+
+@contextlib.contextmanager
+def exclusive(path: str) -> Iterator[int]:
+    """Open a file with an exclusive lock among all threads and processes; yield the descriptor.
+
+    Waits for the lock for at most 30 seconds, because its holder may be a stopped process.
+    """
+    descriptor = os.open(path, _FLAGS, 0o600)
+    give_up_s = time.monotonic() + PATIENCE_S
+    try:
+        while not hold(descriptor) and time.monotonic() < give_up_s:
+            time.sleep(_LOOK_AGAIN_S)
+        yield descriptor
     finally:
         os.close(descriptor)

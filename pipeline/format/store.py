@@ -2,7 +2,13 @@
 
 `open_store` and `open_place` make one from the path that a user gives. A folder is a `LocalStore`.
 A path with a scheme, like `s3://bucket/data`, is opened by the entry of `STORES` for that scheme.
-The stores in `remote` are imported when the first such path is opened. This file needs no torch.
+The stores in `remote` are imported when the first such path is opened.
+
+Inside `reading_once`, a repeated read of a small file returns the first result. A run reads the
+manifest of its data set many times: for defaults, task, loaders and evaluations. A read from a
+store starts a program for 0.2 s, and decoding 100,000 shards takes another second. The memo also
+keeps one version of the file for the whole run. Commands that copy or repair do not use it, so they
+always read the current file. Torch-free.
 """
 
 import contextlib
@@ -10,12 +16,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import pyarrow as pa
 
@@ -32,8 +40,11 @@ __all__ = [
     "RangedStore",
     "Store",
     "StorePath",
+    "once",
     "open_place",
     "open_store",
+    "read_once",
+    "reading_once",
 ]
 
 logger = logging.getLogger(__name__)
@@ -388,3 +399,49 @@ def _check_meant(folder: str) -> None:
             f"{folder}: looks like an address, which begins with `{scheme[1]}://`. Write it so, or "
             f"`./{folder}` for a folder."
         )
+
+
+T = TypeVar("T")
+_kept: ContextVar[dict[Hashable, Any] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def reading_once() -> Iterator[None]:
+    """Keep what this thread reads until the end of the outermost block."""
+    if _kept.get() is not None:
+        yield
+        return
+    before = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(before)
+
+
+def once(what: Hashable, read: Callable[[], T]) -> T:
+    """Return the result of `read`, or the kept result for the same `what`. Errors are not kept.
+
+    Args:
+        what: Key of the result, such as (store, name). Without a hash, nothing is kept.
+        read: Reads the value.
+    """
+    kept = _kept.get()
+    if kept is None or not _has_hash(what):
+        return read()
+    if what not in kept:
+        kept[what] = read()
+    found: T = kept[what]
+    return found
+
+
+def read_once(store: Store, name: str) -> bytes:
+    """Return the bytes of a small file."""
+    return once((store, name), partial(store.read, name))
+
+
+def _has_hash(what: Hashable) -> bool:
+    try:
+        hash(what)
+    except TypeError:
+        return False
+    return True

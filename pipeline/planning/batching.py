@@ -1,33 +1,43 @@
-"""Plan the micro-batches of a window from its row lengths: pure functions.
+"""Plan the micro-batches of a window, and deal them to ranks: pure functions.
 
     rows -> pieces           a row longer than a micro-batch is cut, never dropped
     pieces -> sequences      one piece each (padded), or several (packed)
     sequences -> steps       as many as fill `step_size` micro-batches; see the policies
     step -> micro-batches    dealt in turn: sequence j to micro-batch j % step_size
+    micro-batches -> ranks   dealt in rounds, one micro-batch per rank
 
-So the micro-batches of a step differ by at most one sequence. With one row per sequence (Padded,
+The micro-batches of a step differ by at most one sequence. With one row per sequence (Padded,
 Fixed), their tokens differ by at most one row. Packed micro-batches have equally many slots, with
-more or less padding. So ranks that take them at the same time have equal work. Two steps of 5 and 3
-sequences, with 2 micro-batches per step:
+more or less padding. Two steps of 5 and 3 sequences, with 2 micro-batches per step:
 
     sequences        0 1 2 3 4 | 5 6 7
     micro-batches    0 2 4   1 3 | 5 7   6
 
 The last step of a window may have fewer sequences, and fewer micro-batches if there are too few
-sequences. Ranks do not matter here: `rounds` deals micro-batches to ranks. Every result depends on
-the arguments only. Torch-free.
+sequences. The order of the micro-batches does not depend on the ranks. A round ends with a step,
+unless there are enough ranks for several whole steps. So the ranks of a round have equal work, and
+a step has the same rows on any number of ranks. If the micro-batches of a step are not a multiple
+of the ranks, some ranks get a filler: a copy of one sequence that no loss counts. A window of two
+steps, with 4 and 3 micro-batches, for 3 ranks; f is a filler:
+
+    micro-batches     0 1 2 3 | 4 5 6
+    rounds            0 1 2     3 f f     4 5 6
+    position after        3         4         7
+
+The position in a window is the number of delivered micro-batches, whichever ranks received them.
+Torch-free.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.pieces import Pieces, regroup
-from tokenfeed.pipeline.planning.policy import Batching
+from tokenfeed.pipeline.planning.policy import Batching, Pieces, regroup
 
-__all__ = ["WindowPlan", "plan_window"]
+__all__ = ["Round", "Rounds", "WindowPlan", "deal_rounds", "plan_window"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,3 +114,65 @@ def _deal(
     nth = np.arange(step_offsets[-1]) - np.repeat(step_offsets[:-1], sizes)
     batch = np.repeat(steps[:-1], sizes) + nth % np.repeat(counts, sizes)
     return np.argsort(batch, kind="stable"), offsets_of(np.bincount(batch)), steps
+
+
+class Round(NamedTuple):
+    """One round over all ranks: what it adds to the delivered rows."""
+
+    position: int
+    """Number of the window's micro-batches delivered after the round."""
+    ends_window: bool
+    digest: int
+    """Digest of the round; see `digest`."""
+    tokens: tuple[int, ...]
+    """Tokens of each source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """The rounds of a window from some position on, for one rank."""
+
+    starts: np.ndarray
+    """First micro-batch of each round, shape (rounds,), int64."""
+    ends: np.ndarray
+    """Position after each round, shape (rounds,), int64."""
+    mine: np.ndarray
+    """Micro-batch of this rank in each round, shape (rounds,), int64."""
+    filler: np.ndarray
+    """Whether this rank gets a filler, shape (rounds,), bool."""
+    ends_step: np.ndarray
+    """Whether the round is the last of its step, shape (rounds,), bool."""
+    takes_all: bool
+    """Whether this rank takes every micro-batch of the window."""
+
+
+def deal_rounds(
+    step_offsets: np.ndarray, step_size: int, *, first: int, rank: int, world_size: int
+) -> Rounds:
+    """Deal the micro-batches of a window, from number `first` on, to ranks.
+
+    Args:
+        step_offsets: Where each step begins among the micro-batches, shape (steps + 1,).
+        step_size: Micro-batches in a full step.
+        first: Number of micro-batches of this window delivered before.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+    """
+    num_batches = int(step_offsets[-1])
+    batches = np.arange(first, num_batches)
+    step = np.searchsorted(step_offsets, batches, side="right") - 1
+    together = max(1, world_size // step_size)
+    group = (step - step[:1]) // together * together + step[:1]  # steps that share a round
+    group_start = np.maximum(step_offsets[group], first)
+    starts = batches[(batches - group_start) % world_size == 0]
+    ends = np.append(starts[1:], num_batches)[: len(starts)]
+    mine = starts + rank
+    filler = mine >= ends
+    return Rounds(
+        starts,
+        ends,
+        np.where(filler, starts, mine),
+        filler,
+        np.isin(ends, step_offsets),
+        takes_all=world_size == 1 and first == 0,
+    )

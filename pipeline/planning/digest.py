@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
-from tokenfeed.pipeline.planning.batching import WindowPlan
+from tokenfeed.pipeline.planning.batching import Rounds, WindowPlan
 from tokenfeed.pipeline.planning.order import blocks, derive_key, mix64
-from tokenfeed.pipeline.planning.rounds import Rounds
 
 __all__ = ["Spans", "digests", "tokens_by_source"]
 

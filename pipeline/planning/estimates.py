@@ -15,9 +15,8 @@ import numpy as np
 
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.manifest import SplitInfo
-from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Plan
-from tokenfeed.pipeline.planning.rounds import deal_rounds
 
 __all__ = ["STEP_TOKENS", "deviation", "estimate_rounds", "likely_lengths", "unmixed"]
 

@@ -18,8 +18,15 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.planning.length_bands import sort_by_length
 from tokenfeed.pipeline.planning.order import Draw
 from tokenfeed.pipeline.planning.packing import concatenate, pack
-from tokenfeed.pipeline.planning.pieces import Pieces, cut_rows, random_order
-from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
+from tokenfeed.pipeline.planning.policy import (
+    Arranged,
+    Batching,
+    ByLength,
+    LongRows,
+    Pieces,
+    cut_rows,
+    random_order,
+)
 
 __all__ = ["POLICIES", "Fixed", "Packed", "Padded", "described_policy", "offered", "policy_of"]
 

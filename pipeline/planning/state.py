@@ -1,11 +1,15 @@
-"""What a run has delivered, and its saved state.
+"""What a run has delivered, its saved state, and the first difference between two states.
 
 A state has a few integers, the settings of their plan, and a digest of all delivered rows. It does
 not contain ranks, workers, prefetching or devices, so a run can continue with other ones.
-Torch-free.
+
+Equal plans deliver equal rows. So two runs differ in a setting, in their position, or one of them
+did not follow its plan. To find the last case, a state keeps digests after window numbers whose
+distances double. The digests bracket the windows in which the runs differ; reading those windows
+again shows which run did not follow the plan. Torch-free.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Annotated, Any
@@ -14,13 +18,14 @@ import msgspec
 
 from tokenfeed.pipeline import checks
 from tokenfeed.pipeline.errors import LoaderError, ResumeError
+from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.planning.mixture import proportions
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policies import described_policy
-from tokenfeed.pipeline.planning.rounds import Round
 
 __all__ = [
     "Delivered",
+    "compare",
     "first_difference",
     "merge_states",
     "own_stream",
@@ -275,3 +280,70 @@ def _check_epoch(plan: Plan, epoch: int, tokens: tuple[int, ...]) -> None:
                 f"epoch {epoch} delivered {had:,} tokens of source {source}, but its manifest has "
                 f"{due:,}. This is a bug in tokenfeed: please report it."
             )
+
+
+def compare(
+    plan: Plan,
+    digest_of: Callable[[Position], int],
+    first: dict[str, Any],
+    second: dict[str, Any],
+) -> str | None:
+    """Compare the rows that two runs delivered.
+
+    Args:
+        plan: The plan of at least one of the runs.
+        digest_of: Reads a window of this plan again; returns the sum of its digests.
+        first: A saved state of one run.
+        second: A saved state of the other run.
+
+    Returns:
+        The first difference, in one line; None if both runs delivered the same rows.
+
+    Raises:
+        ResumeError: An argument is not a loader state, or neither state belongs to `plan`.
+    """
+    if difference := first_difference(plan_settings_of(first), plan_settings_of(second)):
+        name, one, other = difference
+        return f"the first run has {name}={one!r}, the second {name}={other!r}"
+    runs = Delivered.from_state(plan, first), Delivered.from_state(plan, second)
+    trails = [run.checkpoints() for run in runs]
+    agreed, parted = (0, 0), None
+    for windows in sorted(trails[0].keys() & trails[1].keys()):
+        digests = {trail[windows] for trail in trails}
+        if len(digests) > 1:
+            parted = windows
+            break
+        agreed = windows, digests.pop()
+    if parted is None:
+        return _compare_ends(*runs)
+    expected = (agreed[1] + _replay(plan, digest_of, agreed[0], parted)) & _WORD
+    wrong = [
+        name
+        for name, trail in zip(("first", "second"), trails, strict=True)
+        if trail[parted] != expected
+    ]
+    return (
+        f"the runs agree up to {_name(plan, agreed[0])} and differ before {_name(plan, parted)}, "
+        f"where the {' and the '.join(wrong)} run did not deliver the rows of the plan"
+    )
+
+
+def _compare_ends(first: Delivered, second: Delivered) -> str | None:
+    if first.position != second.position:
+        behind, ahead = sorted((first, second), key=lambda run: run.position)
+        who = "first" if ahead is first else "second"
+        return f"the {who} run is ahead, at {ahead.position}; the other is at {behind.position}"
+    if first.digest != second.digest:
+        return f"the runs differ in the window of {first.position}"
+    return None
+
+
+def _replay(plan: Plan, digest_of: Callable[[Position], int], start: int, stop: int) -> int:
+    """Return what windows `start` to `stop` - 1, counted over all epochs, add to a digest."""
+    positions = (Position(*divmod(number, plan.num_windows), 0) for number in range(start, stop))
+    return sum(map(digest_of, positions))
+
+
+def _name(plan: Plan, windows: int) -> str:
+    epoch, window = divmod(windows, plan.num_windows)
+    return f"window {window} of epoch {epoch}"

@@ -1,11 +1,9 @@
 """The clients of a process: one for each store, made when first used, with the credentials that the
 store's own tools would take."""
 
-import contextlib
 import os
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
     from obstore.store import ObjectStore as Client
 
-__all__ = ["Connection", "connection", "without_patience"]
+__all__ = ["Connection", "connection"]
 
 _WRITE_TRIES = 4
 """Parts of a large object are sent again alone, by the client itself."""
@@ -88,20 +86,6 @@ def connection(address: Address, timing: Timing) -> Connection:
     """That of this process: a fork gets one of its own."""
     key = os.getpid(), address, timing
     return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
-
-
-@contextlib.contextmanager
-def without_patience() -> Iterator[None]:
-    """Within it, requests of this process that fail are not repeated: nobody wants their answers
-    any more."""
-    meters = [made.meter for made in list(_connections.values())]
-    for meter in meters:
-        meter.abandoned.set()
-    try:
-        yield
-    finally:
-        for meter in meters:
-            meter.abandoned.clear()
 
 
 def _client(address: Address, timing: Timing, max_retries: int) -> "Client":

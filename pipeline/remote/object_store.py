@@ -26,8 +26,7 @@ from tokenfeed.pipeline.remote.object_file import (
     version_of,
 )
 from tokenfeed.pipeline.remote.own_process import read_in_child, talks_here
-from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import Timing, Traffic, persist, results_of
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,10 +1,11 @@
-"""Asking until there is an answer: one loop for every request, and the count of what it took.
+"""Repeat failed requests: one loop for all of them, with counts; and threads for many requests.
 
-The client itself repeats no read, so that each failure is seen here: it is counted, and its cause
-can be told while it lasts. A request fails for good when it has been repeated for `give_up_s`,
-which is less than the 600 s after which NCCL kills a run that waits: the error comes first.
+The client itself does not retry reads, so each failure is counted here, and its cause can be logged
+while it lasts. A request fails after `give_up_s` seconds of retries. That is less than the 600 s
+after which NCCL kills a waiting run, so the error of the store comes first.
 """
 
+import contextlib
 import errno
 import logging
 import math
@@ -12,18 +13,22 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 
-__all__ = ["Meter", "Timing", "Traffic", "persist"]
+__all__ = ["Meter", "Timing", "Traffic", "few_threads", "persist", "results_of", "without_patience"]
 
 T = TypeVar("T")
 _TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"
 _log = logging.getLogger(__name__)
+_meters: "weakref.WeakSet[Meter]" = weakref.WeakSet()
+"""All meters of this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,8 @@ class Meter:
         self._failing_since = 0.0
         self._told_at = -math.inf
         self.abandoned = threading.Event()
-        """Set where nobody wants the answers any more: nothing is repeated then."""
+        """While it is set, failed requests are not repeated, because nobody needs the answers."""
+        _meters.add(self)
 
     def add(self, traffic: Traffic) -> None:
         """Count more."""
@@ -145,6 +151,19 @@ class Meter:
                     self._told_at = -math.inf
                     lasted = time.monotonic() - self._failing_since
                     self._total += Traffic(outage_s=lasted)
+
+
+@contextmanager
+def without_patience() -> Iterator[None]:
+    """Inside the block, failed requests of this process are not repeated."""
+    meters = list(_meters)
+    for meter in meters:
+        meter.abandoned.set()
+    try:
+        yield
+    finally:
+        for meter in meters:
+            meter.abandoned.clear()
 
 
 def persist(
@@ -211,3 +230,31 @@ def _repeat(
             return attempt()
         except Exception as error:
             cause = cause_of(error)
+
+
+R = TypeVar("R")
+_SUBMITTED = 10_000
+"""Things that are given to the threads together: each takes memory until it is done."""
+
+
+@contextlib.contextmanager
+def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of threads, which have ended when the block ends.
+
+    After an error or Ctrl-C the threads start nothing more and repeat no request.
+    """
+    threads = ThreadPoolExecutor(number)
+    try:
+        yield threads
+    except BaseException:
+        with without_patience():
+            threads.shutdown(cancel_futures=True)
+        raise
+    threads.shutdown()
+
+
+def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
+    """Yield the result of `do` for each thing, in order; errors and Ctrl-C as in `few_threads`."""
+    with few_threads(at_once) as threads:
+        for first in range(0, len(things), _SUBMITTED):
+            yield from threads.map(do, things[first : first + _SUBMITTED])

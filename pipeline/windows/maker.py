@@ -10,16 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import offsets_of
+from tokenfeed.pipeline.arithmetic import offsets_of, take
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.ragged import take
 from tokenfeed.pipeline.format.schema import Role, role_of
 from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.batching import WindowPlan, plan_window
+from tokenfeed.pipeline.planning.batching import Rounds, WindowPlan, deal_rounds, plan_window
 from tokenfeed.pipeline.planning.digest import Spans, digests, tokens_by_source
-from tokenfeed.pipeline.planning.pieces import regroup
 from tokenfeed.pipeline.planning.plan import Plan, Position
-from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
+from tokenfeed.pipeline.planning.policy import regroup
 from tokenfeed.pipeline.windows.layout import Layout, Sequences, lay_out
 from tokenfeed.pipeline.windows.rank_slice import TARGETS, Index, PieceIndex, RankSlice, RoundIndex
 from tokenfeed.pipeline.windows.reader import Window, WindowReader

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import round_up
-from tokenfeed.pipeline.planning.rounds import Round
+from tokenfeed.pipeline.planning.batching import Round
 from tokenfeed.pipeline.windows.layout import Layout
 
 __all__ = ["TARGETS", "Header", "Index", "PieceIndex", "RaggedBatch", "RankSlice", "RoundIndex"]

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tokenfeed.pipeline.caching.node import Node, SharedPieces
+from tokenfeed.pipeline.caching.node import CountingStore, Fetched, Node, SharedPieces
 from tokenfeed.pipeline.caching.settings import CacheSettings
-from tokenfeed.pipeline.caching.traffic import CountingStore, Fetched
 from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows

@@ -25,9 +25,9 @@ from tokenfeed.pipeline.caching.node import Node, SharedPieces
 from tokenfeed.pipeline.caching.node_cache import CacheSet
 from tokenfeed.pipeline.errors import ShardFormatError, TokenfeedError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.shard import ExpectedShard
 from tokenfeed.pipeline.format.shard_ranges import RangedShard, end_bytes, missing_bytes
 from tokenfeed.pipeline.format.store import RangedStore
-from tokenfeed.pipeline.format.verification import ExpectedShard
 from tokenfeed.pipeline.remote.object_file import VersionedBytes
 
 __all__ = ["DAMAGED", "RemoteShard", "RemoteShards"]

@@ -30,7 +30,7 @@ from support.processes import eventually, run_script
 
 from tokenfeed import Mixture, Padded, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError, LoaderError, ShardFormatError
-from tokenfeed.pipeline.feeding.tuner import Tuner
+from tokenfeed.pipeline.feeding.feed import Tuner
 from tokenfeed.pipeline.planning.policy import Batching
 
 LENGTHS = realistic_lengths()

@@ -19,7 +19,7 @@ CODE: tuple[str, ...] = (
     "pipeline/feeding",
     "pipeline/format",
     "pipeline/planning",
-    "pipeline/sizes.py",
+    "pipeline/checks.py",
     "pipeline/windows",
     "src/tokenfeed/__init__.py",
     "trainer/checkpoints",

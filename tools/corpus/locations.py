@@ -14,8 +14,12 @@ from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, BinaryIO, Self
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, RemoteError, RemoteMissingError
-from tokenfeed.pipeline.remote.object_file import ObjectInfo, VersionedBytes, open_ranged_bytes
-from tokenfeed.pipeline.remote.spans import SpansFile
+from tokenfeed.pipeline.remote.object_file import (
+    ObjectInfo,
+    SpansFile,
+    VersionedBytes,
+    open_ranged_bytes,
+)
 
 if TYPE_CHECKING:
     from tokenfeed.pipeline.remote.object_store import ObjectStore

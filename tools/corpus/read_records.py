@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
-from tokenfeed.pipeline.remote.threads import few_threads
+from tokenfeed.pipeline.remote.retrying import few_threads
 from tokenfeed.tools.corpus.blocks import DAMAGE, READ_ERRORS, Damage, damage_reason
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.errors import ConfigError, CorpusError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE, TOKENIZER_FILE
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.remote.address import public
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.detect import (
     compression_of,
     format_in_folder,

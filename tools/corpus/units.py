@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.registry import FORMATS
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.read_errors import gave_up
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
-from tokenfeed.pipeline.remote.threads import few_threads
+from tokenfeed.pipeline.remote.retrying import few_threads
 from tokenfeed.tools.data_sets.fetch import DataFile, data_files, fetch, remove_leftovers
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import claimed, is_begun

@@ -16,8 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from tokenfeed.pipeline.arithmetic import ceil_div
-from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.arithmetic import Ragged, ceil_div
 from tokenfeed.tools.corpus.read_records import fetched_ahead, read_texts
 from tokenfeed.tools.corpus.records import Fields
 from tokenfeed.tools.corpus.units import Unit

@@ -16,8 +16,8 @@ import numpy as np
 import psutil
 import tokenizers
 
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.schema import token_dtype
 from tokenfeed.tools.encoding.engine_support import Shape, Unproved, check_vocabulary
 from tokenfeed.tools.encoding.routes import Routes, sort_tokens

@@ -23,7 +23,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tokenfeed.pipeline.format.ragged import binaries
+from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.tools.encoding.engine_support import AddedToken, Shape, byte_letters
 
 __all__ = ["LETTERS", "NFC_LEADS", "SIGNS", "Routes", "sort_tokens"]

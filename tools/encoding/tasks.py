@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from tokenfeed.pipeline.format.ragged import Ragged, join
+from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
     IGNORED,

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tokenfeed.pipeline.arithmetic import Ragged, join
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.format.ragged import Ragged, join
 from tokenfeed.pipeline.format.schema import IGNORED
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 

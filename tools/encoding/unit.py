@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
-from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardWriter

@@ -23,7 +23,7 @@ from tokenfeed.pipeline.format.manifest import (
 )
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX
 from tokenfeed.pipeline.format.store import LocalStore, Place
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, remove_records
 
 __all__ = [

@@ -33,7 +33,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import JOB_FILE, MANIFEST_FILE, PARTS_FOLDER, FileInfo
 from tokenfeed.pipeline.format.storage import hold, waited_for
 from tokenfeed.pipeline.format.store import LocalStore, Place
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 
 __all__ = [
     "JobPart",

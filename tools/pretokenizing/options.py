@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from tokenfeed.pipeline.checks import bytes_of
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.cores import usable_cores
 from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.pipeline.format.store import Place, open_place
-from tokenfeed.pipeline.sizes import bytes_of
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import MAX_RECORD_BYTES, STANDARD_INPUT
 from tokenfeed.tools.corpus.sources import is_reserved, is_split_name

@@ -18,8 +18,8 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from tokenfeed.pipeline.checks import bytes_meant
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.pipeline.sizes import bytes_meant
 
 __all__ = [
     "AboveZero",

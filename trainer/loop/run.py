@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.pipeline.format.manifest import MANIFEST_FILE
-from tokenfeed.pipeline.format.once import reading_once
+from tokenfeed.pipeline.format.store import reading_once
 from tokenfeed.trainer.checkpoints.resume import download_newest
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads, check_upload

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as csv
 
+from tokenfeed.pipeline.arithmetic import binaries
 from tokenfeed.pipeline.errors import CorpusError
-from tokenfeed.pipeline.format.ragged import binaries
 from tokenfeed.tools.corpus.blocks import IS_UTF16, UTF16_MARKS, is_utf8
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.quoting import Lines, QuotedRows, whole_rows

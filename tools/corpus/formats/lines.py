@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from tokenfeed.pipeline.feeding.cores import num_cores
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.blocks import Blocks
 from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 

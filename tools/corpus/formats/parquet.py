@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from tokenfeed.pipeline.remote.object_file import SeekableFile
-from tokenfeed.pipeline.remote.spans import Span, SpansFile
+from tokenfeed.pipeline.remote.object_file import SeekableFile, Span, SpansFile
 from tokenfeed.tools.corpus.blocks import DAMAGE, damage_reason
 from tokenfeed.tools.corpus.formats.base import Format
 from tokenfeed.tools.corpus.formats.tables import (

@@ -22,13 +22,13 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching import node_cache
 from tokenfeed.pipeline.caching import settings as cache_settings
 from tokenfeed.pipeline.caching.eviction import FIRST_END, Budget, sweep
-from tokenfeed.pipeline.caching.locks import exclusive, try_lock
 from tokenfeed.pipeline.caching.node import Node
 from tokenfeed.pipeline.caching.node_cache import CacheSet, NodeCache
 from tokenfeed.pipeline.caching.settings import CacheSettings, Need, resolve_cache
 from tokenfeed.pipeline.errors import ConfigError, RemoteError
 from tokenfeed.pipeline.format.data_set import open_splits
 from tokenfeed.pipeline.format.shard_ranges import end_bytes
+from tokenfeed.pipeline.format.storage import exclusive, try_lock
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Plan, Position
@@ -181,7 +181,7 @@ def test_an_outage_costs_nothing_as_long_as_windows_are_ahead(
 def test_a_file_that_a_stopped_process_holds_is_waited_for_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tokenfeed.pipeline.caching.locks.PATIENCE_S", 0.2)
+    monkeypatch.setattr("tokenfeed.pipeline.format.storage.PATIENCE_S", 0.2)
     began = time.monotonic()
     with exclusive(str(tmp_path / "sum")), exclusive(str(tmp_path / "sum")):
         assert 0.2 <= time.monotonic() - began < 5
@@ -224,7 +224,7 @@ def test_a_disk_without_room_for_a_single_file_costs_the_cache_and_not_the_run(
             raise OSError(errno.ENOSPC, "No space left on device", path)
         return opened(path, flags, mode)
 
-    monkeypatch.setattr("tokenfeed.pipeline.caching.locks.os.open", refuse)
+    monkeypatch.setattr("tokenfeed.pipeline.format.storage.os.open", refuse)
     maker, local = maker_of(store, cache), maker_of(store, None)
     for window in range(3):
         one, other = (each.make(Position(0, window, 0)) for each in (maker, local))

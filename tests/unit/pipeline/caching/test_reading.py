@@ -20,9 +20,9 @@ from tokenfeed import Fixed
 from tokenfeed.pipeline.caching.settings import CacheSettings, cache_for
 from tokenfeed.pipeline.errors import ShardFormatError
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.shard import ExpectedShard
 from tokenfeed.pipeline.format.shard_ranges import RangedShard
 from tokenfeed.pipeline.format.store import StorePath
-from tokenfeed.pipeline.format.verification import ExpectedShard
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.order import EpochOrder
 from tokenfeed.pipeline.planning.plan import Position

@@ -18,11 +18,10 @@ from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.on_device import build_on_device, device_inputs
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import IGNORED, Task
-from tokenfeed.pipeline.planning.batching import plan_window
+from tokenfeed.pipeline.planning.batching import deal_rounds, plan_window
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.rounds import deal_rounds
 from tokenfeed.pipeline.windows.maker import WindowMaker
 from tokenfeed.pipeline.windows.rank_slice import RaggedBatch, RankSlice
 

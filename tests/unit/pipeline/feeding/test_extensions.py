@@ -30,9 +30,15 @@ from tokenfeed.pipeline.feeding.transfer import PageLock
 from tokenfeed.pipeline.format import schema, store
 from tokenfeed.pipeline.format.schema import Column
 from tokenfeed.pipeline.planning.order import Draw
-from tokenfeed.pipeline.planning.pieces import cut_rows, random_order
 from tokenfeed.pipeline.planning.policies import described_policy, policy_of
-from tokenfeed.pipeline.planning.policy import Arranged, Batching, ByLength, LongRows
+from tokenfeed.pipeline.planning.policy import (
+    Arranged,
+    Batching,
+    ByLength,
+    LongRows,
+    cut_rows,
+    random_order,
+)
 
 
 @dataclass(frozen=True, slots=True)

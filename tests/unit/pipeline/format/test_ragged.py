@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.format.ragged import Ragged, binaries, join, take
+from tokenfeed.pipeline.arithmetic import Ragged, binaries, join, take
 
 
 def listed(ragged: Ragged) -> list[list[int]]:

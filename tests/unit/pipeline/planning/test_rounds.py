@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.data_sets import plan_in_memory, random_rows
 
+from tokenfeed.pipeline.planning.batching import Rounds, deal_rounds
 from tokenfeed.pipeline.planning.plan import Position
 from tokenfeed.pipeline.planning.policies import Fixed, Packed, Padded
 from tokenfeed.pipeline.planning.policy import Batching
-from tokenfeed.pipeline.planning.rounds import Rounds, deal_rounds
 from tokenfeed.pipeline.windows.maker import WindowMaker
 
 

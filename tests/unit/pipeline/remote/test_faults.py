@@ -14,9 +14,8 @@ import pytest
 from support.object_server import DATA, FAST, FAULTS, Fault, Kind, Remote
 
 from tokenfeed.pipeline.errors import RemoteError
-from tokenfeed.pipeline.remote.client import without_patience
 from tokenfeed.pipeline.remote.object_store import ObjectStore
-from tokenfeed.pipeline.remote.retrying import Timing
+from tokenfeed.pipeline.remote.retrying import Timing, without_patience
 
 pytest.importorskip("obstore")
 

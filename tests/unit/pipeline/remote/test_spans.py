@@ -7,8 +7,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenfeed.pipeline.remote.object_file import LARGEST_BYTES, VersionedBytes
-from tokenfeed.pipeline.remote.spans import Span, SpansFile, joined_spans
+from tokenfeed.pipeline.remote.object_file import (
+    LARGEST_BYTES,
+    Span,
+    SpansFile,
+    VersionedBytes,
+    joined_spans,
+)
 
 MIB = 1 << 20
 GAP = 1 << 18

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.object_server import Remote, as_own_process, remote_store
 
-from tokenfeed.pipeline.remote.threads import results_of
+from tokenfeed.pipeline.remote.retrying import results_of
 from tokenfeed.tools.corpus.formats.lines import cut_lines
 from tokenfeed.tools.corpus.sources import find_corpus
 

@@ -12,7 +12,7 @@ from support.programs.character_probe import CHARACTERS, differing_characters
 from support.tokenizer_shapes import FLAGS, MARK, added_tokens, json_of, made_texts, shape_parts
 from tokenizers import normalizers
 
-from tokenfeed.pipeline.format.ragged import Ragged
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.tools.encoding import engine_support as shapes
 from tokenfeed.tools.encoding.audit import Answers, adversarial_texts
 from tokenfeed.tools.encoding.engines import (

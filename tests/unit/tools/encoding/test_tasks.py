@@ -20,9 +20,9 @@ from tokenizers import pre_tokenizers as pre
 from tokenizers.trainers import BpeTrainer, WordPieceTrainer
 
 from tokenfeed import Fixed, ShardLoader
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.tools.corpus.records import FieldKind, checker
 from tokenfeed.tools.corpus.sources import find_corpus

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import TokenizerError
-from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.tools.encoding.template import Template
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer
 

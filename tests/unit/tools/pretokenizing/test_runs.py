@@ -13,9 +13,9 @@ from support.commands import run
 from support.data_sets import files_of
 from tokenizers import Tokenizer, models
 
+from tokenfeed.pipeline.arithmetic import Ragged
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, ManifestError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
-from tokenfeed.pipeline.format.ragged import Ragged
 from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.pipeline.format.store import LocalStore
 from tokenfeed.tools.corpus.records import FieldKind
