@@ -93,28 +93,14 @@ def test_raising_the_epoch_gives_the_next_pass(folder: Path, num_workers: int) -
         assert passed == [spans(batch) for batch in loader]
 
 
-def test_an_epoch_can_be_chosen(folder: Path) -> None:
-    dataset = open_dataset(folder)
-    dataset.epoch = 3
-    loader = open_loader(folder, epochs=4)
-    whole = [spans(batch) for batch in loader]
-    last = [spans(batch) for batch in plain(dataset, 2)]
-    assert whole[len(whole) - len(last) :] == last
-
-
-def test_a_batch_may_be_kept_after_its_share_is_gone(folder: Path) -> None:
-    for theirs, ours in zip(plain(open_dataset(folder), 2), open_loader(folder), strict=True):
-        assert torch.equal(theirs["labels"], ours["labels"])
-
-
 @pytest.fixture
-def folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
+def small_folder(make_dataset: MakeDataset, monkeypatch: pytest.MonkeyPatch) -> Path:
     small_batches(monkeypatch)
     return make_dataset(realistic_lengths(120, mean=4.5), num_shards=3)
 
 
-def shuffled(folder: Path, epoch: int) -> list[list[Span]]:
-    loader = open_loader(folder, epochs=1, window_tokens=5_000)
+def shuffled(small_folder: Path, epoch: int) -> list[list[Span]]:
+    loader = open_loader(small_folder, epochs=1, window_tokens=5_000)
     for _ in range(epoch):
         list(loader)
     return [spans(batch) for batch in loader]
@@ -124,30 +110,30 @@ def delivered(loader: Any) -> list[list[Span]]:
     return [spans(batch) for share in loader for batch in share]
 
 
-def test_an_epoch_that_is_raised_reaches_workers_that_persist(folder: Path) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
+def test_an_epoch_that_is_raised_reaches_workers_that_persist(small_folder: Path) -> None:
+    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     loader = DataLoader(dataset, batch_size=None, num_workers=2, persistent_workers=True)
-    assert delivered(loader) == shuffled(folder, 0)
+    assert delivered(loader) == shuffled(small_folder, 0)
     dataset.epoch += 1
-    assert delivered(loader) == shuffled(folder, 1)
+    assert delivered(loader) == shuffled(small_folder, 1)
     dataset.epoch = 0
-    assert delivered(loader) == shuffled(folder, 0)
+    assert delivered(loader) == shuffled(small_folder, 0)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda d: pickle.loads(pickle.dumps(d))])
-def test_a_copy_of_a_dataset_has_an_epoch_of_its_own(folder: Path, copied: Any) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
+def test_a_copy_of_a_dataset_has_an_epoch_of_its_own(small_folder: Path, copied: Any) -> None:
+    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     dataset.epoch = 1
     other = copied(dataset)
     loader = DataLoader(other, batch_size=None, num_workers=1, persistent_workers=True)
-    assert delivered(loader) == shuffled(folder, 1)
+    assert delivered(loader) == shuffled(small_folder, 1)
     other.epoch = 0
-    assert (dataset.epoch, delivered(loader)) == (1, shuffled(folder, 0))
+    assert (dataset.epoch, delivered(loader)) == (1, shuffled(small_folder, 0))
 
 
 @pytest.mark.slow
-def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(folder: Path) -> None:
-    dataset = ShardDataset(folder, Padded(2048), window_tokens=5_000)
+def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(small_folder: Path) -> None:
+    dataset = ShardDataset(small_folder, Padded(2048), window_tokens=5_000)
     loader = DataLoader(
         dataset,
         batch_size=None,
@@ -155,6 +141,6 @@ def test_an_epoch_that_is_raised_reaches_workers_that_were_spawned(folder: Path)
         persistent_workers=True,
         multiprocessing_context="spawn",
     )
-    assert delivered(loader) == shuffled(folder, 0)
+    assert delivered(loader) == shuffled(small_folder, 0)
     dataset.epoch += 1
-    assert delivered(loader) == shuffled(folder, 1)
+    assert delivered(loader) == shuffled(small_folder, 1)

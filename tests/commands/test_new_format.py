@@ -22,7 +22,7 @@ def registered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Register the format, here and in the processes of workers."""
     monkeypatch.setitem(FORMATS, FASTA.name, FASTA)
     (tmp_path / "registers_fasta.py").write_text(
-        "from fasta import FASTA\n"
+        "from support.corpora import FASTA\n"
         "from tokenfeed.tools.corpus.formats.registry import FORMATS\n"
         "FORMATS[FASTA.name] = FASTA\n"
     )

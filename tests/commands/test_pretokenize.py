@@ -1,6 +1,5 @@
 """`pretokenize` as its users meet it: a process with arguments, an output folder, an exit code."""
 
-import gzip
 import json
 import os
 import subprocess
@@ -121,19 +120,6 @@ def test_a_finished_data_set_is_not_touched(corpus: Path, tmp_path: Path, tokeni
     other = (corpus, out, "--tokenizer", tokenizer, "--shard-size", "1MB")
     assert "finished data set" in error_of(*other, expect=2)
     assert files_of(out) == before
-
-
-def test_the_same_texts_in_any_container_give_the_same_rows(
-    tmp_path: Path, tokenizer: Path
-) -> None:
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(50)).encode()
-    (tmp_path / "plain.jsonl").write_bytes(lines)
-    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(lines))
-    splits = []
-    for name in ("plain.jsonl", "packed.jsonl.gz"):
-        run(tmp_path / name, tmp_path / f"out-{name}", "--tokenizer", tokenizer)
-        splits.append(Manifest.read(tmp_path / f"out-{name}").splits)
-    assert splits[0] == splits[1]
 
 
 def test_help_needs_no_torch() -> None:

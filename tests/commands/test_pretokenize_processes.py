@@ -277,10 +277,6 @@ def test_workers_that_have_begun_leave_nothing_when_the_engine_is_refused(
     assert not out.exists()
 
 
-def check(tokenizer: str | None = None, **options: Any) -> None:
-    Options(**{"paths": ("corpus", "out"), "tokenizer": tokenizer} | options).check()
-
-
 def test_what_is_small_needs_no_second_engine(
     corpus: Path, tmp_path: Path, tokenizer: Path
 ) -> None:
