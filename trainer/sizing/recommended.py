@@ -18,7 +18,6 @@ from typing import Any
 
 from tokenfeed.pipeline.arithmetic import round_up
 from tokenfeed.pipeline.feeding.cores import num_cores
-from tokenfeed.pipeline.feeding.loader import ShardLoader
 from tokenfeed.pipeline.format.manifest import Manifest, SplitInfo
 from tokenfeed.pipeline.format.schema import Column, column_of
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -160,6 +159,8 @@ def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bo
     source = source_of(config.shards)
     if isinstance(source, str) and epochs * manifest.split("train").tokens <= _COUNTED_TOKENS:
         config, policy = _batching_of(config, manifest, on_gpu=on_gpu)
+        from tokenfeed.pipeline.feeding.loader import ShardLoader  # torch, which --help needs not
+
         with ShardLoader(
             source,
             batching=policy,
