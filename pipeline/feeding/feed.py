@@ -27,9 +27,9 @@ from tokenfeed.pipeline.windows.rank_slice import RaggedBatch
 
 __all__ = ["Feed", "Tuner"]
 
-_HEADROOM = 1.25  # a worker more than needed costs memory; one too few costs the GPU
-_DEAD_BAND = 0.75  # workers leave when even fewer than this share of them would do
-_EVERY = 4  # windows between changes: the ones in the queue were made by the former number
+_HEADROOM = 1.25  # one worker too many costs memory; one too few leaves the GPU idle
+_DEAD_BAND = 0.75  # workers leave only if fewer than this share of them would keep up
+_EVERY = 4  # windows between changes: windows in the queue were made by the former number
 _KEPT = 8
 
 
@@ -37,20 +37,20 @@ class Tuner:
     """Suggests a number of workers after each window."""
 
     def __init__(self, most: int) -> None:
-        """`most` workers at the most: this rank's share of the cores."""
+        """`most` is the largest number of workers: this rank's share of the cores."""
         self._most = most
         self._made_s: deque[float] = deque(maxlen=_KEPT)
         self._used_s: deque[float] = deque(maxlen=_KEPT)
         self._until_change = _EVERY
 
     def add(self, made_s: float, used_s: float) -> None:
-        """Count one window: seconds it took a worker, seconds it lasted the loop without waits."""
+        """Add a window: the seconds to make it, and the seconds that the loop used it for."""
         self._made_s.append(made_s)
         self._used_s.append(used_s)
         self._until_change -= 1
 
     def suggest(self, num_workers: int) -> int:
-        """How many workers there should be, where there are `num_workers`."""
+        """Return the number of workers that keep up, if there are `num_workers` now."""
         if self._until_change > 0:
             return num_workers
         self._until_change = _EVERY
@@ -58,7 +58,9 @@ class Tuner:
         wanted = made * _HEADROOM / max(used, 1e-9)
         needed = max(1, min(ceil(min(wanted, self._most)), self._most))
         if _DEAD_BAND * (num_workers - 1) < wanted < num_workers:
-            return min(num_workers, self._most)  # one less might do: no coming and going
+            return min(
+                num_workers, self._most
+            )  # one worker less might keep up: avoid frequent changes
         return needed
 
 

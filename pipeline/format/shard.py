@@ -385,7 +385,7 @@ class ShardReader:
             raise damaged(self.path, f"the file has checksum {actual}, expected {self._info.xxh3}")
 
     def _checksum(self) -> str:
-        """The xxh3-64 of the whole file, read once, 1 MiB at a time."""
+        """Return the xxh3-64 of the whole file, read once, 1 MiB at a time."""
         digest = xxhash.xxh3_64()
         with self._store.open(self._info.file, self._info.bytes) as file:
             while block := file.read(_CHECKED_BYTES):

@@ -41,12 +41,17 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> Iterator[IO[bytes]]:
-    """Open a binary file that takes the name `path` only when the block ends well.
+    """Open a binary file that gets the name `path` when the block ends without an error.
 
-    It can be read back as well. The bytes go to `path` + ".tmp" in the same folder, which is made
-    if need be; on an error it is deleted. One that is not synced may be lost or empty after a
-    power cut, and costs no time. One that `is_shared` may be written by several at the same time,
-    on any machines: each has a temporary name of its own, which a kill leaves behind.
+    The bytes go to `path` + ".tmp" in the same folder, which is made if it is missing. The file can
+    also be read. After an error it is deleted.
+
+    Args:
+        path: The final name.
+        synced: Whether to wait until the file is on the disk. If not, it may be lost or empty after
+            a power cut.
+        is_shared: Whether several processes, on any machines, may write the file at the same time.
+            Each uses its own temporary name, which a kill leaves behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     own = f".{os.urandom(8).hex()}" if is_shared else ""
@@ -62,7 +67,7 @@ def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> 
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
-            error.filename = str(path)  # the system says only that there is no room
+            error.filename = str(path)  # the system names no file
         raise
     if synced:
         sync_folder(path.parent)
@@ -70,7 +75,7 @@ def atomic_file(path: Path, *, synced: bool = True, is_shared: bool = False) -> 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Add the path to an error of the system that has none, like those of fsync."""
+    """Add the path to errors of the system without a path, such as those of fsync."""
     try:
         yield
     except OSError as error:
@@ -85,7 +90,7 @@ def atomic_write(path: Path, data: bytes, *, is_shared: bool = False) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names inside `folder` survive a power cut, where a system can."""
+    """Make renames and new names in `folder` survive a power cut, if the system can."""
     if not hasattr(os, "O_DIRECTORY"):  # Windows
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -122,9 +127,9 @@ def hold(file: IO[Any] | int, *, is_shared: bool = False) -> bool:
 
 @contextlib.contextmanager
 def waited_for(file: IO[Any] | int) -> Iterator[None]:
-    """Hold an open, writable file, or a descriptor, until the block ends; wait for others first.
+    """Lock an open, writable file, or its descriptor, until the block ends. Wait for the lock.
 
-    A system or file system without such locks lets all in.
+    A system or file system without locks lets all in.
     """
     if fcntl is not None:
         with contextlib.suppress(OSError):
@@ -139,9 +144,9 @@ def waited_for(file: IO[Any] | int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Let one process at a time do something with a folder; others wait.
+    """Let one process at a time work in a folder. Other processes wait.
 
-    A system or file system without such locks lets all in.
+    A system or file system without locks lets all in.
     """
     if fcntl is None:
         yield

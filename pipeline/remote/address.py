@@ -25,11 +25,11 @@ class Traits:
     """How a store differs from S3."""
 
     is_web: bool = False
-    """It is a web server: it has a host and no bucket, can only be read, and lists nothing."""
+    """Whether it is a web server: a host without buckets, read-only, without lists."""
     reads_ends: bool = True
-    """Whether one request brings the last bytes of an object; else its size is asked for first."""
+    """Whether one request reads the last bytes of an object. If not, its size is read first."""
     counts_versions: bool = False
-    """Whether conditions name a version that it counts, instead of an ETag."""
+    """Whether conditions use a version number instead of an ETag."""
     names_container: bool = False
     """Whether the part of an address before `@` is a container, not a user."""
 
@@ -57,20 +57,20 @@ _WEB_QUERY = re.compile(r"[?#].*", re.DOTALL)
 _QUERY = re.compile(r"\?[^/?#]*=.*", re.DOTALL)
 """In the address of a bucket `?` and `#` are parts of a key, but `?name=value` is a query."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>]+")
-_BY_ENVIRONMENT = "Give keys by the environment: docs/how/remote.md."
+_BY_ENVIRONMENT = "Set keys in the environment: docs/how/remote.md."
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Address:
-    """A URL without its end slash, taken apart."""
+    """The parts of a URL without its final slash."""
 
     scheme: str
     url: str
     """Without user, password and query; it may be shown."""
     anonymous: bool = False
-    """Whether requests go unsigned."""
+    """Whether requests are not signed."""
     query: str = ""
-    """What is sent with every request to a web server. It may hold a signature: never show it."""
+    """Sent with every request to a web server. It may contain a signature, so never log it."""
     is_hub: bool = False
     """Whether requests carry the token of `huggingface_hub`, if it has one."""
 
@@ -79,17 +79,17 @@ class Address:
 
     @property
     def traits(self) -> Traits:
-        """What sets the store there apart."""
+        """How the store differs from S3."""
         return traits_of(self.scheme)
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """Take a URL apart.
+        """Parse a URL.
 
-        The path of a bucket is taken literally, as by `aws s3`: `%20` in it is no blank.
+        The path of a bucket is used literally, as by `aws s3`: `%20` in it does not mean a space.
 
         Raises:
-            ConfigError: It names no bucket or host, or holds a user, a password or keys.
+            ConfigError: The URL has no bucket or host, or contains a user, a password or keys.
         """
         shown = public(url)
         scheme, _, rest = url.partition("://")
@@ -98,34 +98,34 @@ class Address:
             anonymous = rest.endswith(_ANONYMOUS)
             base, query = rest.removesuffix(_ANONYMOUS), ""
             if shown != url or ":" in base.partition("/")[0]:
-                raise ConfigError(f"{shown}: holds a user, a key or a query. {_BY_ENVIRONMENT}")
+                raise ConfigError(f"{shown}: contains a user, a key or a query. {_BY_ENVIRONMENT}")
         else:
             anonymous = False
             before, _, fragment = rest.partition("#")
             base, _, query = before.partition("?")
             if _USER.match(rest):
                 raise ConfigError(
-                    f"{shown}: holds a user or a password, which are not sent. Remove them; a "
+                    f"{shown}: contains a user or a password, which are not sent. Remove them. A "
                     "signed address (`?...`) works."
                 )
             if fragment:
-                raise ConfigError(f"{shown}: `#` and what follows it is no address. Write %23.")
+                raise ConfigError(f"{shown}: an address cannot contain `#`. Write %23.")
             query = "" if f"?{query}" == _ANONYMOUS else query
         host, _, path = base.partition("/")
         if not host:
-            raise ConfigError(f"{shown}: names no {'host' if is_web else 'bucket'}.")
+            raise ConfigError(f"{shown}: has no {'host' if is_web else 'bucket'}.")
         try:
             _ = urlsplit(f"//{host}").port
         except ValueError as error:
-            raise ConfigError(f"{shown}: is no address ({error}).") from None
+            raise ConfigError(f"{shown}: is not an address ({error}).") from None
         return cls(scheme, f"{scheme}://{host}/{path}".rstrip("/"), anonymous, query)
 
 
 def object_address(url: str) -> tuple[str, str]:
     """Split the URL of an object into the URL of its folder and its name; "" without a folder.
 
-    The folder keeps the query, for it may be a signature. The name of a file on the web is not
-    quoted: the client quotes names.
+    The folder keeps the query, because it may be a signature. The name of a file on the web is
+    unquoted, because the client quotes names.
     """
     is_web = traits_of(url.partition("://")[0]).is_web
     base, mark, query = url.partition("?" if is_web else _ANONYMOUS)
@@ -137,7 +137,7 @@ def object_address(url: str) -> tuple[str, str]:
 def public(url: str) -> str:
     """Return a URL without its secrets: user, password, query and fragment.
 
-    Anything else, such as a path, is returned as it is; so are `?` and `#` in the key of a bucket.
+    Other text, such as a path, is returned unchanged. So are `?` and `#` in the key of a bucket.
     """
     scheme, mark, rest = url.partition("://")
     if not mark:
@@ -147,7 +147,7 @@ def public(url: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text with every URL in it as `public` has it."""
+    """Apply `public` to every URL in a text."""
     return _URL.sub(lambda found: public(found[0]), text) if "://" in text else text
 
 
@@ -158,13 +158,13 @@ def _hide_user(scheme: str, rest: str) -> str:
 
 
 def require(module: str, url: str) -> None:
-    """Refuse an address whose client is not installed.
+    """Check that the client of an address is installed.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: It is not installed.
     """
     if find_spec(module) is None:
         raise ConfigError(
             f"{public(url)}: needs the package `{module}`, which is not installed. "
-            "`pip install 'tokenfeed[remote]'` brings it."
+            "Run `pip install 'tokenfeed[remote]'`."
         )

@@ -1,5 +1,7 @@
-"""The clients of a process: one for each store, made when first used, with the credentials that the
-store's own tools would take."""
+"""The clients of a process: one per store, made at the first use.
+
+They take their credentials from the same places as the store's own tools.
+"""
 
 import os
 import re
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "connection"]
 
 _WRITE_TRIES = 4
-"""Parts of a large object are sent again alone, by the client itself."""
+"""Attempts to send a part of a large object, by the client itself."""
 _AWS_KEY, _AWS_PROFILE = "AWS_ACCESS_KEY_ID", "AWS_PROFILE"
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _AWS_FILES = (
@@ -35,7 +37,7 @@ _AWS_FILES = (
 
 @dataclass(slots=True)
 class Connection:
-    """What a process keeps of a store: clients, and the count of what went through them."""
+    """The clients of a store in this process, and their traffic."""
 
     address: Address
     timing: Timing
@@ -46,10 +48,10 @@ class Connection:
 
     @property
     def reads(self) -> "Client":
-        """For all that is small, and repeated by us: the client tries once.
+        """The client for reads and small writes. `persist` retries its requests.
 
         Raises:
-            ConfigError: This process must not use it; or the credentials asked for are not there.
+            ConfigError: This process must not use a client, or the credentials are missing.
         """
         check_process()
         with self._lock:
@@ -59,7 +61,7 @@ class Connection:
 
     @property
     def writes(self) -> "Client":
-        """For large objects, which take their time; errors are those of `reads`."""
+        """The client for large writes, with longer limits; errors are those of `reads`."""
         check_process()
         with self._lock:
             if self._writes is None:
@@ -75,7 +77,7 @@ class Connection:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{self.address}: {first_line(error)}. docs/how/remote.md tells how."
+                f"{self.address}: {first_line(error)}. See docs/how/remote.md."
             ) from None  # the client's own error may hold a signature
 
 
@@ -83,7 +85,7 @@ _connections: dict[tuple[int, Address, Timing], Connection] = {}
 
 
 def connection(address: Address, timing: Timing) -> Connection:
-    """That of this process: a fork gets one of its own."""
+    """Return the connection of this process to a store. A fork has its own."""
     key = os.getpid(), address, timing
     return _connections.get(key) or _connections.setdefault(key, Connection(address, timing))
 
@@ -91,10 +93,21 @@ def connection(address: Address, timing: Timing) -> Connection:
 def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
     from obstore import store
 
-    settings: Any = {
-        "client_options": _options(timing) | _hub_token(address),
-        "retry_config": _retries(timing, max_retries),
+    options: ClientConfig = {
+        "allow_http": True,  # for endpoints that use plain HTTP
+        "connect_timeout": timedelta(seconds=timing.connect_s),
+        "read_timeout": timedelta(seconds=timing.read_s),
+        "timeout": timedelta(seconds=timing.request_s),
     }
+    retries: RetryConfig = {
+        "max_retries": max_retries,
+        "retry_timeout": timedelta(seconds=timing.request_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=timing.first_wait_s),
+            "max_backoff": timedelta(seconds=timing.longest_wait_s),
+        },
+    }
+    settings: Any = {"client_options": options | _hub_token(address), "retry_config": retries}
     if address.traits.is_web:
         query = f"?{address.query}" if address.query else ""
         return store.HTTPStore.from_url(f"{address.url}{query}", **settings)
@@ -110,25 +123,15 @@ def _client(address: Address, timing: Timing, max_retries: int) -> "Client":
 
 
 def _check_endpoint() -> None:
-    """Refuse the name of a service that is no URL: the client ends in a panic there."""
+    """Check that the endpoint is a URL. The client panics otherwise."""
     for name in _ENDPOINTS:
         said = os.environ.get(name)
         if said and not re.match("https?://[^/]", said):
             raise ConfigError(f"{name}={said}: expected a URL, like http://127.0.0.1:9000.")
 
 
-def _options(timing: Timing) -> "ClientConfig":
-    """Plain HTTP is for who gives an endpoint of it."""
-    return {
-        "allow_http": True,
-        "connect_timeout": timedelta(seconds=timing.connect_s),
-        "read_timeout": timedelta(seconds=timing.read_s),
-        "timeout": timedelta(seconds=timing.request_s),
-    }
-
-
 def _hub_token(address: Address) -> "ClientConfig":
-    """The header that says who asks the Hub. Redirects to other hosts do not get it."""
+    """Return the header with the user's Hub token. Redirects to other hosts do not get it."""
     if not address.is_hub:
         return {}
     from huggingface_hub import get_token
@@ -137,22 +140,10 @@ def _hub_token(address: Address) -> "ClientConfig":
     return {"default_headers": {"authorization": f"Bearer {token}"}} if token else {}
 
 
-def _retries(timing: Timing, max_retries: int) -> "RetryConfig":
-    first, longest = timing.first_wait_s, timing.longest_wait_s
-    return {
-        "max_retries": max_retries,
-        "retry_timeout": timedelta(seconds=timing.request_s),
-        "backoff": {
-            "init_backoff": timedelta(seconds=first),
-            "max_backoff": timedelta(seconds=longest),
-        },
-    }
-
-
 def _aws_profile() -> Any | None:
-    """What gives the keys of a profile, single sign-on too, and renews them; None without one.
+    """Return the provider of a profile's keys, which also renews them; None without a profile.
 
-    Only `boto3` knows profiles. Keys in the environment go first, as they do there.
+    Only `boto3` reads profiles. Keys in the environment take precedence, as in `boto3`.
     """
     profile = os.environ.get(_AWS_PROFILE)
     files = [Path(os.environ.get(name, usual)).expanduser() for name, usual in _AWS_FILES]

@@ -1,7 +1,7 @@
-"""What a failed request means: an error that ends it at once, or a cause to try again.
+"""Classify failed requests: errors that end a request at once, and causes to try again.
 
-Who may not read, or asks for what is not there, learns it at once. Everything else may pass: no
-connection, a server that is busy or broken, a body cut short.
+A missing object or missing permission is an error at once. Everything else may be temporary: no
+connection, a busy or broken server, a truncated body.
 """
 
 import errno
@@ -15,24 +15,24 @@ __all__ = ["cause_of_failure", "first_line"]
 _STATUS = re.compile(r"status code: ((\d{3})[\w ]*)")
 _SAID_BY_SERVER = re.compile(r"<(?:Code|Message)>([^<]+)<")
 _PASSING = re.compile(r"RequestTimeout|IncompleteBody|BadDigest|ContentSHA256Mismatch")
-"""S3 calls these mistakes too: what was sent came late, cut short or damaged."""
+"""S3 reports these as errors of the client too, but the data arrived late, truncated or damaged."""
 _SAID_BY_SYSTEM = re.compile(r'(?:message|error): "([^"]+)"')
 _BAD_NAME = "Could not parse path"
-"""What the client says of a name before it asks anybody."""
-_RIGHTS = "the store refuses access ({cause}). Check the credentials and what they may do"
+"""The client's error for an invalid name, raised before any request."""
+_RIGHTS = "the store refuses access ({cause}). Check the credentials and their permissions"
 _CHANGED = "was changed while it was read ({cause}). Start again"
-_UNABLE = "the store cannot do this ({cause})"
-_NAME = "a name of an object cannot be used here ({cause}). Give it another one"
+_UNABLE = "the store does not support this request ({cause})"
+_NAME = "the name of an object cannot be used here ({cause}). Rename it"
 _LISTED = (
-    "has an object that cannot be listed, nor can those beside it ({cause}). Rename it, or give "
-    "folders that do not hold it"
+    "has an object that cannot be listed, nor can its neighbours ({cause}). Rename it, or pass "
+    "folders without it"
 )
 _BEFORE_LISTED = "Encountered object with invalid path: "
 _FINAL: dict[str, tuple[int, str]] = {
-    "400": (errno.EINVAL, "the store takes the request for a mistake ({cause})"),
+    "400": (errno.EINVAL, "the store rejects the request as invalid ({cause})"),
     "401": (errno.EACCES, _RIGHTS),
     "403": (errno.EACCES, _RIGHTS),
-    "404": (errno.ENOENT, "there is no such bucket ({cause}). Make it, or mend the address"),
+    "404": (errno.ENOENT, "no such bucket ({cause}). Create it, or correct the address"),
     "405": (errno.EOPNOTSUPP, _UNABLE),
     "412": (errno.ESTALE, _CHANGED),
     "416": (errno.EINVAL, "is shorter than it should be ({cause}). Copy it again"),
@@ -42,16 +42,16 @@ _FINAL: dict[str, tuple[int, str]] = {
     "PreconditionError": (errno.ESTALE, _CHANGED),
     "NotSupportedError": (errno.EOPNOTSUPP, _UNABLE),
 }
-"""By HTTP status, or the class of the client's error."""
+"""Final errors by HTTP status, or by the class of the client's error."""
 _NO_CREDENTIALS = (
     "no credentials were found. Set them in the environment, or add `?anonymous` to the address of "
     "public data: docs/how/remote.md"
 )
 _METADATA_SERVICE = "169.254.169.254"
-"""Where a machine in a cloud is told its credentials."""
+"""Address from which a machine in a cloud reads its credentials."""
 _NO_RANGES = (
-    "the server gives no part of an object alone. Serve it by one that knows ranges, as nginx does "
-    "and `python -m http.server` does not"
+    "the server does not support range requests. Use one that does, such as nginx; "
+    "`python -m http.server` does not"
 )
 _SAYING: dict[str, tuple[int, str]] = {
     _METADATA_SERVICE: (errno.EACCES, _NO_CREDENTIALS),
@@ -60,23 +60,23 @@ _SAYING: dict[str, tuple[int, str]] = {
     "Range request not supported": (errno.EOPNOTSUPP, _NO_RANGES),
     "redirect without LOCATION": (
         errno.EREMOTE,
-        "the bucket is in another region. Set AWS_REGION to that of the bucket",
+        "the bucket is in another region. Set AWS_REGION to the region of the bucket",
     ),
 }
-"""By words of the client."""
+"""Final errors by words in the client's message."""
 
 
 def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
-    """Why a request failed, in a few words, if it may succeed later.
+    """Return the cause of a temporary failure, in a few words.
 
     Args:
         error: What the client raised.
-        place: The object as messages name it.
-        has_talked: Whether the store has answered before: then there are credentials, and only
-            their renewal fails.
+        place: Name of the object in messages.
+        has_talked: Whether the store has answered before. If so, credentials exist, and a missing
+            answer of the credential service is temporary.
 
     Raises:
-        RemoteError: Repetition is no use.
+        RemoteError: The failure is not temporary.
     """
     if isinstance(error, FileNotFoundError):
         raise RemoteMissingError(errno.ENOENT, "not found", place) from None
@@ -93,7 +93,7 @@ def cause_of_failure(error: Exception, place: str, *, has_talked: bool) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What the client says, without its own debugging lines."""
+    """Return the client's message without its debugging lines."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return without_secrets(lines[0].strip().removeprefix(_BEFORE_LISTED))
 
@@ -108,7 +108,7 @@ def _final(error: Exception) -> tuple[int, str] | None:
 
 
 def _cause(said: str) -> str:
-    """`503 Service Unavailable`, `Connection refused`, or what else there is."""
+    """Return `503 Service Unavailable`, `Connection refused`, or the first line of the message."""
     if status := _STATUS.search(said):
         by_server = _SAID_BY_SERVER.findall(said.partition("\n\nDebug")[0])
         short = [text.partition("\n")[0].strip().rstrip(".") for text in by_server]

@@ -1,7 +1,7 @@
-"""A data set that lies in a repository of the Hugging Face Hub, by `huggingface_hub`.
+"""A data set in a repository of the Hugging Face Hub, read by `huggingface_hub`.
 
-The Hub is asked for whole files, and each once: it limits requests, not bytes. They are kept where
-`HF_HOME` says, as by every other program that reads from it.
+It downloads whole files, each once, because the Hub limits requests, not bytes. The files are kept
+in `HF_HOME`, where other programs find them too.
 """
 
 import errno
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class HubStore:
-    """Files below a folder of a repository, at a revision."""
+    """The files below a folder of a repository, at a revision."""
 
     name: str
-    """The address as it was given."""
+    """The address as the user gave it."""
     kind: str
     """dataset or model."""
     repository: str
@@ -46,10 +46,10 @@ class HubStore:
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """The store at an address like `hf://datasets/OWNER/NAME@REVISION/folder`.
+        """Return the store at an address like `hf://datasets/OWNER/NAME@REVISION/folder`.
 
         Raises:
-            ConfigError: The address cannot be one, or `huggingface_hub` is not installed.
+            ConfigError: The address is invalid, or `huggingface_hub` is not installed.
         """
         require("huggingface_hub", url)
         match = _ADDRESS.fullmatch(url.rstrip("/"))
@@ -65,25 +65,25 @@ class HubStore:
 
     @property
     def traffic(self) -> Traffic:
-        """What this process has asked of the Hub."""
+        """Counts of this process's requests to the Hub."""
         return _meter.read()
 
     def path(self, name: str) -> str:
-        """A file as messages name it."""
+        """Return a file as messages show it."""
         return f"{self.name}/{name}"
 
     def size(self, name: str) -> int:
-        """Bytes of a file, which is downloaded for it."""
+        """Return the bytes of a file. Download it first if it is not here."""
         return os.stat(self._kept(name)).st_size
 
     def open(self, name: str, size: int) -> "pa.NativeFile":
-        """A file, downloaded first if it is not yet there."""
+        """Open a file. Download it first if it is not here."""
         import pyarrow as pa
 
         return pa.OSFile(os.fsencode(self._kept(name)))
 
     def read(self, name: str) -> bytes:
-        """The whole of a file, as it is now at the revision."""
+        """Return the whole of a file, in its current version at the revision."""
         if not talks_here():
             content, traffic = read_in_child(self, name)
             _meter.add(traffic)
@@ -92,7 +92,7 @@ class HubStore:
             return file.read()
 
     def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
-        """Some bytes of a file, downloaded first if it is not yet there; see `Ranges`."""
+        """Return some bytes of a file; see `Ranges`. Download it first if it is not here."""
         with open(self._kept(name), "rb") as file:
             file.seek(start)
             data = file.read(length)
@@ -101,17 +101,17 @@ class HubStore:
         return VersionedBytes(data, "")
 
     def read_tail(self, name: str, length: int) -> VersionedBytes:
-        """The last bytes of a file, or all where it has fewer."""
+        """Return the last bytes of a file, or all of a shorter file."""
         size = self.size(name)
         length = min(length, size)
         return self.read_range(name, size - length, length)
 
     def fetch(self, name: str) -> None:
-        """Download a file, unless it is there."""
+        """Download a file unless it is here."""
         self._kept(name)
 
     def list(self) -> tuple[str, dict[str, int]]:
-        """Return the commit that the revision is at, and the bytes of each file by its path.
+        """Return the commit of the revision, and the bytes of each file by its path.
 
         The folder may also be one file, or a pattern, in which `*` matches `/` too. The data set
         card `README.md` is left out of whole folders.
@@ -119,7 +119,7 @@ class HubStore:
         return self._persist(self._listed, self.name)
 
     def files_at(self, commit: str) -> ObjectStore:
-        """The repository at a commit as files of the web, which are read by ranges."""
+        """Return the repository at a commit as files of a web server, which are read by ranges."""
         from huggingface_hub import constants
 
         path = f"{self.kind}s/{self.repository}" if self.kind != "model" else self.repository
@@ -152,7 +152,7 @@ class HubStore:
         return fnmatch.fnmatchcase(path, self.folder)
 
     def _kept(self, name: str) -> str:
-        """Where a file is that was downloaded, of the same commit as the last one read."""
+        """Return the path of a downloaded file, of the commit that was read last."""
         from huggingface_hub import try_to_load_from_cache
 
         kept = try_to_load_from_cache(
@@ -182,10 +182,10 @@ class HubStore:
 
 
 def _cause_of(error: Exception, place: str) -> str:
-    """Why a download failed, if it may succeed later.
+    """Return the cause of a temporary failure of a download.
 
     Raises:
-        RemoteError: Repetition is no use.
+        RemoteError: The failure is not temporary.
     """
     from huggingface_hub import errors
 
@@ -195,17 +195,17 @@ def _cause_of(error: Exception, place: str) -> str:
     ):
         raise RemoteMissingError(errno.ENOENT, "not found", place) from None
     if isinstance(error, errors.HFValidationError):
-        raise RemoteError(
-            errno.EINVAL, f"there is no such repository: {said.rstrip('.')}", place
-        ) from None
+        raise RemoteError(errno.EINVAL, f"no such repository: {said.rstrip('.')}", place) from None
     if isinstance(error, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
         raise RemoteError(
             errno.EACCES,
-            "there is no such repository or revision, or it is not yours to read. "
-            "`hf auth login` or HF_TOKEN says who you are",
+            "no such repository or revision, or you may not read it. Log in by `hf auth login`, "
+            "or set HF_TOKEN",
             place,
         ) from None
     status: Any = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None and status < 500 and status not in (408, 429):
-        raise RemoteError(errno.EACCES, f"the Hub refuses ({status}): {said}", place) from None
+        raise RemoteError(
+            errno.EACCES, f"the Hub refuses the request ({status}): {said}", place
+        ) from None
     return said

@@ -34,18 +34,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a store says of an object."""
+    """What a store returns about an object."""
 
     name: str
     size: int
     etag: str
-    """Differs for another version; empty where a server tells none, and in a list of Google's."""
+    """Changes with the content. Empty if the server sends none, and in lists of Google's store."""
     version: str
-    """As `VersionedBytes` has it; of a list, its times may be finer."""
+    """See `VersionedBytes`. In lists, times may be more precise."""
     modified_s: float = 0.0
-    """When it was written, by the store's clock."""
+    """When it was written, by the clock of the store."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """What was given when it was written; of a list always empty."""
+    """Metadata of the object; empty in lists."""
 
 
 class FileFacts(Protocol):
@@ -68,22 +68,22 @@ class FileFacts(Protocol):
 
 
 class VersionedBytes(NamedTuple):
-    """Some bytes of an object."""
+    """Some bytes of an object, with its version."""
 
     data: bytes
     version: str
-    """Of the object: what has another content has another one, but equal contents may differ here,
-    as replicas do; empty where nothing is told."""
+    """Version of the object. Other content has another version. Replicas with equal content may
+    have different versions. Empty if the store sends none."""
 
 
 def version_of(meta: Mapping[str, Any]) -> str:
-    """The version of an object by what came with its bytes: the ETag, or time and size."""
+    """Return the version of an object from its metadata: the ETag, or time and size."""
     etag: str = (meta["e_tag"] or "").removeprefix("W/")
     return etag or f"{meta['last_modified'].timestamp()} {meta['size']}"
 
 
 def cut_short(place: str, end: int, size: int) -> RemoteError:
-    """What to raise where bytes up to `end` were asked for, and there are `size` in all."""
+    """Return the error for a request of bytes up to `end` from an object of `size` bytes."""
     return RemoteError(
         errno.EINVAL,
         f"expected bytes up to {end:,}, got {size:,} in all: it was cut short or replaced. Copy it "
@@ -97,40 +97,40 @@ _FIRST_BYTES, LARGEST_BYTES = 1 << 18, 8 << 20
 
 
 class Ranges(Protocol):
-    """What gives any part of an object."""
+    """Reads any part of an object."""
 
     def read_range(self, name: str, start: int, length: int) -> VersionedBytes:
-        """Some bytes of an object, by one request, and which version of it they are of.
+        """Read some bytes of an object by one request; no request for 0 bytes.
 
         Args:
             name: The object.
-            start: The place of the first byte, counted from 0.
-            length: How many bytes; none are given without a request.
+            start: The first byte, counted from 0.
+            length: Number of bytes.
 
         Returns:
-            As many as were asked for, never fewer.
+            Exactly `length` bytes, and the version of the object.
 
         Raises:
-            FileNotFoundError: There is no such object.
-            OSError: It has fewer bytes, or the store refuses or cannot be reached.
+            FileNotFoundError: The object is missing.
+            OSError: The object is too short, or the store refuses or cannot be reached.
         """
         ...
 
 
 def open_ranged(store: Ranges, name: str, size: int) -> pa.NativeFile:
-    """Open an object; a small one comes whole."""
+    """Open an object. A small object is read whole."""
     if size <= _WHOLE_BYTES:
         return pa.BufferReader(store.read_range(name, 0, size).data)
     return pa.PythonFile(_RangedFile(store, name, size), mode="r")
 
 
 def open_ranged_bytes(store: Ranges, name: str, size: int) -> BinaryIO:
-    """The same for who reads bytes."""
+    """Open an object as a binary file."""
     return cast(BinaryIO, _RangedFile(store, name, size))
 
 
 class SeekableFile(io.RawIOBase):
-    """A file of known size that can be read anywhere; `_bytes` gives what is there."""
+    """A file of known size that can be read at any place. Subclasses implement `_bytes`."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -145,16 +145,16 @@ class SeekableFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next read begins."""
+        """Return where the next read begins."""
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Have the next read begin elsewhere; nothing is asked."""
+        """Set where the next read begins. Sends no request."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
     def read(self, size: int = -1, /) -> bytes:
-        """As many bytes as there are, at most `size`."""
+        """Return the next bytes, at most `size`."""
         left = max(self._size - self._at, 0)
         size = left if size < 0 else min(size, left)
         if not size:
@@ -163,12 +163,12 @@ class SeekableFile(io.RawIOBase):
         return self._bytes(self._at - size, size)
 
     def _bytes(self, at: int, size: int) -> bytes:
-        """`size` bytes from `at` on; the file has them."""
+        """Return `size` bytes from `at` on. They are inside the file."""
         raise NotImplementedError
 
 
 class _RangedFile(SeekableFile):
-    """Keeps the range it read last; where the next one follows it, that is twice as long."""
+    """Keeps the range that was read last. A range that follows it is twice as long."""
 
     def __init__(self, store: Ranges, name: str, size: int) -> None:
         super().__init__(size)
@@ -186,7 +186,7 @@ class _RangedFile(SeekableFile):
         return self._kept_from <= at and at + size <= self._kept_from + len(self._kept)
 
     def _fetch(self, at: int, size: int) -> None:
-        """Read from there on; a beginning that is kept is not read again."""
+        """Read a range from `at` on. Bytes that are kept are not read again."""
         begin, end = at, self._kept_from + len(self._kept)
         follows = self._kept_from <= begin <= end
         head = self._kept[begin - self._kept_from :] if follows else b""
@@ -198,19 +198,19 @@ class _RangedFile(SeekableFile):
 
 
 Span = tuple[int, int]
-"""Where some bytes begin, and where they end."""
-_FIRST_BYTES = 1 << 20
-"""For who looks at a beginning alone; each request is twice the one before, up to the largest."""
+"""First byte, and the byte after the last."""
+_FIRST_SPAN_BYTES = 1 << 20
+"""First request. Each request is twice as long as the one before, up to the largest."""
 _GAP_BYTES = 1 << 18
-"""To read so much that is not wanted takes less time than another request."""
+"""Reading this many unwanted bytes takes less time than another request."""
 _SMALL_REST = 4
-"""A span's rest goes with a request that it makes longer by one in so many."""
+"""A request also reads the rest of its span if that makes it longer by at most 1/4."""
 
 
 class SpansFile(SeekableFile):
-    """Keeps the windows that were used last, each of some 8 MiB.
+    """Keeps the most recently used windows, each of about 8 MiB.
 
-    A read outside of the spans brings what it asks for and no more; a small object comes whole.
+    A read outside the spans reads only the requested bytes. A small object is read whole.
     """
 
     def __init__(self, store: Ranges, name: str, size: int) -> None:
@@ -218,12 +218,12 @@ class SpansFile(SeekableFile):
         self._store, self._name = store, name
         self._spans: list[Span] = [(0, size)] if size <= _GAP_BYTES else []
         self._windows: list[tuple[int, bytes]] = []
-        """Where each begins, and its bytes; the one used last is the last."""
+        """First byte and content of each window; the most recently used one is last."""
         self._most_windows = 1
-        self._next_bytes = _FIRST_BYTES
+        self._next_bytes = _FIRST_SPAN_BYTES
 
     def expect(self, spans: Iterable[Span], at_once: int) -> None:
-        """Say what will be read, and in how many places in turn; a span may be a false one."""
+        """Set the spans to read, and how many are read in turn. Ignore parts outside the file."""
         inside = ((max(start, 0), min(stop, self._size)) for start, stop in spans)
         self._spans = joined_spans(span for span in inside if span[0] < span[1])
         self._most_windows = at_once + 1
@@ -237,14 +237,14 @@ class SpansFile(SeekableFile):
         return kept[at - start : at - start + size]
 
     def _taken(self, at: int) -> tuple[int, bytes]:
-        """The window that has this byte, no longer kept; an empty one where there is none."""
+        """Remove and return the window with this byte; an empty window if no window has it."""
         for index, (start, kept) in enumerate(self._windows):
             if start <= at < start + len(kept):
                 return self._windows.pop(index)
         return at, b""
 
     def _fetched(self, at: int, size: int, head: bytes) -> tuple[int, bytes]:
-        """A window with the bytes wanted, of which `head` is at hand."""
+        """Read a window with the wanted bytes, which begin with `head`."""
         start, stop = self._request(at + len(head), at + size, has_head=bool(head))
         pieces = [
             self._store.read_range(self._name, begin, min(LARGEST_BYTES, stop - begin)).data
@@ -253,7 +253,7 @@ class SpansFile(SeekableFile):
         return start - len(head), b"".join([head, *pieces])
 
     def _request(self, start: int, stop: int, *, has_head: bool) -> Span:
-        """What to ask for where these bytes are wanted: more of their span, or all if it fits."""
+        """Return what to request for some bytes: more of their span, or all of it if it fits."""
         index = bisect_right(self._spans, start, key=lambda span: span[0]) - 1
         first, last = self._spans[index] if index >= 0 else (start, start)
         if start >= last:
@@ -267,7 +267,7 @@ class SpansFile(SeekableFile):
 
 
 def joined_spans(spans: Iterable[Span]) -> list[Span]:
-    """The same with neighbours together, as far as one request brings them; in order."""
+    """Join neighbouring spans as far as one request can read them. Return them in order."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and start <= joined[-1][1] + _GAP_BYTES:

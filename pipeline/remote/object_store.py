@@ -1,8 +1,8 @@
-"""A data set in an object store, or on a web server: what can be done with its objects.
+"""A data set in an object store, or on a web server.
 
-An `ObjectStore` is its address and how long to wait, nothing else: it is pickled to any process,
-and finds there the client of that process. Every method waits, and may be called by any thread;
-what fails is repeated (`retrying`), or ends in one line that names the object.
+An `ObjectStore` has only an address and time limits. It can be pickled, and uses the client of the
+process that it is in. All methods block, and may be called in any thread. Failed requests are
+retried (`retrying`), or raise an error of one line that names the object.
 """
 
 import contextlib
@@ -38,49 +38,49 @@ __all__ = ["XXH3_KEY", "ObjectStore"]
 
 T = TypeVar("T")
 XXH3_KEY = "tokenfeedxxh3"
-"""In the metadata of an object: the checksum of its content. Azure takes no other signs."""
+"""Key of the checksum in the metadata of an object. Azure allows only letters and digits."""
 PIECE_BYTES = 8 << 20
-"""Of an object that is larger, this much is read by one request."""
+"""Bytes per request when a larger object is read."""
 _PAGE = 1000
-"""Names that a store lists at once."""
+"""Names per page of a list."""
 _AT_ONCE = 16
-"""Objects that are deleted at the same time."""
+"""Objects deleted at the same time."""
 
 _ONE_REQUEST_BYTES = 64 << 20
 _PART_BYTES, _PARTS_AT_ONCE = 16 << 20, 4
 _QUICK_BYTES = 1 << 20
-"""So much is sent before anybody has to wait."""
+"""Up to this size, a write takes so little time that it needs no longer limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectStore:
-    """Objects by their names below an address."""
+    """The objects below an address, by name."""
 
     address: Address
     timing: Timing
 
     @classmethod
     def from_url(cls, url: str) -> Self:
-        """The store at a URL; nothing is asked yet.
+        """Return the store at a URL. Sends no request.
 
         Raises:
-            ConfigError: The URL or the timeout cannot be one, or the client is not installed.
+            ConfigError: The URL or the timeout is invalid, or the client is not installed.
         """
         require("obstore", url)
         return cls(Address.from_url(url), Timing.from_environment())
 
     @property
     def name(self) -> str:
-        """The address as messages show it."""
+        """The address, as messages show it."""
         return self.address.url
 
     @property
     def traffic(self) -> Traffic:
-        """What this process has asked of this store."""
+        """Counts of this process's requests to this store."""
         return self._connection.meter.read()
 
     def path(self, name: str) -> str:
-        """An object as messages name it."""
+        """Return an object as messages show it."""
         return f"{self.name}/{name}"
 
     def __str__(self) -> str:
@@ -88,7 +88,7 @@ class ObjectStore:
 
     @property
     def is_writable(self) -> bool:
-        """Whether it is a bucket; a web server can only be read."""
+        """Whether it is a bucket. A web server is read-only."""
         return not self.address.traits.is_web
 
     def size(self, name: str) -> int:
@@ -121,28 +121,28 @@ class ObjectStore:
         """See `Place`: a store has no folders."""
 
     def names(self, folder: str = "") -> set[str]:
-        """See `Place`; sends a request for each thousand objects below the folder."""
+        """See `Place`. Sends one request per thousand objects below the folder."""
         below = f"{folder}/" if folder else ""
         found = (info.name.removeprefix(below) for info in self.list(folder))
         return {name.partition("/")[0] for name in found}
 
     @contextlib.contextmanager
     def room(self) -> Iterator[Path]:
-        """See `Place`: a temporary folder, whose files are uploaded when the block ends."""
+        """See `Place`. Yields a temporary folder, and uploads its files at the end of the block."""
         with tempfile.TemporaryDirectory(prefix="tokenfeed-") as folder:
             yield Path(folder)
             for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 self.write(path.relative_to(folder).as_posix(), path)
 
     def head(self, name: str) -> ObjectInfo:
-        """What the store says of an object.
+        """Return what the store knows about an object.
 
         Raises:
-            RemoteMissingError: It is not there.
+            RemoteMissingError: The object is missing.
             RemoteError: The store refuses, or cannot be reached.
         """
 
-        # A signed address is often valid for GET alone. The body is not fetched until it is read.
+        # A signed address is often valid only for GET, which fetches no body until it is read.
         options: GetOptions = {} if self.address.query else {"head": True}
 
         def attempt() -> ObjectInfo:
@@ -153,10 +153,10 @@ class ObjectStore:
         return self._persist(attempt, name)
 
     def read(self, name: str) -> bytes:
-        """The whole of an object; errors are those of `head`.
+        """Return the whole of an object; errors are those of `head`.
 
-        A process that is not ours has it fetched by a short-lived program, for 0.2 s: see
-        `process`.
+        A process that is not a program of tokenfeed reads it by a short-lived child, which takes
+        0.2 s: see `own_process`.
         """
         if not talks_here():
             content, traffic = read_in_child(self, name)
@@ -172,16 +172,16 @@ class ObjectStore:
         )
 
     def read_range(self, name: str, start: int, length: int, etag: str = "") -> VersionedBytes:
-        """`length` bytes from `start` on, by one request; errors are those of `head`.
+        """Read `length` bytes from `start` on by one request; errors are those of `head`.
 
         Args:
             name: The object.
-            start: Where they begin.
-            length: How many.
-            etag: As `head` or `list` has it; none for whatever is there now.
+            start: The first byte.
+            length: Number of bytes.
+            etag: ETag from `head` or `list`; empty for the current version.
 
         Raises:
-            RemoteError: The object has fewer, or another ETag.
+            RemoteError: The object is too short, or has another ETag.
         """
         if not length:
             return VersionedBytes(b"", "")
@@ -190,7 +190,7 @@ class ObjectStore:
         return self._part(name, start, length, {"if_match": etag})
 
     def read_tail(self, name: str, length: int) -> VersionedBytes:
-        """The last bytes of an object, or all where it has fewer; errors are those of `head`."""
+        """Return the last bytes of an object, or all of a short one; errors are those of `head`."""
         if not self.address.traits.reads_ends:
             size = self.size(name)
             length = min(length, size)
@@ -198,16 +198,16 @@ class ObjectStore:
         return self._persist(lambda: self._get(name, {"range": {"suffix": length}})[0], name)
 
     def open(self, name: str, size: int) -> "pa.NativeFile":
-        """An object of a known size, to read any part of it."""
+        """Open an object of a known size, to read any part of it."""
         from tokenfeed.pipeline.remote.object_file import open_ranged
 
         return open_ranged(self, name, size)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """The objects below a folder, by their names' order; a request for each thousand.
+        """Yield the objects below a folder, in the order of their names; 1,000 per request.
 
         Raises:
-            RemoteError: The store cannot: plain HTTP has no lists.
+            RemoteError: The store has no lists, as plain HTTP.
         """
         last: str | None = None
         while True:
@@ -220,17 +220,17 @@ class ObjectStore:
     def write(self, name: str, data: bytes | Path, metadata: dict[str, str] | None = None) -> str:
         """Write an object, whole or not at all, with its checksum as metadata. Return its ETag.
 
-        An object above 64 MiB is sent in parts of 16 MiB, and a part that fails is sent again.
+        An object above 64 MiB is sent in parts of 16 MiB. Parts that fail are sent again.
 
         Args:
             name: The object.
-            data: Its content, or a file that has it.
-            metadata: Other metadata than the checksum.
+            data: The content, or a file with the content.
+            metadata: Metadata to write instead of the checksum.
         """
         if metadata is None:
             metadata = {XXH3_KEY: _xxh3(data)}
         size = data.stat().st_size if isinstance(data, Path) else len(data)
-        timing = self.timing if _is_quick(size) else self.timing.uploading
+        timing = self.timing if size <= _QUICK_BYTES else self.timing.uploading
 
         def attempt() -> str:
             return self._etag(_put(self._connection, name, data, size, metadata))
@@ -238,15 +238,15 @@ class ObjectStore:
         return self._persist(attempt, name, timing)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put an object if there is none; whether it is now there with this content.
+        """Write an object unless it exists. Return whether it now has this content.
 
-        Who asks twice, or loses the answer, is told the truth: after anything but a success the
-        object is read back and compared.
+        After any answer but a success the object is read back and compared. So the result is right
+        even if an answer was lost.
         """
         return self._put_if(name, data, "create")
 
     def replace(self, name: str, data: bytes, etag: str) -> bool:
-        """Put an object in place of the one with this ETag; whether it now has this content."""
+        """Replace an object if it has this ETag. Return whether it now has this content."""
         return self._put_if(name, data, {self._etag_key: etag})
 
     def delete(self, *names: str) -> None:
@@ -258,7 +258,6 @@ class ObjectStore:
             pass
 
     def _delete(self, name: str) -> None:
-
         def attempt() -> None:
             try:
                 self._connection.reads.delete(name)
@@ -275,7 +274,7 @@ class ObjectStore:
 
     @property
     def _etag_key(self) -> str:
-        """What a condition goes by, as the client calls it."""
+        """The client's name for what conditions compare."""
         return "version" if self.address.traits.counts_versions else "e_tag"
 
     def _info(self, name: str, meta: Mapping[str, Any], metadata: dict[str, str]) -> ObjectInfo:
@@ -298,7 +297,7 @@ class ObjectStore:
         return persist(attempt, cause_of, place, timing or self.timing, meter)
 
     def _small(self, name: str) -> tuple[int, str, bytes | None]:
-        """Size, ETag, and the content if it is not large."""
+        """Return size and ETag, and the content unless the object is large."""
         result = self._connection.reads.get(name)
         size, etag = result.meta["size"], _strong(result.meta["e_tag"])
         if size > PIECE_BYTES:
@@ -315,7 +314,7 @@ class ObjectStore:
         return part
 
     def _get(self, name: str, options: "GetOptions") -> tuple[VersionedBytes, int]:
-        """Some of an object, and the size of all."""
+        """Return some bytes of an object, and the size of the whole object."""
         result = self._connection.reads.get(name, options=options)
         meta = result.meta
         return VersionedBytes(self._counted(bytes(result.bytes())), version_of(meta)), meta["size"]
@@ -341,13 +340,8 @@ def _xxh3(data: bytes | Path) -> str:
 
 
 def _strong(etag: str | None) -> str:
-    """An ETag that a request can ask for; a weak one matches nothing, and says less than a time."""
+    """Return an ETag that a condition can use; empty for a weak ETag, which matches nothing."""
     return "" if etag is None or etag.startswith("W/") else etag
-
-
-def _is_quick(size: int) -> bool:
-    """Whether so many bytes are sent in no time."""
-    return size <= _QUICK_BYTES
 
 
 def _put(
@@ -357,10 +351,10 @@ def _put(
     size: int,
     metadata: dict[str, str] | None,
 ) -> Mapping[str, Any]:
-    """Put an object, a large one in parts; gives what the store says of it."""
+    """Write an object, a large one in parts. Return what the store answers."""
     in_parts = size > _ONE_REQUEST_BYTES
     content = data.read_bytes() if isinstance(data, Path) and not in_parts else data
-    client = connection.reads if _is_quick(size) else connection.writes
+    client = connection.reads if size <= _QUICK_BYTES else connection.writes
     result = client.put(
         name,
         content,
@@ -374,7 +368,7 @@ def _put(
 
 
 def _put_if(connection: Connection, name: str, data: bytes, mode: Any) -> bool:
-    """Put an object under a condition; whether it now has this content."""
+    """Write an object under a condition. Return whether it now has this content."""
     try:
         connection.reads.put(name, data, mode=mode, use_multipart=False)
     except Exception as error:
@@ -384,7 +378,7 @@ def _put_if(connection: Connection, name: str, data: bytes, mode: Any) -> bool:
 
 
 def _settled(client: "Client", name: str, data: bytes, error: Exception) -> bool:
-    """What a write that did not succeed came to; raises where it may be tried again."""
+    """Return whether a write without success has written; raise the error to try again."""
     from obstore.exceptions import PreconditionError
 
     refused = isinstance(error, PreconditionError)

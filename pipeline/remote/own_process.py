@@ -1,14 +1,16 @@
-"""Which process talks to stores: one that is ours, or one that asks for more than small files.
+"""Decide which process sends requests to stores: this process, or a short-lived child.
 
-The client (`obstore`) runs threads of its own, and a fork of a process in which they run hangs on
-any request, without an error. A training process is forked by others: by the user's own DataLoader,
-for one. So it shall not start the client, and need not: opening a data set reads whole small files,
-which a short-lived program fetches (`read_in_child`), and shards are read by workers. The rule:
+The client (`obstore`) runs its own threads. A fork of a process with such threads hangs at any
+request, without an error. Other code forks the training process, such as the user's own DataLoader.
+So the training process should not start the client. It does not need to: opening a data set reads
+whole small files, which a short-lived program fetches (`read_in_child`), and workers read shards.
+The rules:
 
-- A program of ours (a command, a loader worker, the child) calls `own_process` and talks itself.
-- Elsewhere, `read` goes through a child, until something else has started the client there: ranges,
-  sizes, lists and writes do. A loader asks for none of them outside its workers.
-- In a fork of a process that had started it, every use is a ConfigError.
+- A program of tokenfeed (a command, a loader worker, the child) calls `own_process` and sends its
+  requests itself.
+- In other processes, `read` uses a child until something else has started the client: ranges,
+  sizes, lists and writes do. A loader uses these only in its workers.
+- In a fork of a process that has started the client, every use is a ConfigError.
 """
 
 import contextlib
@@ -33,30 +35,30 @@ _orphaned = False
 
 
 def own_process() -> None:
-    """Say that this process is a program of ours: it talks to stores itself."""
+    """Mark this process as a program of tokenfeed, which sends its requests itself."""
     global _ours
     _ours = True
 
 
 def talks_here() -> bool:
-    """Whether a small file is fetched by this process itself: one that has no Python to start
-    another with does, too."""
+    """Return whether this process reads small files itself. A process that cannot start another
+    Python does, too."""
     alone = getattr(sys, "frozen", False) or not sys.executable
     return _ours or _started or _orphaned or alone
 
 
 def check_process() -> None:
-    """Note that the client is used in this process.
+    """Record that this process uses the client.
 
     Raises:
-        ConfigError: It would hang, since this is a fork of a process that has used it.
+        ConfigError: The client would hang: the process is a fork of one that has used it.
     """
     global _started
     if _orphaned:
         raise ConfigError(
-            "this process was forked from one that had already talked to a remote store, and would "
-            "hang on any request. Start it by `spawn` or `forkserver`, or let the parent leave "
-            "remote stores alone (a loader with workers does)."
+            "this process was forked from one that had already used a remote store, and would "
+            "hang at any request. Start it by `spawn` or `forkserver`, or use no remote store in "
+            "the parent (a loader with workers uses none)."
         )
     _started = True
 
@@ -78,27 +80,27 @@ _CODE = (
 
 
 class _Reads(Protocol):
-    """A store that can be pickled, and counts what it asks for."""
+    """A store that can be pickled, and counts its requests."""
 
     @property
     def traffic(self) -> Traffic:
-        """What this process has asked of it."""
+        """Counts of this process's requests."""
         ...
 
     def path(self, name: str) -> str:
-        """A file as a message names it."""
+        """Return a file as messages show it."""
         ...
 
     def read(self, name: str) -> bytes:
-        """The whole of a file."""
+        """Return the whole of a file."""
         ...
 
 
 def read_in_child(store: _Reads, name: str) -> tuple[bytes, Traffic]:
-    """The whole of an object, and what it took; its warnings are logged here.
+    """Return the whole of an object and the child's traffic. Log the child's warnings.
 
     Raises:
-        TokenfeedError: Whatever `read` raises there.
+        TokenfeedError: What `read` raises in the child.
     """
     paths = [entry for entry in sys.path if isinstance(entry, str)]
     orders = marshal.dumps(paths) + pickle.dumps((store, name))
@@ -106,12 +108,12 @@ def read_in_child(store: _Reads, name: str) -> tuple[bytes, Traffic]:
         [sys.executable, "-c", _CODE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C is for the process that waits, which ends this one
+        start_new_session=True,  # Ctrl-C should reach only this process, which then kills the child
     ) as child:
         assert child.stdin
         assert child.stdout
         try:
-            with contextlib.suppress(BrokenPipeError):  # it died: the missing answer will say so
+            with contextlib.suppress(BrokenPipeError):  # the child died: `_answer` raises the error
                 os.write(child.stdin.fileno(), orders)
             return _answer(child.stdout, store.path(name))
         finally:
@@ -133,19 +135,19 @@ def _answer(pipe: IO[bytes], place: str) -> tuple[bytes, Traffic]:
 
 
 def main() -> NoReturn:
-    """Fetch what the parent asks for, tell it, and end; when the parent ends, too."""
+    """Read the file that the parent names, send its bytes, and end. End with the parent, too."""
     own_process()
     pipe = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints does not get between
+    os.dup2(2, 1)  # output of libraries must not mix with the answer
     logging.getLogger("tokenfeed").addHandler(_ToParent(pipe))
     asked: tuple[_Reads, str] = pickle.load(sys.stdin.buffer)
     store, name = asked
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         content = store.read(name)
-        _tell(pipe, (content, store.traffic))
+        _send(pipe, (content, store.traffic))
     except TokenfeedError as error:
-        _tell(pipe, error)
+        _send(pipe, error)
     os._exit(os.EX_OK)
 
 
@@ -157,11 +159,11 @@ class _ToParent(logging.Handler):
         self._pipe = pipe
 
     def emit(self, record: logging.LogRecord) -> None:
-        _tell(self._pipe, record.getMessage())
+        _send(self._pipe, record.getMessage())
 
 
-def _tell(pipe: BinaryIO, said: object) -> None:
-    pickle.dump(said, pipe)
+def _send(pipe: BinaryIO, message: object) -> None:
+    pickle.dump(message, pipe)
     pipe.flush()
 
 

@@ -7,6 +7,7 @@ after which NCCL kills a waiting run, so the error of the store comes first.
 
 import contextlib
 import errno
+import itertools
 import logging
 import math
 import os
@@ -25,6 +26,7 @@ from tokenfeed.pipeline.errors import ConfigError, RemoteError
 __all__ = ["Meter", "Timing", "Traffic", "few_threads", "persist", "results_of", "without_patience"]
 
 T = TypeVar("T")
+R = TypeVar("R")
 _TIMEOUT = "TOKENFEED_REMOTE_TIMEOUT"
 _log = logging.getLogger(__name__)
 _meters: "weakref.WeakSet[Meter]" = weakref.WeakSet()
@@ -33,36 +35,36 @@ _meters: "weakref.WeakSet[Meter]" = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long to wait for what; seconds."""
+    """Limits of requests and retries, in seconds."""
 
     give_up_s: float = 540.0
-    """A request is repeated for so long, less up to a tenth for the last try."""
+    """Retries of a request end after this time, less up to a tenth for the last attempt."""
     warn_after_s: float = 10.0
-    """A request that fails for so long is told of."""
+    """A request that fails for this long is logged."""
     warn_every_s: float = 60.0
     first_wait_s: float = 0.2
-    """Before the first repetition; each wait is twice the one before."""
+    """Wait before the first retry; each wait is twice as long as the one before."""
     longest_wait_s: float = 8.0
     connect_s: float = 5.0
     read_s: float = 10.0
-    """Without a byte, a connection counts as dead."""
+    """A connection without a byte for this long counts as dead."""
     request_s: float = 60.0
-    """For one request with its body."""
+    """Limit of one request with its body."""
     upload_s: float = 240.0
-    """For one request that sends much: four of 64 MiB at once by a network of 1.2 MB/s."""
+    """Limit of one large upload: enough for four of 64 MiB at once at 1.2 MB/s."""
 
     @property
     def uploading(self) -> Self:
-        """The same for such requests: no byte comes back while they last."""
+        """Return the limits of uploads, during which the server sends no byte."""
         return replace(self, read_s=self.upload_s, request_s=self.upload_s)
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Return the usual times, but for the time after which a request is given up, if one is
-        set. No single request lasts longer than that.
+        """Return the default limits, with `give_up_s` of the environment if it is set. No single
+        request lasts longer than `give_up_s`.
 
         Raises:
-            ConfigError: The variable is no number of seconds from 1 on.
+            ConfigError: The variable is not a number of seconds, at least 1.
         """
         said = os.environ.get(_TIMEOUT)
         if not said:
@@ -84,16 +86,16 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What requests to a store came to."""
+    """Counts of requests to a store."""
 
     requests: int = 0
-    """Sent, repetitions among them."""
+    """Number of requests sent, with retries."""
     bytes: int = 0
-    """Of content, read and written."""
+    """Bytes of content, read and written."""
     retries: int = 0
-    """Repetitions."""
+    """Number of retries."""
     outage_s: float = 0.0
-    """Time in which at least one request was being repeated."""
+    """Seconds in which at least one request was being retried."""
 
     def __add__(self, other: "Traffic") -> "Traffic":
         return Traffic(
@@ -105,39 +107,39 @@ class Traffic:
 
 
 class Meter:
-    """Counts the traffic of a store in this process; for any thread."""
+    """Counts the traffic of a store in this process. Safe to use in many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._total = Traffic()
         self._failing = 0
         self._failing_since = 0.0
-        self._told_at = -math.inf
+        self._warned_at = -math.inf
         self.abandoned = threading.Event()
         """While it is set, failed requests are not repeated, because nobody needs the answers."""
         _meters.add(self)
 
     def add(self, traffic: Traffic) -> None:
-        """Count more."""
+        """Add counts."""
         with self._lock:
             self._total += traffic
 
     def read(self) -> Traffic:
-        """The count now; an outage counts when it is over."""
+        """Return the current counts. An outage is counted when it is over."""
         return self._total
 
-    def may_tell(self, every_s: float) -> bool:
-        """Whether to warn now: of all requests that fail at once, one speaks for the others."""
+    def may_warn(self, every_s: float) -> bool:
+        """Return whether to warn now. Several requests that fail at the same time warn once."""
         with self._lock:
             now = time.monotonic()
-            if now - self._told_at < every_s:
+            if now - self._warned_at < every_s:
                 return False
-            self._told_at = now
+            self._warned_at = now
             return True
 
     @contextmanager
     def outage(self) -> Iterator[None]:
-        """While a request is being repeated; several at once count as one."""
+        """Count the time inside the block as an outage. Blocks at the same time count as one."""
         with self._lock:
             if not self._failing:
                 self._failing_since = time.monotonic()
@@ -148,7 +150,7 @@ class Meter:
             with self._lock:
                 self._failing -= 1
                 if not self._failing:
-                    self._told_at = -math.inf
+                    self._warned_at = -math.inf
                     lasted = time.monotonic() - self._failing_since
                     self._total += Traffic(outage_s=lasted)
 
@@ -176,72 +178,55 @@ def persist(
     """Repeat `attempt` until it succeeds.
 
     Args:
-        attempt: Does it once.
-        cause_of: Says in one line why it failed, or raises where repetition is no use.
-        place: The object as messages name it.
-        timing: How long.
-        meter: Where it is counted.
+        attempt: Sends the request once.
+        cause_of: Returns the cause of a failure in one line, or raises if a retry is useless.
+        place: Name of the object in messages.
+        timing: How long to wait and to retry.
+        meter: Counts the requests.
 
     Raises:
-        RemoteError: It went on failing.
+        RemoteError: All attempts failed.
     """
-    meter.add(Traffic(requests=1))
-    started = time.monotonic()
-    try:
-        return attempt()
-    except Exception as error:
-        cause = cause_of(error)
-    with meter.outage():
-        return _repeat(attempt, cause_of, place, timing, meter, started, cause)
+    started, wait_s = time.monotonic(), timing.first_wait_s
+    with contextlib.ExitStack() as outage:
+        for tries in itertools.count(1):
+            meter.add(Traffic(requests=1, retries=int(tries > 1)))
+            try:
+                return attempt()
+            except Exception as error:
+                cause = cause_of(error)
+            if tries == 1:
+                outage.enter_context(meter.outage())
+            elapsed_s = time.monotonic() - started
+            left_s = timing.give_up_s - min(timing.read_s, timing.give_up_s / 10) - elapsed_s
+            if left_s <= 0:
+                raise RemoteError(
+                    errno.ETIMEDOUT,
+                    f"failed for {elapsed_s:.0f} s, {tries} times, at last: {cause}. Repair that "
+                    "and start again: nothing is lost",
+                    place,
+                )
+            if elapsed_s >= timing.warn_after_s and meter.may_warn(timing.warn_every_s):
+                is_endless = timing.give_up_s == math.inf
+                end = "" if is_endless else f"; given up after {timing.give_up_s:.0f} s"
+                _log.warning("%s: fails for %.0f s now (%s)%s", place, elapsed_s, cause, end)
+            pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
+            if meter.abandoned.wait(pause_s):
+                message = f"was cancelled while it failed ({cause})"
+                raise RemoteError(errno.ECANCELED, message, place)
+            wait_s = min(2 * wait_s, timing.longest_wait_s)
+    raise AssertionError("unreachable")
 
 
-def _repeat(
-    attempt: Callable[[], T],
-    cause_of: Callable[[Exception], str],
-    place: str,
-    timing: Timing,
-    meter: Meter,
-    started: float,
-    cause: str,
-) -> T:
-    tries, wait_s = 1, timing.first_wait_s
-    while True:
-        elapsed_s = time.monotonic() - started
-        left_s = timing.give_up_s - min(timing.read_s, timing.give_up_s / 10) - elapsed_s
-        if left_s <= 0:
-            raise RemoteError(
-                errno.ETIMEDOUT,
-                f"failed for {elapsed_s:.0f} s, {tries} times, at last: {cause}. Mend that and "
-                "start again: nothing is lost",
-                place,
-            )
-        if elapsed_s >= timing.warn_after_s and meter.may_tell(timing.warn_every_s):
-            end = (
-                "" if timing.give_up_s == math.inf else f"; given up after {timing.give_up_s:.0f} s"
-            )
-            _log.warning("%s: fails for %.0f s now (%s)%s", place, elapsed_s, cause, end)
-        pause_s = wait_s * random.uniform(0.5, 1) if wait_s < left_s else left_s
-        if meter.abandoned.wait(pause_s):
-            raise RemoteError(errno.ECANCELED, f"was broken off while it failed ({cause})", place)
-        wait_s = min(2 * wait_s, timing.longest_wait_s)
-        tries += 1
-        meter.add(Traffic(requests=1, retries=1))
-        try:
-            return attempt()
-        except Exception as error:
-            cause = cause_of(error)
-
-
-R = TypeVar("R")
 _SUBMITTED = 10_000
-"""Things that are given to the threads together: each takes memory until it is done."""
+"""Things submitted to the threads together. Each takes memory until it is done."""
 
 
 @contextlib.contextmanager
 def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
-    """Yield a pool of threads, which have ended when the block ends.
+    """Yield a pool of threads, and wait for them at the end of the block.
 
-    After an error or Ctrl-C the threads start nothing more and repeat no request.
+    After an error or Ctrl-C the threads start no other work and retry no request.
     """
     threads = ThreadPoolExecutor(number)
     try:
@@ -254,7 +239,7 @@ def few_threads(number: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def results_of(do: Callable[[T], R], things: Sequence[T], at_once: int) -> Iterator[R]:
-    """Yield the result of `do` for each thing, in order; errors and Ctrl-C as in `few_threads`."""
+    """Yield the result of `do` for each thing, in order. Errors end it as in `few_threads`."""
     with few_threads(at_once) as threads:
         for first in range(0, len(things), _SUBMITTED):
             yield from threads.map(do, things[first : first + _SUBMITTED])

@@ -132,7 +132,7 @@ def test_repository_files_are_read_by_ranges_at_a_commit(
 def test_repository_that_is_not_there_is_one_line(hub: HubServer, tmp_path: Path) -> None:
     put_data(hub)
     for url, words in {
-        "hf://datasets/owner/name@v2": "there is no such repository or revision",
+        "hf://datasets/owner/name@v2": "no such repository or revision",
         "hf://datasets/owner/name@v1/nothing": "not found",
         "hf://datasets/owner/name@v1/*.csv": "no input file found",
     }.items():

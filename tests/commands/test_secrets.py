@@ -132,7 +132,7 @@ def test_user_in_web_address_is_refused_without_showing_it(
         said(shards.main, "copy", url, tmp_path / "out", expect=2)
         said(shards.main, "copy", tmp_path, url.replace("http:", "s3:"), expect=2)
         said(train.main, "--shards", url, expect=2)
-    assert "holds a user" in said.text
+    assert "contains a user" in said.text
     assert SECRET not in said.text
     assert not holding_secret(tmp_path)
 

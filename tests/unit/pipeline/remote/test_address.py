@@ -157,7 +157,7 @@ def test_keys_of_buckets_are_taken_literally(remote: Remote) -> None:
 
 def test_a_name_that_cannot_be_one_is_told(remote: Remote) -> None:
     for name in ("tab\tx", "two//x", "../x"):
-        with pytest.raises(RemoteError, match=r"^[^\n]*a name of an object cannot be used here"):
+        with pytest.raises(RemoteError, match=r"^[^\n]*the name of an object cannot be used here"):
             remote.store.read(name)
 
 
@@ -200,7 +200,7 @@ def test_a_repository_that_cannot_be_one_is_refused_at_once(
 ) -> None:
     as_own_process(monkeypatch)
     store = replace(HubStore.from_url("hf://datasets/a b/c"), timing=FAST)
-    with pytest.raises(RemoteError, match="there is no such repository: Repo id must"):
+    with pytest.raises(RemoteError, match="no such repository: Repo id must"):
         store.read("x")
     with pytest.raises(ConfigError, match=r"hf://\*\*\*@datasets/a/b: expected"):
         HubStore.from_url("hf://someone:hunter2@datasets/a/b")

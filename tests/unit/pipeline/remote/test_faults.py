@@ -158,7 +158,7 @@ def test_without_patience_nothing_is_repeated(remote: Remote) -> None:
             time.sleep(0.01)
         with without_patience():
             for each in asked:
-                with pytest.raises(RemoteError, match=r"/x: was broken off while it failed \(503"):
+                with pytest.raises(RemoteError, match=r"/x: was cancelled while it failed \(503"):
                     each.result()
     assert time.monotonic() - started < 5
     remote.proxy.always = None
@@ -205,7 +205,7 @@ def test_a_bucket_that_is_not_there_is_told_at_once(remote: Remote) -> None:
     said = "<Error><Code>NoSuchBucket</Code></Error>"
     remote.proxy.schedule.append(Fault("404", says=said))
     with pytest.raises(
-        RemoteError, match=r"no such bucket \(404 Not Found, NoSuchBucket\)\. Make it"
+        RemoteError, match=r"no such bucket \(404 Not Found, NoSuchBucket\)\. Create it"
     ):
         list(remote.store.list())
     assert len(remote.proxy.seen) == 1

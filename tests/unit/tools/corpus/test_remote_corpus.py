@@ -258,7 +258,7 @@ def test_a_worker_that_cannot_open_the_store_ends_and_finds_no_damage(
     (source,) = find_corpus((f"s3://{remote.prefix}",), out=None, field="text").sources
     part = FilePart(source=source, weight_bytes=1)
     monkeypatch.setattr(process, "_orphaned", True)
-    with pytest.raises(CorpusError, match="was forked from one that had already talked"):
+    with pytest.raises(CorpusError, match="was forked from one that had already used"):
         list(read_records(part, {"text": FieldKind.TEXT}))
 
 
