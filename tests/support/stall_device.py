@@ -4,7 +4,7 @@ Kernels of a stream run one after the other, each when it has been queued, its l
 through, and what it waits for is done. A stream holds so many kernels; a host that queues one more
 waits. The device's clock runs at its own speed from its own beginning, and tells differences as
 CUDA does, in 32-bit milliseconds. It is a `Clock` of the stall meter. Several devices may share a
-host; `SimulatedCuda` offers them as torch.cuda does.
+host; `CudaOfDevices` offers them as torch.cuda does.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-__all__ = ["Host", "SimulatedCuda", "SimulatedDevice"]
+__all__ = ["CudaOfDevices", "Host", "SimulatedDevice"]
 
 COMPUTE = "compute"
 
@@ -159,7 +159,7 @@ class SimulatedDevice:
         return 1 + self.noise * (2 * self.random.random() - 1)
 
 
-class SimulatedCuda:
+class CudaOfDevices:
     """Devices of one host behind the names of torch.cuda, as far as a meter uses them.
 
     As in torch, an event is recorded on the stream it is given, else on that of the current device,
@@ -209,7 +209,7 @@ class SimulatedCuda:
 
 
 class _Event:
-    def __init__(self, cuda: SimulatedCuda) -> None:
+    def __init__(self, cuda: CudaOfDevices) -> None:
         self._cuda = cuda
         self._device: SimulatedDevice
         self.moment = 0.0

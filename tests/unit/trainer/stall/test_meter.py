@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.stall_device import Host, SimulatedCuda, SimulatedDevice
+from support.stall_device import CudaOfDevices, Host, SimulatedDevice
 from torch.utils.data import DataLoader
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -318,7 +318,7 @@ class TwoGpus:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         host = Host()
         self.devices = [SimulatedDevice(on=host, launch=9e-6) for _ in range(2)]
-        self.cuda = SimulatedCuda(monkeypatch, self.devices)
+        self.cuda = CudaOfDevices(monkeypatch, self.devices)
 
     def train(self, steps: int, meter: StallMeter[Any] | None = None) -> None:
         device = self.devices[1]
