@@ -74,7 +74,7 @@ def test_a_repository_of_others_is_told_with_the_remedy(hub: HubServer, tmp_path
     hub.private = True
     for line in read(hub, tmp_path):
         assert line.startswith(f"RemoteError: {URL}/")
-        assert "`hf auth login` or HF_TOKEN" in line
+        assert "`hf auth login`, or set HF_TOKEN" in line
 
 
 @pytest.mark.parametrize("url", ["hf://owner/name", "hf://datasets/name", "hf://spaces/a/b"])
