@@ -174,16 +174,18 @@ SHARDED = {
 @pytest.fixture(scope="module")
 def sharded(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of runs on shares of the weights, of their likes on one rank, and of one that goes
-    on from shares with whole weights, and on other shares."""
+    on from two shares on three, with whole weights, and on four shares."""
     folder, runs = tmp_path_factory.mktemp("sharded"), []
     for name, (size, more) in SHARDED.items():
         settings = settings_of(name, shards, folder / name / "whole") | more
         runs += [(1, settings)]
         runs += [(size, settings | {"run_dir": folder / name / "shares", "shard_model": True})]
     changing = settings_of("lm packed", shards, folder / "changing") | {"steps": 6}
+    going_on = changing | {"resume": True}
     runs += [(2, changing | {"shard_model": True, "ends": ("stop", 1, 2)})]
-    runs += [(1, changing | {"resume": True, "ends": ("stop", 0, 2)})]
-    runs += [(4, changing | {"resume": True, "shard_model": True})]
+    runs += [(3, going_on | {"shard_model": True, "ends": ("stop", 2, 1)})]
+    runs += [(1, going_on | {"ends": ("stop", 0, 1)})]
+    runs += [(4, going_on | {"shard_model": True})]
     codes, errors = train(runs)
     assert not any(map(any, codes)), errors
     return folder

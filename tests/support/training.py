@@ -264,7 +264,7 @@ def load_weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 def load_state(run_dir: Path, step: int) -> State:
     """All that a checkpoint holds."""
-    return Checkpoints.of_run(run_dir).load(torch.device("cpu"), step)[1]
+    return Checkpoints.of_run(run_dir).open(step).read()
 
 
 def assert_same_run(one: Path, other: Path, last_step: int) -> None:

@@ -5,9 +5,10 @@ import threading
 
 import torch
 
-from tokenfeed.trainer.checkpoints.checkpoint_format import split
+from tokenfeed.trainer.checkpoints.checkpoint_format import kinds_of, split
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
-from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.checkpoints.ranks import Gather, gather_alone
+from tokenfeed.trainer.checkpoints.retention import Checkpoints, Snapshot
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.distributed.world import State
 
@@ -23,16 +24,28 @@ class Saver:
         checkpoints: The folder to write to.
         keep: Number of latest checkpoints to keep. The best one is kept as well.
         device: The device of the tensors.
+        rank: The number of this rank, if several ranks save together.
+        gather: Returns the values of all ranks that save, by rank.
     """
 
-    def __init__(self, checkpoints: Checkpoints, keep: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        keep: int,
+        device: torch.device,
+        rank: int = 0,
+        gather: Gather = gather_alone,
+    ) -> None:
         self._checkpoints, self._keep = checkpoints, keep
-        self._copy = HostCopy(device)
+        self._rank, self._gather = rank, gather
+        self._copy = HostCopy(device, rank)
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def save(self, meta: CheckpointMeta, state: State) -> None:
-        """Wait for the previous save, copy the state to host memory, and start to write it.
+        """Wait for the previous save, start to copy the state to host memory, and to write it.
+
+        The state must not change before `before_update` was called.
 
         Raises:
             OSError: The previous save failed.
@@ -40,10 +53,15 @@ class Saver:
         self.wait()
         rest, tensors = split(state)
         self._copy.take(tensors)
+        snapshot = Snapshot(meta, rest, kinds_of(tensors), self._copy, self._rank, self._gather)
         self._thread = threading.Thread(
-            target=self._write, args=(meta, rest), daemon=True, name="checkpoint"
+            target=self._write, args=(snapshot,), daemon=True, name="checkpoint"
         )
         self._thread.start()
+
+    def before_update(self) -> None:
+        """Let the device finish the copy before it changes the state. The host does not wait."""
+        self._copy.before_update()
 
     def check(self) -> None:
         """Raise the error of a failed save, once. Does not wait."""
@@ -73,8 +91,8 @@ class Saver:
         """Release the host memory. Does not wait for the disk."""
         self._copy.close()
 
-    def _write(self, meta: CheckpointMeta, rest: State) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         try:
-            self._checkpoints.write(meta, rest, self._copy, self._keep)
+            self._checkpoints.write(snapshot, self._keep)
         except Exception as error:
             self._error = error

@@ -1,46 +1,48 @@
-"""One checkpoint on disk: state.safetensors and checkpoint.json.
-
-checkpoint.json lists each tensor with its dtype and shape. Every byte is verified: checkpoint.json
-has the checksum of the tensor file and a checksum of itself.
+"""One checkpoint on disk: checkpoint.json, and a safetensors file for each rank that saved.
 
 A state is saved in two parts: its tensors by name, and the rest as JSON with the tensors' names in
-their places.
+their places. checkpoint.json lists each tensor with its dtype and shape. Every byte is verified:
+checkpoint.json has the checksum of each tensor file and a checksum of itself.
+
+`torch.distributed.checkpoint` reads the tensors: slice by slice into memory that exists already,
+whatever number of ranks has written them.
 """
 
 import json
 import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
 import xxhash
-from safetensors import SafetensorError
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.storage import file_xxh3, sync_folder
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
-from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, read_tensors, write_tensors
+from tokenfeed.trainer.checkpoints.ranks import run_slow
+from tokenfeed.trainer.checkpoints.tensor_file import is_sharded_tensor, stored_form
 from tokenfeed.trainer.distributed.world import State, World
 
 __all__ = [
     "CONTENT_FILE",
-    "broadcast_state",
+    "Checkpoint",
+    "Kind",
     "files_of",
-    "join",
-    "read_checkpoint",
-    "read_meta",
+    "kinds_of",
     "split",
-    "verify_checkpoint",
-    "write_checkpoint",
+    "write_content",
 ]
 
-Meta = TypeVar("Meta")
-
 _TENSOR = "$tensor"
+_VERSION = 2
+CONTENT_FILE = "checkpoint.json"
+_READERS = 4
 
 
 def split(state: State) -> tuple[State, dict[str, Tensor]]:
@@ -78,45 +80,14 @@ def split(state: State) -> tuple[State, dict[str, Tensor]]:
     return {key: walk(value, key) for key, value in state.items()}, tensors
 
 
-def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the state that `split` took apart. Its tuples have become lists."""
-    if isinstance(rest, dict):
-        if _TENSOR in rest:
-            return tensors[rest[_TENSOR]]
-        return {key: join(value, tensors) for key, value in rest.items()}
-    if isinstance(rest, list):
-        return [join(value, tensors) for value in rest]
-    return rest
-
-
-def broadcast_state(world: World, load: Callable[[], tuple[Meta, State]]) -> tuple[Meta, State]:
-    """Call `load` on rank 0, and return its result on all ranks.
-
-    Only rank 0 needs the checkpoint's files.
-    """
-    if world.size == 1:
-        return load()
-    tensors: dict[str, Tensor] = {}
-
-    def load_rest() -> tuple[Meta, State, dict[str, tuple[torch.dtype, torch.Size]]]:
-        meta, state = load()
-        rest, found = split(state)
-        tensors.update(found)
-        return meta, rest, {name: (tensor.dtype, tensor.shape) for name, tensor in found.items()}
-
-    meta, rest, kinds = world.from_rank_0(load_rest)
-    for name, (dtype, shape) in kinds.items():
-        if name not in tensors:  # not rank 0: allocate memory to receive the tensor
-            tensors[name] = torch.empty(shape, dtype=dtype, device=world.device)
-    world.broadcast([tensors[name] for name in kinds])
-    return meta, join(rest, tensors)
-
-
 def _identity(tensor: Tensor) -> Any:
     """Return a key that is equal for tensors that share memory, shape and strides."""
-    if tensor.numel() == 0:
+    own: Any = tensor
+    if is_sharded_tensor(tensor):
+        own = own.to_local()
+    if own.numel() == 0:
         return id(tensor)
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return own.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _key(key: Any, path: str) -> str:
@@ -138,23 +109,34 @@ def _refused(what: str, path: str) -> ConfigError:
     )
 
 
-_VERSION = 1
-CONTENT_FILE, _TENSORS = "checkpoint.json", "state.safetensors"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _TensorEntry:
-    """A tensor in checkpoint.json."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Dtype and shape of a whole tensor in checkpoint.json."""
 
     dtype: str
     shape: tuple[int, ...]
 
-    def kind(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Return the dtype and shape as torch has them."""
+    def empty(self, like: Tensor | None = None) -> Tensor:
+        """Return a new tensor: on the host, or on the device of `like`.
+
+        If `like` has the same shape, the new tensor has its layout and its shards too.
+        """
         dtype = getattr(torch, self.dtype)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{self.dtype} is not a dtype")
-        return dtype, self.shape
+        if like is not None and like.shape == self.shape:
+            return torch.empty_like(like, dtype=dtype)
+        return torch.empty(
+            self.shape, dtype=dtype, device=like.device if like is not None else None
+        )
+
+
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+    """Return the dtype and shape of each tensor."""
+    return {
+        name: Kind(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,67 +147,139 @@ class _Content:
     meta: CheckpointMeta
     files: dict[str, str]
     """The checksum of each file, by name."""
-    tensors: dict[str, _TensorEntry]
+    tensors: dict[str, Kind]
     state: dict[str, Any]
     """The state without tensors, with names where tensors belong."""
 
 
-def write_checkpoint(folder: Path, meta: CheckpointMeta, rest: State, copy: HostCopy) -> None:
-    """Wait for the copy of the tensors. Then write a checkpoint and sync it."""
-    copy.wait()
-    folder.mkdir(parents=True)
-    content = _Content(
-        version=_VERSION,
-        meta=meta,
-        files={_TENSORS: write_tensors(folder / _TENSORS, copy.places, copy.memory)},
-        tensors={
-            name: _TensorEntry(dtype=str(place.dtype).removeprefix("torch."), shape=place.shape)
-            for name, place in copy.places.items()
-        },
-        state=rest,
-    )
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A verified checkpoint. Its tensors are still on disk."""
+
+    folder: Path
+    content: _Content
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Read and verify all bytes of a checkpoint. Keep its checkpoint.json.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
+        """
+        content = _content((folder / CONTENT_FILE).read_bytes())
+        others = {path.name for path in folder.glob("*.safetensors")} - content.files.keys()
+        if others:  # the reader would take tensors from these files too
+            raise ValueError(f"{min(others)} is not listed in {CONTENT_FILE}")
+        with ThreadPoolExecutor(_READERS) as pool:
+            found = pool.map(file_xxh3, [folder / name for name in content.files])
+        for (name, checksum), actual in zip(content.files.items(), found, strict=True):
+            if actual != checksum:
+                raise ValueError(f"{name} fails its checksum")
+        return cls(folder, content)
+
+    @staticmethod
+    def meta_in(folder: Path) -> CheckpointMeta:
+        """Return what checkpoint.json records about the run. Does not read tensors.
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError, AttributeError: The file is damaged.
+        """
+        return _content((folder / CONTENT_FILE).read_bytes()).meta
+
+    @property
+    def meta(self) -> CheckpointMeta:
+        """What checkpoint.json records about the run."""
+        return self.content.meta
+
+    def kind(self, value: Any) -> Kind | None:
+        """Return the dtype and shape of a tensor in `content.state`; None for another value."""
+        is_tensor = isinstance(value, dict) and _TENSOR in value
+        return self.content.tensors[value[_TENSOR]] if is_tensor else None
+
+    def read(
+        self, live: State | None = None, world: World | None = None, *, only: str | None = None
+    ) -> State:
+        """Return the state that was saved. Its tuples have become lists.
+
+        If tensors of `live` are sharded over ranks, each rank reads its shards. Else rank 0 reads
+        the files, and the other ranks receive the tensors from rank 0.
+
+        Args:
+            live: A state of the same structure. Its tensors are overwritten and returned. Tensors
+                that it lacks are new, on the host.
+            world: All ranks that call this. Default: this process alone.
+            only: The one part of the state to read, such as "model".
+
+        Raises:
+            OSError, ValueError, KeyError, TypeError: The checkpoint is damaged.
+        """
+        tensors: dict[str, Tensor] = {}
+        rest = self.content.state
+        state = {
+            key: self._bound(value, (live or {}).get(key), tensors)
+            for key, value in rest.items()
+            if only in (None, key)
+        }
+        world = world or World(torch.device("cpu"))
+        is_sharded = any(map(is_sharded_tensor, tensors.values()))
+        reads = is_sharded or world.is_main
+        run_slow(world, lambda: self._read_into(tensors) if reads else None)
+        if not is_sharded:
+            world.broadcast([*tensors.values()])
+        return state
+
+    def _bound(self, value: Any, live: Any, tensors: dict[str, Tensor]) -> Any:
+        """Return a part of the state with tensors to read into, and add these to `tensors`."""
+        kind = self.kind(value)
+        if kind is not None:
+            name = value[_TENSOR]
+            if name not in tensors:  # else a tied weight
+                tensors[name] = live if isinstance(live, Tensor) else kind.empty()
+            return tensors[name]
+        if isinstance(value, dict):
+            lives = live if isinstance(live, Mapping) else {}
+            return {key: self._bound(each, lives.get(key), tensors) for key, each in value.items()}
+        if isinstance(value, list):
+            parts = live if isinstance(live, list) else [None] * len(value)
+            pairs = zip(value, parts, strict=True)
+            return [self._bound(each, part, tensors) for each, part in pairs]
+        return value
+
+    @torch.no_grad()
+    def _read_into(self, tensors: Mapping[str, Tensor]) -> None:
+        if not tensors:
+            return
+        # It takes a second to import, which only a run that resumes should spend.
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        with warnings.catch_warnings():  # torch warns that ranks read without messages
+            warnings.simplefilter("ignore")
+            try:
+                load(
+                    {name: stored_form(tensor) for name, tensor in tensors.items()},
+                    storage_reader=HuggingFaceStorageReader(str(self.folder)),
+                    no_dist=True,
+                )
+            except CheckpointException as error:  # no Exception
+                raise ValueError(" ".join(str(error).split())) from error
+
+
+def write_content(
+    folder: Path,
+    meta: CheckpointMeta,
+    rest: State,
+    tensors: Mapping[str, Kind],
+    files: dict[str, str],
+) -> None:
+    """Write checkpoint.json, the last file of a checkpoint, and sync the folder."""
+    content = _Content(version=_VERSION, meta=meta, files=files, tensors=dict(tensors), state=rest)
     with open(folder / CONTENT_FILE, "wb") as file:
         file.write(_sealed(asdict(content)))
         file.flush()
         os.fsync(file.fileno())
     sync_folder(folder)
-
-
-def read_checkpoint(folder: Path, device: torch.device) -> tuple[CheckpointMeta, State]:
-    """Read a checkpoint. Place its tensors on `device`.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
-    """
-    content = verify_checkpoint(folder)
-    kinds = {name: entry.kind() for name, entry in content.tensors.items()}
-    try:
-        tensors = read_tensors(folder / _TENSORS, kinds, device)
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
-    return content.meta, join(content.state, tensors)
-
-
-def verify_checkpoint(folder: Path) -> _Content:
-    """Read and verify all bytes of a checkpoint; return its checkpoint.json.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: The checkpoint is damaged.
-    """
-    content = _content((folder / CONTENT_FILE).read_bytes())
-    for name, checksum in content.files.items():
-        if file_xxh3(folder / name) != checksum:
-            raise ValueError(f"{name} fails its checksum")
-    return content
-
-
-def read_meta(folder: Path) -> CheckpointMeta:
-    """Return what checkpoint.json records about the run. Does not read tensors.
-
-    Raises:
-        OSError, ValueError, KeyError, TypeError, AttributeError: The file is damaged.
-    """
-    return _content((folder / CONTENT_FILE).read_bytes()).meta
 
 
 def files_of(data: bytes) -> list[str]:

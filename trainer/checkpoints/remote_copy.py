@@ -95,7 +95,10 @@ class RemoteRun:
         if content_file in self._known or self.get(content_file) == marker:
             return
         self._place.delete(content_file)
-        for name in files_of(marker):
+        names = files_of(marker)
+        stale = self._place.names(there) - {*names}
+        self._place.delete(*(f"{there}/{name}" for name in stale))
+        for name in names:
             path = folder / name
             self._place.write(f"{there}/{name}", path)
             size = self._place.size(f"{there}/{name}")

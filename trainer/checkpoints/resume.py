@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import alone_in, atomic_write
-from tokenfeed.trainer.checkpoints.checkpoint_format import read_meta, verify_checkpoint
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.remote_copy import RemoteRun, reason
 from tokenfeed.trainer.checkpoints.retention import DAMAGE, Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import OF_THE_END
@@ -116,7 +116,7 @@ class _CheckpointSearch:
         checkpoint that lacks them.
         """
         assert self._remote is not None
-        meta = read_meta(checkpoint)
+        meta = Checkpoint.meta_in(checkpoint)
         with self._reading():
             files = {
                 name: self._remote.get(name) for name in (CONFIG_FILE, METRICS_FILE, *OF_THE_END)
@@ -139,7 +139,7 @@ class _CheckpointSearch:
                 with self._here.receive(step) as folder:
                     with self._reading():
                         self._remote.get_checkpoint(step, folder)
-                    verify_checkpoint(folder)
+                    Checkpoint.open(folder)
                     bring_others(folder)
                 return True
             except DAMAGE as error:

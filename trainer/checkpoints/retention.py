@@ -1,6 +1,7 @@
 """The checkpoints in a run's folder: list, read, write, and delete old ones."""
 
 import contextlib
+import errno
 import logging
 import re
 import shutil
@@ -8,23 +9,20 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TypeVar, cast
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
-from tokenfeed.trainer.checkpoints.checkpoint_format import (
-    read_checkpoint,
-    read_meta,
-    verify_checkpoint,
-    write_checkpoint,
-)
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint, Kind, write_content
 from tokenfeed.trainer.checkpoints.metadata import Best, CheckpointMeta
-from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
+from tokenfeed.trainer.checkpoints.ranks import Gather
+from tokenfeed.trainer.checkpoints.tensor_file import HostCopy, write_tensors
 from tokenfeed.trainer.config.run_config import CHECKPOINTS_FOLDER
 from tokenfeed.trainer.distributed.world import State
 
-__all__ = ["DAMAGE", "Checkpoints", "Held", "name_of"]
+__all__ = ["DAMAGE", "Checkpoints", "Held", "Snapshot", "name_of"]
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +35,21 @@ DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionErr
 def name_of(step: int) -> str:
     """Return the name of a checkpoint's folder."""
     return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a rank saves."""
+
+    meta: CheckpointMeta
+    rest: State
+    """The state without tensors, with names where tensors belong."""
+    tensors: dict[str, Kind]
+    copy: HostCopy
+    """The shards of this rank."""
+    rank: int
+    gather: Gather
+    """Returns the values of all ranks that save, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +126,7 @@ class Checkpoints:
         if latest is None:
             return None
         with _reading(latest):
-            best = read_meta(latest).best
+            best = Checkpoint.meta_in(latest).best
         return best if best and self.path(best.step).is_dir() else None
 
     def best_of(self, meta: CheckpointMeta) -> Best | None:
@@ -129,51 +142,59 @@ class Checkpoints:
         )
         return None
 
-    def load_best(self, device: torch.device) -> tuple[Best | None, CheckpointMeta, State]:
-        """Read the best checkpoint, or the latest one if no best step is known.
+    def open_best(self) -> tuple[Best | None, Checkpoint]:
+        """Verify and return the best checkpoint, or the latest one if no best step is known.
 
         Raises:
             ResumeError: There are no checkpoints, or the one to read is damaged.
         """
         latest = self.to_resume()
         with _reading(latest):
-            best = self.best_of(read_meta(latest))
-        return best, *self.load(device, best.step if best else None)
+            best = self.best_of(Checkpoint.meta_in(latest))
+        return best, self.open(best.step if best else None)
 
-    def write(self, meta: CheckpointMeta, rest: State, copy: HostCopy, keep: int) -> None:
-        """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
-
-        Raises:
-            OSError: Writing failed. Earlier checkpoints are unchanged.
-        """
-        final = self.path(meta.step)
-        temporary = _unfinished(final)
-        self.delete_unfinished()
-        try:
-            write_checkpoint(temporary, meta, rest, copy)
-            temporary.rename(final)
-            sync_folder(self._folder)
-        except OSError as error:
-            self.delete_unfinished()  # frees space on a full disk
-            reason = f"{error.strerror}. After fixing this, {self.way_on()}"
-            raise OSError(error.errno, reason, str(final)) from error
-        self.delete_old(keep)
-        self._changed()
-
-    def load(self, device: torch.device, step: int | None = None) -> tuple[CheckpointMeta, State]:
-        """Read the checkpoint of a step, or the latest one. Place its tensors on `device`.
+    def open(self, step: int | None = None) -> Checkpoint:
+        """Verify and return the checkpoint of a step, or the latest one.
 
         Raises:
             ResumeError: The checkpoint is missing or damaged.
         """
         path = self.to_resume() if step is None else self.path(step)
         with _reading(path):
-            return read_checkpoint(path, device)
+            return Checkpoint.open(path)
+
+    def write(self, snapshot: Snapshot, keep: int) -> None:
+        """Write a checkpoint. Then delete all but the latest `keep` checkpoints and the best one.
+
+        If several ranks save, each rank writes its shards into the same folder. Rank 0 does the
+        rest.
+
+        Raises:
+            OSError: Writing failed on one of the ranks. Earlier checkpoints are unchanged.
+        """
+        final = self.path(snapshot.meta.step)
+        temporary = _unfinished(final)
+        try:
+            _on_all_ranks(snapshot, lambda: self._make(temporary, snapshot.rank))
+            files = _on_all_ranks(snapshot, lambda: _write_shards(temporary, snapshot))
+            if snapshot.rank:
+                return
+            _check_shared(temporary, files)
+            write_content(temporary, snapshot.meta, snapshot.rest, snapshot.tensors, dict(files))
+            temporary.rename(final)
+            sync_folder(self._folder)
+        except OSError as error:
+            if snapshot.rank == 0:
+                self.delete_unfinished()  # frees space on a full disk
+            reason = f"{error.strerror}. After fixing this, {self.way_on()}"
+            raise OSError(error.errno, reason, str(final)) from error
+        self.delete_old(keep)
+        self._changed()
 
     def damage(self, step: int) -> str | None:
         """Read all bytes of a checkpoint; return what is wrong with them, or None."""
         try:
-            verify_checkpoint(self.path(step))
+            Checkpoint.open(self.path(step))
         except DAMAGE as error:
             return str(error)
         return None
@@ -233,6 +254,12 @@ class Checkpoints:
         temporary.rename(final)
         sync_folder(self._folder)
 
+    def _make(self, temporary: Path, rank: int) -> None:
+        """Make an empty folder, on rank 0."""
+        if rank == 0:
+            self.delete_unfinished()
+            temporary.mkdir(parents=True)
+
     def delete_unfinished(self) -> None:
         """Delete what a killed process left of checkpoints that it wrote or deleted."""
         for path in self._folder.glob(f"step-*{TEMPORARY_SUFFIX}"):
@@ -241,6 +268,42 @@ class Checkpoints:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + TEMPORARY_SUFFIX)
+
+
+def _on_all_ranks(snapshot: Snapshot, job: Callable[[], Result]) -> list[Result]:
+    """Run a job on each rank that saves; return its results, by rank.
+
+    Raises:
+        OSError: What a job raised, on all ranks.
+    """
+    own: Result | OSError
+    try:
+        own = job()
+    except OSError as error:
+        own = error
+    results: list[Result | OSError] = snapshot.gather(own)
+    for result in results:
+        if isinstance(result, OSError):
+            raise result
+    return cast(list[Result], results)
+
+
+def _write_shards(folder: Path, snapshot: Snapshot) -> tuple[str, str]:
+    """Write a rank's file; return its name and checksum."""
+    name = f"state-{snapshot.rank}.safetensors"
+    return name, write_tensors(folder / name, snapshot.copy)
+
+
+def _check_shared(folder: Path, files: list[tuple[str, str]]) -> None:
+    """Check that rank 0 finds the files of all ranks.
+
+    Raises:
+        OSError: A rank has written to another disk.
+    """
+    for name, _ in files:
+        if not (folder / name).exists():
+            reason = f"rank 0 does not find {name}: all ranks need the same --run-dir"
+            raise OSError(errno.ENOENT, reason, str(folder))
 
 
 @contextlib.contextmanager

@@ -1,12 +1,13 @@
 """Copies of tensors in host memory, and writing them as a safetensors file.
 
-The copy is queued on the stream that computes. So the next step cannot change tensors that are
-still being copied, and the host continues at once. The price is that the device computes nothing
-during the copy, which the stall meter sees. The memory is allocated, and page-locked, once.
+A copy runs on its own stream, behind the next forward and backward pass. Before the optimizer
+changes the weights, the computing stream waits for the copy, and the host does not
+(`HostCopy.before_update`). The memory is allocated, and page-locked, once.
 
 The memory is laid out like the file, so it is written and hashed in one pass, without a copy, and
-other threads run meanwhile. Types that safetensors does not have, such as complex numbers, are
-stored as bytes; checkpoint.json has their dtype and shape.
+other threads run meanwhile. The file has the same form as those of
+`torch.distributed.checkpoint.HuggingFaceStorageWriter`: its header says where each shard begins in
+its tensor. That writer makes one more copy of all tensors on the host, and holds the GIL for it.
 """
 
 import contextlib
@@ -18,15 +19,15 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import safetensors
 import torch
 import xxhash
 from torch import Tensor
 
 from tokenfeed.pipeline.feeding.devices import accelerator
 
-__all__ = ["HostCopy", "TensorPlace", "lay_out", "read_tensors", "write_tensors"]
+__all__ = ["HostCopy", "is_sharded_tensor", "stored_form", "write_tensors"]
 
 _BLOCK_BYTES = 1 << 22
 _ALIGNMENT = 8
@@ -42,115 +43,112 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """The place of a tensor among the bytes of all tensors, with its dtype and shape."""
+class _Place:
+    """The place of a shard among the bytes of all shards, its form, and where it begins in the
+    whole tensor."""
 
     begin: int
     end: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    offsets: tuple[int, ...]
 
     def view(self, memory: Tensor) -> Tensor:
-        """Return this tensor as a view of `memory`, a tensor of bytes."""
+        """Return this shard as a view of `memory`, a tensor of bytes."""
         return memory[self.begin : self.end].view(self.dtype).view(self.shape)
 
 
-def lay_out(tensors: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Return a place for each tensor, without gaps.
+def is_sharded_tensor(tensor: Tensor) -> bool:
+    """Return whether ranks hold shards of this tensor. Importing DTensor to ask takes a second."""
+    return hasattr(tensor, "to_local")
 
-    Tensors with the widest numbers come first, so that each tensor is aligned.
-    """
-    order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    sizes = [tensor.numel() * tensor.element_size() for _, tensor in order]
+
+def stored_form(tensor: Tensor) -> Tensor:
+    """Return a view of a tensor in a dtype that safetensors has: of complex numbers their parts,
+    of rare dtypes their bits."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor if tensor.dtype in _NAMES else tensor.view(_INTEGERS[tensor.dtype.itemsize])
+
+
+def _shards(tensors: Mapping[str, Tensor], rank: int) -> dict[str, tuple[Tensor, tuple[int, ...]]]:
+    """Return what this rank saves: shards with their offsets, and on rank 0 also whole tensors."""
+    found = {}
+    for name, tensor in tensors.items():
+        if not is_sharded_tensor(tensor):
+            if rank == 0:
+                whole = stored_form(tensor)
+                found[name] = whole, (0,) * whole.dim()
+            continue
+        shard: Any = stored_form(tensor)
+        places = zip(shard.placements, shard.device_mesh.get_coordinate(), strict=True)
+        is_replica = any(place.is_replicate() and number for place, number in places)
+        own = shard.to_local()
+        if not is_replica and (own.numel() or rank == 0):
+            (chunk,) = shard.__create_chunk_list__()
+            found[name] = own, tuple(chunk.offsets)
+    return found
+
+
+def _lay_out(shards: Mapping[str, tuple[Tensor, tuple[int, ...]]]) -> dict[str, _Place]:
+    """Return a place for each shard, without gaps. Those with the widest numbers come first, so
+    that each shard is aligned."""
+    order = sorted(shards.items(), key=lambda item: -item[1][0].element_size())
+    sizes = [own.numel() * own.element_size() for _, (own, _) in order]
     begins = itertools.accumulate(sizes, initial=0)
     return {
-        name: TensorPlace(begin, begin + size, tensor.dtype, tuple(tensor.shape))
-        for (name, tensor), size, begin in zip(order, sizes, begins, strict=False)
+        name: _Place(begin, begin + size, own.dtype, tuple(own.shape), offsets)
+        for (name, (own, offsets)), size, begin in zip(order, sizes, begins, strict=False)
     }
-
-
-def write_tensors(path: Path, places: Mapping[str, TensorPlace], memory: Tensor) -> str:
-    """Write and sync a file. Return the xxh3-64 of its bytes."""
-    digest = xxhash.xxh3_64()
-    with open(path, "wb") as file:
-        for block in _blocks(places, memory):
-            file.write(block)
-            digest.update(block)
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def read_tensors(
-    path: Path, kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-) -> dict[str, Tensor]:
-    """Read tensors of the given dtypes and shapes into new memory on a device.
-
-    Raises:
-        SafetensorError, ValueError: The file lacks one of these tensors.
-    """
-    with safetensors.safe_open(path, framework="pt") as file:
-        return {
-            name: file.get_tensor(name).to(device, copy=True).view(-1).view(dtype).view(shape)
-            for name, (dtype, shape) in kinds.items()
-        }
-
-
-def _blocks(places: Mapping[str, TensorPlace], memory: Tensor) -> Iterator[bytes | memoryview]:
-    yield _header(places)
-    data = memory.numpy().data
-    for begin in range(0, len(data), _BLOCK_BYTES):
-        yield data[begin : begin + _BLOCK_BYTES]
-
-
-def _header(places: Mapping[str, TensorPlace]) -> bytes:
-    entries = {
-        name: {
-            "dtype": _NAMES.get(place.dtype, "U8"),
-            "shape": place.shape if place.dtype in _NAMES else [place.end - place.begin],
-            "data_offsets": [place.begin, place.end],
-        }
-        for name, place in places.items()
-    }
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text
-
-
-_log = logging.getLogger(__name__)
 
 
 class HostCopy:
-    """Page-locked host memory for the tensors of one checkpoint at a time."""
+    """Page-locked host memory for one rank's shards of one checkpoint at a time."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int = 0) -> None:
         self._accelerator = None if device.type == "cpu" else accelerator(device)
+        self._stream = self._accelerator.new_stream(0) if self._accelerator else None
+        self._rank = rank
         self._copied: torch.Event | None = None
+        self._unordered: torch.Event | None = None
+        """The latest copy, until the computing stream waits for it."""
         self._is_locked = False
-        self.places: dict[str, TensorPlace] = {}
+        self._sources: Any = ()
+        self.places: dict[str, _Place] = {}
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Start to copy tensors, over those of the previous call.
 
-        The tensors may change as soon as this returns: the copy is queued on the device's stream.
+        The tensors must not change before `before_update` was called.
         """
-        places = lay_out(tensors)
+        shards = _shards(tensors, self._rank)
+        places = _lay_out(shards)
         if places != self.places:
             self._allocate(places)
-        for name, place in places.items():
-            place.view(self.memory).copy_(tensors[name], non_blocking=True)
-        if self._accelerator is not None:
-            self._copied = self._accelerator.current_stream().record_event()
+        with self._queued():
+            for name, place in places.items():
+                place.view(self.memory).copy_(shards[name][0], non_blocking=True)
+        self._sources = shards  # until the copy is complete, no other tensor may get their memory
+
+    def before_update(self) -> None:
+        """Let the computing stream wait for the copy. The host does not wait."""
+        if self._accelerator is not None and self._unordered is not None:
+            self._accelerator.current_stream().wait_event(self._unordered)
+            self._unordered = None
 
     def wait(self) -> None:
         """Wait until the copy is complete. Any thread may call this."""
         if self._copied is not None:
             self._copied.synchronize()
+        self._sources = ()
 
     def close(self) -> None:
         """Unlock the memory after the last copy into it."""
@@ -160,7 +158,18 @@ class HostCopy:
                 self._accelerator.unlock(self.memory.data_ptr())
         self._is_locked = False
 
-    def _allocate(self, places: dict[str, TensorPlace]) -> None:
+    @contextlib.contextmanager
+    def _queued(self) -> Iterator[None]:
+        """Queue copies behind what the device computes now, and beside what it computes next."""
+        if self._accelerator is None or self._stream is None:
+            yield
+            return
+        self._stream.wait_event(self._accelerator.current_stream().record_event())
+        with self._accelerator.on(self._stream):
+            yield
+        self._copied = self._unordered = self._stream.record_event()
+
+    def _allocate(self, places: dict[str, _Place]) -> None:
         self.close()
         size = max((place.end for place in places.values()), default=0)
         self.places, self.memory = places, torch.empty(size, dtype=torch.uint8)
@@ -174,3 +183,39 @@ class HostCopy:
                     size / 1e9,
                     refusal,
                 )
+
+
+def write_tensors(path: Path, copy: HostCopy) -> str:
+    """Wait for a copy. Write it to a file and sync the file. Return the xxh3-64 of its bytes."""
+    copy.wait()
+    digest = xxhash.xxh3_64()
+    with open(path, "wb") as file:
+        for block in _blocks(copy):
+            file.write(block)
+            digest.update(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _blocks(copy: HostCopy) -> Iterator[bytes | memoryview]:
+    yield _header(copy.places)
+    data = copy.memory.numpy().data
+    for begin in range(0, len(data), _BLOCK_BYTES):
+        yield data[begin : begin + _BLOCK_BYTES]
+
+
+def _header(places: Mapping[str, _Place]) -> bytes:
+    sharding = {name: {"saved_offsets": place.offsets} for name, place in places.items()}
+    entries: dict[str, Any] = {
+        "__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    }
+    for name, place in places.items():
+        entries[name] = {
+            "dtype": _NAMES[place.dtype],
+            "shape": place.shape,
+            "data_offsets": [place.begin, place.end],
+        }
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

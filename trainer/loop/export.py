@@ -48,7 +48,7 @@ from tokenfeed.trainer.models.weights import (
     base_of,
     check_exported,
     given_weights,
-    load_weights,
+    kept_weights,
 )
 from tokenfeed.trainer.tasks.language_modeling import SpecialIds
 from tokenfeed.trainer.tasks.registry import make_task
@@ -128,7 +128,8 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     manifest = read_manifest(config.shards)
     task = make_task(config, manifest, _CPU)
     checkpoints = Checkpoints.of_run(config.run_dir)
-    best, progress, state = checkpoints.load_best(_CPU)
+    best, checkpoint = checkpoints.open_best()
+    progress = checkpoint.meta
     _check_data(config, progress)
     about = Exported(
         model=_HUB if config.model.startswith(_HUB) else config.model,
@@ -149,7 +150,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     model = make_model(config, task.head)
     given = given_weights(model, config)
     progress.check_base(config, base_of(model, given, config))
-    load_weights(model, state["model"], given)
+    checkpoint.read({"model": kept_weights(model, given, checkpoint)}, only="model")
     with _complete_or_absent(folder) as temporary:
         _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
 

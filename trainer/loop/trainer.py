@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -20,14 +21,15 @@ from torch import Tensor
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.facts import count_of
 from tokenfeed.trainer.checkpoints.async_saver import Saver
-from tokenfeed.trainer.checkpoints.checkpoint_format import broadcast_state
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import CheckpointMeta
+from tokenfeed.trainer.checkpoints.ranks import run_slow, thread_gather
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.uploader import Uploads
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.distributed.process_group import device_named
 from tokenfeed.trainer.distributed.step_sync import StepSync
-from tokenfeed.trainer.distributed.world import State, World
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.feeding.curriculum import Curriculum
 from tokenfeed.trainer.feeding.loaders import SplitLoaders
 from tokenfeed.trainer.loop.divergence import divergence_error, warn_of_skip
@@ -58,7 +60,7 @@ class Trainer:
     """One run: its parts, its progress and its loop."""
 
     metrics: MetricsFile | None
-    """None on ranks other than 0, like `saver` and `interim`."""
+    """None on ranks other than 0, like `interim`, and like `saver` if weights are whole."""
     stall: StallMeter[object]
     progress_log: ProgressLog
     last_norm: Tensor
@@ -80,8 +82,12 @@ class Trainer:
         self.checkpoints = Checkpoints.of_run(config.run_dir)
         self.saver: Saver | None = None
         self.interim: InterimReports | None = None
-        if self.world.is_main:
+        if config.shard_model and self.world.size > 1:
+            gather = thread_gather(self.world)
+            self.saver = Saver(self.checkpoints, config.keep, self.device, self.world.rank, gather)
+        elif self.world.is_main:
             self.saver = Saver(self.checkpoints, config.keep, self.device)
+        if self.world.is_main:
             self.interim = InterimReports(config.run_dir, lambda: self._report({}))
         self.step = self.saved_step = self.skipped = 0
         self.earlier: Report | None = None
@@ -131,6 +137,8 @@ class Trainer:
                 tally.add(loss, batch.num_tokens, 0 if batch.is_filler else micro_batch.num_slots)
                 rows.append(batch.rows)
             gradients.add_up(tally)
+            if self.saver:
+                self.saver.before_update()
             norm = learner.step(step, tally.loss, tally.targets)
             requests = {"save": should_save(), "stop": should_stop()}
             counts = step_sync.after_step(**requests, tokens=tally.tokens, slots=tally.slots)
@@ -146,8 +154,7 @@ class Trainer:
         if self.saved_step != self.step:
             self._check_weights()
             self._save()
-        if self.saver:
-            self.saver.wait()
+        self._wait_for_save()
         self.step_sync.wait()
         self._gather_stall()
         report = self._report(self._final_metrics())
@@ -206,8 +213,7 @@ class Trainer:
         found = {"validation": best.metrics} if best else {}
         if self.step == self.config.steps and self.evaluator.has("test"):
             if best and best.step != self.step:
-                _, state = self._load(best.step)
-                self.learner.load_weights(state["model"])
+                self.learner.load_weights(self._open_checkpoint(best.step))
             known = self._known_metrics("test")
             found["test"] = known or self.evaluator.evaluate("test", self.step, self.metrics)
         return {split: metrics for split, metrics in found.items() if metrics}
@@ -389,10 +395,14 @@ class Trainer:
     def _save(self) -> None:
         """Start to save a checkpoint."""
         with self.stall.cause("checkpoint"):
-            state = self.learner.state_dict()  # on all ranks: they gather sharded tensors
+            self._wait_for_save()
             if self.saver:
-                self.saver.save(self._meta(), state)
+                self.saver.save(self._meta(), self.learner.state_dict())
         self.saved_step = self.step
+
+    def _wait_for_save(self) -> None:
+        """Wait until the previous checkpoint is on the disk, on all ranks."""
+        run_slow(self.world, self.saver.wait if self.saver else lambda: None)
 
     def _check_weights(self) -> None:
         with self.stall.cause("checkpoint"):
@@ -449,18 +459,24 @@ class Trainer:
     def _resume(self) -> None:
         """Load the latest checkpoint, if it fits this model and data."""
         config = self.config
-        progress, state = self._load()
+        checkpoint = self._open_checkpoint()
+        progress = checkpoint.meta
         self.earlier = Report.of_run(config.run_dir)
         progress.check(config, self._meta())
         self.learner.base = progress.base
         self.curriculum.enter(progress.step, goes_on=True)
         self.curriculum.load_state_dict(progress.loader)
-        self.learner.load_state_dict(state)
+        self.learner.load(checkpoint)
         self.skipped = int(self.learner.precision.skips[0])
         self.step = self.saved_step = progress.step
         self.evaluator.best = self.world.from_rank_0(lambda: self.checkpoints.best_of(progress))
         self.step_sync.begin(progress.tokens, progress.slots)
 
-    def _load(self, step: int | None = None) -> tuple[CheckpointMeta, State]:
-        """Load the checkpoint of a step, or the latest one. Only rank 0 reads files."""
-        return broadcast_state(self.world, lambda: self.checkpoints.load(self.device, step))
+    def _open_checkpoint(self, step: int | None = None) -> Checkpoint:
+        """Open the checkpoint of a step, or the latest one. Rank 0 verifies it."""
+
+        def verify() -> Checkpoint | None:
+            return self.checkpoints.open(step) if self.world.is_main else None
+
+        verified = run_slow(self.world, verify)
+        return self.world.from_rank_0(lambda: cast(Checkpoint, verified))

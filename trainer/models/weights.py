@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.pipeline.format.storage import file_xxh3
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.fsdp import distribute_like
 
 __all__ = [
     "EXPORT_FILE",
@@ -34,7 +34,7 @@ __all__ = [
     "count_parameters",
     "given_weights",
     "kept_state",
-    "load_weights",
+    "kept_weights",
     "start_from",
     "train_only",
     "trainable_names",
@@ -140,14 +140,16 @@ def kept_state(model: nn.Module, given: Collection[str]) -> State:
     return {name: value for name, value in model.state_dict().items() if name not in given}
 
 
-def load_weights(model: nn.Module, state: State, given: Collection[str]) -> None:
-    """Take over what `kept_state` gave.
+def kept_weights(model: nn.Module, given: Collection[str], checkpoint: Checkpoint) -> State:
+    """The weights that a checkpoint overwrites: those of `kept_state`.
 
     Raises:
-        ResumeError: It is of another model.
+        ResumeError: The checkpoint is of another model.
     """
-    expected = {name: value.shape for name, value in kept_state(model, given).items()}
-    found = {name: value.shape for name, value in state.items()}
+    ours = kept_state(model, given)
+    kinds = {name: checkpoint.kind(of) for name, of in checkpoint.content.state["model"].items()}
+    expected = {name: tuple(value.shape) for name, value in ours.items()}
+    found = {name: kind.shape for name, kind in kinds.items() if kind}
     if expected != found:
         name = min(name for name, _ in expected.items() ^ found.items())
         raise ResumeError(
@@ -155,10 +157,7 @@ def load_weights(model: nn.Module, state: State, given: Collection[str]) -> None
             f"{_shape(found.get(name))} there and {_shape(expected.get(name))} here. Give the "
             "--model, --lora, --lora-target and --trainable that it was made with."
         )
-    ours = kept_state(model, given)
-    model.load_state_dict(
-        {name: distribute_like(ours[name], value) for name, value in state.items()}, strict=False
-    )
+    return ours
 
 
 @torch.no_grad()
@@ -186,7 +185,7 @@ def start_from(source: str, model: nn.Module) -> None:
     _log.info("%s: starts fresh: %s", source, ", ".join(fresh) or "nothing")
 
 
-def _shape(shape: torch.Size | None) -> str:
+def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
@@ -201,8 +200,8 @@ def _read(folder: Path) -> State:
     if files:
         check_exported(folder)
         return {name: value for file in files for name, value in _load(file).items()}
-    *_, state = checkpoints.load_best(torch.device("cpu"))
-    weights: State = state["model"]
+    _, checkpoint = checkpoints.open_best()
+    weights: State = checkpoint.read(only="model")["model"]
     return weights
 
 

@@ -3,19 +3,17 @@
 The optimizer's state is stored by the names of the weights, because their order may change.
 """
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.feeding.devices import accelerator
-from tokenfeed.trainer.distributed.fsdp import distribute_like
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.distributed.world import State
 
 __all__ = [
     "keep_moments",
-    "load_optimizer",
+    "make_moments",
     "optimizer_state",
     "random_state",
     "seed_random",
@@ -36,13 +34,29 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> State
     }
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> None:
-    """Go on with what `optimizer_state` gave.
+def make_moments(
+    optimizer: torch.optim.Optimizer, model: nn.Module, checkpoint: Checkpoint
+) -> None:
+    """Give the optimizer the moments that a checkpoint has, with any values: reading overwrites
+    them. The settings of groups stay the optimizer's own.
 
     Raises:
-        ResumeError: It is of other weights.
+        ResumeError: The checkpoint has moments of other weights.
     """
-    optimizer.load_state_dict(_as_torch_has_it(optimizer, model, state))
+    names = _names_by_group(optimizer, model)
+    groups = checkpoint.content.state["optimizer"]["weights"]
+    if [set(group) for group in names] != [set(group) for group in groups]:
+        raise ResumeError(
+            "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
+            "same model, --trainable and phases, or start a new run in another --run-dir."
+        )
+    weights = dict(model.named_parameters())
+    for name, values in (item for group in groups for item in group.items()):
+        if values:
+            optimizer.state[weights[name]] = {
+                key: kind.empty(weights[name]) if (kind := checkpoint.kind(value)) else value
+                for key, value in values.items()
+            }
 
 
 def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer) -> None:
@@ -54,37 +68,6 @@ def keep_moments(optimizer: torch.optim.Optimizer, before: torch.optim.Optimizer
 def _names_by_group(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
     names = {weight: name for name, weight in model.named_parameters()}
     return [[names[weight] for weight in group[_WEIGHTS]] for group in optimizer.param_groups]
-
-
-def _as_torch_has_it(optimizer: torch.optim.Optimizer, model: nn.Module, state: State) -> State:
-    """Convert the state to torch's form, with names for weights and the optimizer's own settings:
-    a resumed run may have another weight decay than the run that saved."""
-    names = _names_by_group(optimizer, model)
-    if [set(group) for group in names] != [set(group) for group in state["weights"]]:
-        raise ResumeError(
-            "cannot resume: the checkpoint's optimizer has other weights than this run's. Use the "
-            "same model, --trainable and phases, or start a new run in another --run-dir."
-        )
-    weights = dict(model.named_parameters())
-    return {
-        "state": {
-            name: {key: _laid_out_like(weights[name], value) for key, value in values.items()}
-            for group in state["weights"]
-            for name, values in group.items()
-            if values
-        },
-        "param_groups": [
-            settings | {_WEIGHTS: group}
-            for settings, group in zip(optimizer.param_groups, names, strict=True)
-        ],
-    }
-
-
-def _laid_out_like(weight: Tensor, value: Any) -> Any:
-    """A moment in its weight's order of memory, which fused kernels insist on."""
-    if not isinstance(value, Tensor) or value.shape != weight.shape:
-        return value
-    return distribute_like(weight, value)
 
 
 def random_state(device: torch.device) -> dict[str, torch.Tensor]:

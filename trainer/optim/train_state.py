@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tokenfeed.pipeline.planning.order import derive_key
+from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.config.lr_schedule import rate_factor
 from tokenfeed.trainer.config.phases import Phase, phase_at, phases_of
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.fsdp import gather_state
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
 from tokenfeed.trainer.models.build import compile_model, make_model
@@ -23,14 +23,14 @@ from tokenfeed.trainer.models.weights import (
     count_parameters,
     given_weights,
     kept_state,
-    load_weights,
+    kept_weights,
     train_only,
     trainable_names,
 )
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.optim.optimizer_io import (
     keep_moments,
-    load_optimizer,
+    make_moments,
     optimizer_state,
     random_state,
     seed_random,
@@ -182,25 +182,35 @@ class Learner:
         """The weights that a checkpoint has."""
         return kept_state(self.model, self._given)
 
-    def load_weights(self, state: State) -> None:
-        """Take over what `kept_weights` gave."""
-        load_weights(self.model, state, self._given)
-
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on, but for the data."""
+        """Everything that the next step depends on, but for the data. Only `step` changes its
+        tensors: buffers, which a forward pass may change, are copies."""
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        weights = self.kept_weights()
+        return self._state(
+            {name: value.clone() if name in buffers else value for name, value in weights.items()}
+        )
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on where `state_dict` was taken. Weights and moments are overwritten in place."""
+        weights = kept_weights(self.model, self._given, checkpoint)
+        make_moments(self.optimizer, self.model, checkpoint)
+        state = checkpoint.read(self._state(weights), self._world)
+        self.precision.load_state_dict(state["scaler"])
+        set_random_state(state["random"], self._device)
+
+    def load_weights(self, checkpoint: Checkpoint) -> None:
+        """Overwrite the weights with those of a checkpoint."""
+        weights = kept_weights(self.model, self._given, checkpoint)
+        checkpoint.read({"model": weights}, self._world, only="model")
+
+    def _state(self, weights: State) -> dict[str, Any]:
         return {
-            "model": gather_state(self.kept_weights(), self._world),
-            "optimizer": gather_state(optimizer_state(self.optimizer, self.model), self._world),
+            "model": weights,
+            "optimizer": optimizer_state(self.optimizer, self.model),
             "scaler": self.precision.state_dict(),
             "random": random_state(self._device),
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        self.load_weights(state["model"])
-        load_optimizer(self.optimizer, self.model, state["optimizer"])
-        self.precision.load_state_dict(state["scaler"])
-        set_random_state(state["random"], self._device)
 
 
 def _rate_factor(config: TrainConfig) -> float:

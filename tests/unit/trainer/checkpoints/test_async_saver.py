@@ -1,5 +1,6 @@
 """Saving beside the loop: what is saved, who waits for whom, and who is told of errors."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -8,20 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.checkpoints import CPU, make_meta, make_state, names_in, open_saver
+from support.checkpoints import CPU, assert_same, make_meta, make_state, names_in, open_saver, save
 from support.simulated_cuda import CUDA_1, SimulatedCuda, simulate
 from support.training import make_config, run, write_counting
 from torch import nn
 
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.trainer.checkpoints import checkpoint_format
+from tokenfeed.trainer.checkpoints import retention
 from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.ranks import run_slow
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.checkpoints.tensor_file import HostCopy
 from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
-from tokenfeed.trainer.optim.optimizer_io import load_optimizer, optimizer_state
+from tokenfeed.trainer.optim.optimizer_io import make_moments, optimizer_state
 
 
 @pytest.fixture
@@ -31,8 +34,8 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator["Disk"]:
-    disk = Disk(checkpoint_format.write_tensors)
-    monkeypatch.setattr(checkpoint_format, "write_tensors", disk.write)
+    disk = Disk(retention.write_tensors)
+    monkeypatch.setattr(retention, "write_tensors", disk.write)
     yield disk
     disk.opened.set()
 
@@ -60,7 +63,7 @@ def test_what_changes_after_a_save_has_its_old_value_on_disk(folder: Path, disk:
         threading.Timer(0.2, disk.opened.set).start()
         saver.save(make_meta(2), {"model": {"weight": weight}})
     for step, expected in ((1, torch.arange(1000.0)), (2, torch.zeros(1000))):
-        assert torch.equal(Checkpoints(folder).load(CPU, step)[1]["model"]["weight"], expected)
+        assert torch.equal(Checkpoints(folder).open(step).read()["model"]["weight"], expected)
 
 
 def test_a_save_waits_for_the_one_before_only(folder: Path, disk: Disk) -> None:
@@ -139,7 +142,7 @@ def test_steps_go_on_while_a_disk_writes_nothing(shards: Path, tmp_path: Path, d
 def test_a_slow_disk_delays_steps_by_what_the_report_says(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, wait = checkpoint_format.write_tensors, Saver.wait
+    write, wait = retention.write_tensors, Saver.wait
     waits: list[float] = []
 
     def slow(*args: Any) -> str:
@@ -151,10 +154,10 @@ def test_a_slow_disk_delays_steps_by_what_the_report_says(
         wait(saver)
         waits.append(time.perf_counter() - started)
 
-    monkeypatch.setattr(checkpoint_format, "write_tensors", slow)
+    monkeypatch.setattr(retention, "write_tensors", slow)
     monkeypatch.setattr(Saver, "wait", timed)
     report = run(make_config(shards, tmp_path, steps=12, save_every=3, num_workers=0))
-    of_window = waits[1:3]  # behind steps 6 and 9: of the last steps, and followed by some
+    of_window = waits[2:6]  # behind steps 6 and 9: of the last steps, and followed by some
     charged = report.stall.causes["checkpoint"].seconds
     assert sum(of_window) > 0.2
     assert sum(of_window) < charged < sum(of_window) + 0.3
@@ -166,6 +169,103 @@ def test_a_step_that_is_told_to_save_saves_and_the_run_goes_on(
     steps = iter(range(1, 100))
     train(make_config(shards, tmp_path, save_every=100), lambda: False, lambda: next(steps) == 3)
     assert names_in(tmp_path / "checkpoints") == ["step-00000003", "step-00000008"]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_ranks_that_save_together_all_fail_or_make_one_checkpoint(
+    failing: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = retention.write_tensors
+
+    def write_or_fail(path: Path, copy: HostCopy) -> str:
+        if path.name == f"state-{failing}.safetensors":
+            raise OSError(28, "No space left on device")
+        return write(path, copy)
+
+    monkeypatch.setattr(retention, "write_tensors", write_or_fail)
+    gathers = Gathers(2)
+    savers = [
+        Saver(Checkpoints(folder), 2, CPU, rank, gathers.of(rank)) for rank in range(gathers.size)
+    ]
+    for saver in savers:
+        saver.save(make_meta(1), make_state(1))
+    for saver in savers:
+        with contextlib.nullcontext() if failing is None else pytest.raises(OSError, match="space"):
+            saver.wait()
+    if failing is None:
+        path = folder / "step-00000001"
+        assert names_in(path) == ["checkpoint.json", "state-0.safetensors", "state-1.safetensors"]
+        assert_same(Checkpoints(folder).open().read(), make_state(1))
+    else:
+        assert names_in(folder) == []
+
+
+def test_ranks_without_a_shared_folder_are_refused(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "another machine"
+    (other / "step-00000001.tmp").mkdir(parents=True)
+    gathers = Gathers(2)
+    savers = [
+        Saver(Checkpoints(place), 2, CPU, rank, gathers.of(rank))
+        for rank, place in enumerate((folder, other))
+    ]
+    for saver in savers:
+        saver.save(make_meta(1), make_state(1))
+    with pytest.raises(OSError, match=r"state-1.safetensors: all ranks need the same --run-dir"):
+        savers[0].wait()
+
+
+class Gathers:
+    """Messages between ranks that are threads."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def of(self, rank: int) -> Callable[[Any], list[Any]]:
+        def gather(value: Any) -> list[Any]:
+            self._values[rank] = value
+            self._barrier.wait(60)
+            values = [*self._values]
+            self._barrier.wait(60)
+            return values
+
+        return gather
+
+
+class Messages(World):
+    """A rank of two. The other rank is done with its disk at once."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.sent: list[Any] = []
+        self.was_patient = threading.Event()
+
+    def all_gather(self, value: Any) -> list[Any]:
+        self.sent.append(value)
+        if len(self.sent) == 3:
+            self.was_patient.set()
+        return [value, True]
+
+
+def test_ranks_exchange_messages_while_one_waits_for_its_disk() -> None:
+    world = Messages()
+    assert run_slow(world, lambda: world.was_patient.wait(60), message_s=0.01)
+    assert world.sent[:3] == [False] * 3
+    assert world.sent[-1] is True
+
+
+def test_error_of_a_slow_job_is_raised_after_the_ranks_are_done() -> None:
+    world = Messages()
+
+    def fail() -> None:
+        raise ResumeError("damaged")
+
+    with pytest.raises(ResumeError, match="damaged"):
+        run_slow(world, fail)
+    assert world.sent == [True]
 
 
 class Reordered(nn.Module):
@@ -211,9 +311,10 @@ def test_an_optimizer_goes_on_bit_for_bit_by_the_names_of_the_weights(
     for weight, before in zip(model.parameters(), kept, strict=True):
         weight.data.copy_(before)
     fresh = make_optimizer(model, name, 0.1)
-    _, state = Checkpoints(folder).load(CPU)
+    checkpoint = Checkpoints(folder).open()
+    make_moments(fresh, model, checkpoint)
+    state = checkpoint.read({"optimizer": optimizer_state(fresh, model)})
     assert state["optimizer"]["weights"][0]["0.turned"].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    load_optimizer(fresh, model, state["optimizer"])
     steps(fresh, range(2, 5))
     assert all(torch.equal(one, other) for one, other in zip(weights(), expected, strict=True))
 
@@ -221,8 +322,9 @@ def test_an_optimizer_goes_on_bit_for_bit_by_the_names_of_the_weights(
 def test_an_optimizer_of_other_weights_is_refused(folder: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2, bias=False)
     state = optimizer_state(make_optimizer(model, "adamw", 0.1), model)
+    save(folder, 1, {"optimizer": state})
     with pytest.raises(ResumeError, match="other weights"):
-        load_optimizer(make_optimizer(other, "adamw", 0.1), other, state)
+        make_moments(make_optimizer(other, "adamw", 0.1), other, Checkpoints(folder).open())
 
 
 def copied(cuda: SimulatedCuda) -> None:
@@ -241,9 +343,26 @@ def test_memory_is_page_locked_once_and_unlocked_when_nothing_is_copied(
         copied(cuda)
     assert cuda.marks == ["register", "unregister"]
     assert cuda.contexts == {1}
-    events = cuda.compute.recorded
+    events = cuda.copy.recorded
     assert len(events) == 3
     assert all(event.was_waited_for for event in events)
+
+
+def test_copy_is_beside_the_next_step_and_before_its_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with simulate(monkeypatch) as cuda:
+        copy = HostCopy(CUDA_1)
+        copy.before_update()
+        assert not cuda.compute.waited, "nothing was copied"
+        copy.take({"weight": torch.arange(4.0)})
+        assert cuda.copy.waited == cuda.compute.recorded, "copies follow the last update"
+        assert not cuda.compute.waited, "the next forward pass does not wait"
+        copy.before_update()
+        copy.before_update()
+        assert cuda.compute.waited == cuda.copy.recorded
+        assert not any(event.was_waited_for for event in cuda.copy.recorded), "the host waited"
+        copy.close()
 
 
 def test_where_no_memory_can_be_locked_a_warning_says_so_and_copies_are_right(

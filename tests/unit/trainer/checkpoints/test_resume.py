@@ -38,7 +38,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[...
 
 
 def spoil(path: Path) -> None:
-    file = path / "state.safetensors"
+    file = path / "state-0.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
@@ -52,7 +52,7 @@ def test_auto_takes_the_one_before_a_damaged_one_and_says_so(
     spoil(damaged)
     assert download_newest(tmp_path, None)
     assert Checkpoints.of_run(tmp_path).steps() == [1]
-    assert f"{damaged} is damaged (state.safetensors fails its checksum)" in caplog.text
+    assert f"{damaged} is damaged (state-0.safetensors fails its checksum)" in caplog.text
     assert names_in(tmp_path / "checkpoints") == ["step-00000001", "step-00000002.damaged"]
 
 
@@ -77,7 +77,7 @@ def test_auto_takes_no_damaged_copy(
     spoiled = checkpoint(tmp_path / "other", 2)
     copy_of(tmp_path / "other", URL)
     spoil(spoiled)
-    file = spoiled / "state.safetensors"
+    file = spoiled / "state-0.safetensors"
     store.store[f"{URL}/checkpoints/{spoiled.name}/{file.name}"] = file.read_bytes()
     assert download_newest(tmp_path, URL)
     assert Checkpoints.of_run(tmp_path).steps() == [1]

@@ -24,7 +24,6 @@ from support.checkpoints import (
 )
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
-from tokenfeed.trainer.checkpoints.checkpoint_format import join, split
 from tokenfeed.trainer.checkpoints.metadata import Best
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.distributed.world import State
@@ -54,18 +53,19 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, step: int | None = None) -> State:
-    return Checkpoints(folder).load(CPU, step)[1]
+    return Checkpoints(folder).open(step).read()
 
 
 def step_of(folder: Path) -> int:
-    return Checkpoints(folder).load(CPU)[0].step
+    return Checkpoints(folder).open().meta.step
 
 
 def test_what_was_saved_last_is_loaded(folder: Path) -> None:
     for step in (9, 10):
         save(folder, step)
-    meta, state = Checkpoints(folder).load(CPU)
-    assert meta == make_meta(10)
+    checkpoint = Checkpoints(folder).open()
+    assert checkpoint.meta == make_meta(10)
+    state = checkpoint.read()
     assert torch.equal(state["model"]["weight"], torch.full((4,), 10.0))
     assert state["scaler"] == {"scale": 65536.0}
 
@@ -111,15 +111,41 @@ def test_any_state_comes_back_bit_for_bit(
     shutil.rmtree(folder)
 
 
-def test_two_paths_with_one_name_stay_two_tensors() -> None:
+def test_two_paths_with_one_name_stay_two_tensors(folder: Path) -> None:
     state = {"a": {"b.c": torch.ones(1), "b": {"c": torch.zeros(1)}}}
-    rest, named = split(state)
-    assert_same(state, join(rest, named))
+    save(folder, 1, state)
+    assert_same(state, load(folder))
+
+
+def test_read_overwrites_live_tensors_in_place(folder: Path) -> None:
+    saved = torch.rand(5, 3)
+    save(folder, 1, {"model": {"a": saved, "b": saved + 1}, "step": torch.tensor(7.0)})
+    live = torch.zeros(3, 5, dtype=torch.float64).t()  # other layout, wider numbers
+    state = Checkpoints(folder).open().read({"model": {"a": live}})
+    assert state["model"]["a"] is live
+    assert torch.equal(live, saved.double())
+    assert torch.equal(state["model"]["b"], saved + 1)
+    assert state["step"] == 7
+
+
+def test_read_only_reads_one_part(folder: Path) -> None:
+    save(folder, 1, {"model": {"a": torch.ones(2)}, "optimizer": {"m": torch.ones(2)}})
+    moments = torch.zeros(2)
+    live = {"optimizer": {"m": moments}}
+    assert Checkpoints(folder).open().read(live, only="model").keys() == {"model"}
+    assert not moments.any()
+
+
+def test_open_rejects_unlisted_tensor_file(folder: Path) -> None:
+    path = save(folder, 1)
+    shutil.copy(path / "state-0.safetensors", path / "state-1.safetensors")
+    with pytest.raises(ResumeError, match=r"state-1.safetensors is not listed"):
+        Checkpoints(folder).open()
 
 
 def test_other_programs_read_the_tensors_by_the_names_of_the_weights(folder: Path) -> None:
     path = save(folder, 1, {"model": {"blocks.0.weight": torch.arange(6.0).view(2, 3)}})
-    found = safetensors.torch.load_file(path / "state.safetensors")
+    found = safetensors.torch.load_file(path / "state-0.safetensors")
     assert found.keys() == {"model.blocks.0.weight"}
     assert torch.equal(found["model.blocks.0.weight"], torch.arange(6.0).view(2, 3))
     described = json.loads((path / "checkpoint.json").read_bytes())["tensors"]
@@ -132,7 +158,7 @@ def test_other_programs_read_the_tensors_by_the_names_of_the_weights(folder: Pat
 def test_tied_weights_are_kept_once(folder: Path) -> None:
     weight = torch.rand(300, 10)
     path = save(folder, 1, {"model": {"embedding": weight, "head": weight}})
-    assert (path / "state.safetensors").stat().st_size < 1.5 * 300 * 10 * 4
+    assert (path / "state-0.safetensors").stat().st_size < 1.5 * 300 * 10 * 4
     model = load(folder)["model"]
     assert torch.equal(model["embedding"], weight)
     assert torch.equal(model["head"], weight)
@@ -181,7 +207,7 @@ def test_a_save_that_was_killed_is_no_checkpoint_and_is_cleared_by_the_next(fold
     save(folder, 1)
     unfinished = folder / "step-00000002.tmp"
     unfinished.mkdir()
-    (unfinished / "state.safetensors").write_bytes(b"half")
+    (unfinished / "state-0.safetensors").write_bytes(b"half")
     assert step_of(folder) == 1
     save(folder, 2)
     assert not unfinished.exists()
@@ -198,7 +224,7 @@ def test_a_bit_that_was_flipped_anywhere_is_refused_in_one_line(folder: Path) ->
             damaged[place] ^= 1 << draw.randrange(8)
             file.write_bytes(damaged)
             try:
-                _, state = Checkpoints(folder).load(CPU)
+                state = load(folder)
             except ResumeError as error:
                 assert "step-00000001: the checkpoint is damaged" in str(error)
                 assert "\n" not in str(error)
@@ -218,25 +244,25 @@ def nest(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, Path.unlink, nest])
-@pytest.mark.parametrize("name", ["state.safetensors", "checkpoint.json"])
+@pytest.mark.parametrize("name", ["state-0.safetensors", "checkpoint.json"])
 def test_a_damaged_checkpoint_is_one_line_with_its_folder_and_the_remedy(
     folder: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(save(folder, 1) / name)
     with pytest.raises(ResumeError, match=r"step-00000001.* damaged .*Delete this folder") as error:
-        Checkpoints(folder).load(CPU)
+        load(folder)
     assert "\n" not in str(error.value)
 
 
 def test_nothing_to_resume_from_says_so(folder: Path) -> None:
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
-        Checkpoints(folder).load(CPU)
+        load(folder)
 
 
 def test_what_was_loaded_stays_when_its_file_goes(folder: Path) -> None:
     path = save(folder, 1)
     weight = load(folder)["model"]["weight"]
-    (path / "state.safetensors").write_bytes(b"")
+    (path / "state-0.safetensors").write_bytes(b"")
     assert torch.equal(weight, torch.full((4,), 1.0))
 
 

@@ -74,7 +74,7 @@ def test_adapters_alone_are_trained_and_saved(documents: Path, llama: str, tmp_p
     assert all(".lora_" in name for name in saved)
     run(make_config(documents, tmp_path / "full", model=llama))
     sizes = [
-        (tmp_path / name / "checkpoints" / "step-00000008" / "state.safetensors").stat().st_size
+        (tmp_path / name / "checkpoints" / "step-00000008" / "state-0.safetensors").stat().st_size
         for name in ("lora", "full")
     ]
     assert sizes[0] < sizes[1] / 2

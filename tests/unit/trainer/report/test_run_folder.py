@@ -79,7 +79,7 @@ def test_a_start_by_a_launcher_of_ranks_is_refused(
 def test_run_removes_at_its_start_what_killed_save_left(shards: Path, tmp_path: Path) -> None:
     left = tmp_path / "checkpoints" / "step-00000004.tmp"
     left.mkdir(parents=True)
-    (left / "state.safetensors").write_bytes(b"half")
+    (left / "state-0.safetensors").write_bytes(b"half")
     with pytest.raises(ResumeError, match="no checkpoint to resume from"):
         run(make_config(shards, tmp_path, resume=True))
     seen: list[bool] = []
