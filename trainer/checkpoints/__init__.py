@@ -2,12 +2,15 @@
 
 `checkpoints/step-00000100/` holds everything that the next step depends on:
 
-    state.safetensors          tensors of rank 0: weights, optimizer moments, random states, skips
-    checkpoint.json            everything else, the place of each tensor, and both checksums
+    state-0.safetensors        tensors: weights, optimizer moments, random states, skipped steps
+    checkpoint.json            everything else, each tensor's dtype and shape, and all checksums
 
-Both files are written and synced in a folder with a temporary name. One rename makes the folder a
+If weights are sharded, rank 1 writes its shards to state-1.safetensors, and so on.
+
+All files are written and synced in a folder with a temporary name. One rename makes the folder a
 checkpoint. A killed save leaves a temporary folder, which is ignored; the next save deletes it.
 
-The loop waits only for a copy to host memory (`tensor_file.HostCopy`). A thread writes the files
-(`async_saver`). checkpoint.json also names the best step on the validation split, and its metric.
+The loop does not wait for a save. The device copies tensors to host memory while it computes
+(`tensor_file.HostCopy`), and a thread writes the files (`async_saver`). checkpoint.json also names
+the best step on the validation split, and its metric.
 """

@@ -10,20 +10,17 @@ import contextlib
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.distributed.world import State, World
+from tokenfeed.trainer.distributed.world import World
 
 __all__ = [
     "check_sharding",
-    "distribute_like",
     "full_tensor",
-    "gather_state",
     "is_sharded",
     "local_shard",
     "replicated_scalars",
@@ -93,16 +90,6 @@ def full_tensor(tensor: Any) -> Tensor:
     return full
 
 
-def distribute_like(weight: Any, value: Tensor) -> Tensor:
-    """Return a copy of a whole tensor, sharded and laid out in memory like `weight`."""
-    if not _is_dtensor(weight):
-        return torch.empty_like(weight, dtype=value.dtype).copy_(value)
-    from torch.distributed.tensor import distribute_tensor
-
-    there = value.to(weight.device)
-    return distribute_tensor(there, weight.device_mesh, weight.placements, src_data_rank=None)
-
-
 def replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which plain tensors count as equal on all ranks, if others are
     sharded."""
@@ -124,34 +111,6 @@ def reshard(model: nn.Module) -> None:
     if is_sharded(model):
         for module in model.modules():
             getattr(module, "reshard", _nothing)()
-
-
-def gather_state(state: State, world: World) -> State:
-    """Return a state with whole tensors on the host of rank 0, and None on other ranks.
-
-    All ranks take part, one tensor at a time. Without sharded tensors the state is returned as it
-    is.
-    """
-    seen: dict[tuple[int, torch.Size], Tensor] = {}
-
-    def walk(value: Any) -> Any:
-        if _is_dtensor(value):
-            return gathered(value)
-        if isinstance(value, dict):
-            return {key: walk(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [walk(inner) for inner in value]
-        return value
-
-    def gathered(share: Any) -> Tensor | None:
-        full = full_tensor(share)
-        if not world.is_main:
-            return None
-        key = local_shard(share).data_ptr(), share.shape  # tied weights stay one tensor
-        return seen.setdefault(key, full.cpu())
-
-    found: State = walk(state)
-    return found
 
 
 def _nothing() -> None:

@@ -129,6 +129,15 @@ def test_wherever_an_upload_breaks_off_a_checkpoint_is_whole_or_absent(
     assert last > 8
 
 
+def test_upload_replaces_a_checkpoint_of_more_ranks(
+    tmp_path: Path, store: type[FaultyStore]
+) -> None:
+    path = checkpoint(tmp_path, 1)
+    store.store[f"{URL}/checkpoints/{path.name}/state-1.safetensors"] = b"of another session"
+    RemoteRun(URL).put_checkpoint(path)
+    assert files_at(URL) == files_in(tmp_path)
+
+
 def test_a_finished_report_at_a_url_promises_the_last_checkpoint_and_the_best(
     shards: Path, tmp_path: Path, store: type[FaultyStore]
 ) -> None:

@@ -1,0 +1,96 @@
+"""What is saved of a model in training, and what loading it takes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.checkpoints import CPU, save
+from support.training import make_config, run, write_counting
+
+from tokenfeed.pipeline.errors import ResumeError
+from tokenfeed.trainer.checkpoints.async_saver import Saver
+from tokenfeed.trainer.checkpoints.retention import Checkpoints
+from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.optim.precision import Precision
+from tokenfeed.trainer.optim.train_state import Learner
+from tokenfeed.trainer.sizing.memory_model import PeakBytes
+from tokenfeed.trainer.tasks.registry import task_of
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]) -> Path:
+    return write_counting(write_dataset, tmp_path_factory.mktemp("shards"), validation_rows=0)
+
+
+def learner_of(config: TrainConfig) -> Learner:
+    return Learner(config, task_of(config, CPU), Precision("fp32", CPU), CPU)
+
+
+@pytest.mark.parametrize("load", [Learner.load, Learner.load_weights])
+def test_load_takes_less_memory_than_a_step(
+    load: Callable[..., None], shards: Path, tmp_path: Path
+) -> None:
+    run(make_config(shards, tmp_path, model="mini", steps=1))
+    checkpoint = Checkpoints.of_run(tmp_path).open()
+    learner = learner_of(make_config(shards, tmp_path, model="mini"))
+    weights = [*learner.model.parameters()]
+    numbers, largest = (function(w.numel() for w in weights) for function in (sum, max))
+    learner.load(checkpoint)  # moments exist now, as at the end of a run
+    if load is Learner.load:
+        learner.optimizer.state.clear()
+    with PeakBytes() as memory:
+        for tensor in (*weights, *moments_of(learner)):
+            memory.add(tensor)
+        load(learner, checkpoint)
+        peak = memory.peak
+    assert 12 * numbers < peak < 12 * numbers + 4 * largest + 100_000
+    assert peak < 13 * numbers
+
+
+def moments_of(learner: Learner) -> list[torch.Tensor]:
+    return [tensor for values in learner.optimizer.state.values() for tensor in values.values()]
+
+
+def test_state_dict_copies_buffers_and_no_weights(shards: Path, tmp_path: Path) -> None:
+    learner = learner_of(make_config(shards, tmp_path))
+    learner.model.register_buffer("seen", torch.zeros(1))
+    state = learner.state_dict()["model"]
+    with torch.no_grad():
+        for tensor in (*learner.model.parameters(), *learner.model.buffers()):
+            tensor.fill_(3.0)
+    assert state.pop("seen") == 0, "a forward pass may change buffers while they are copied"
+    assert all(bool((weight == 3).all()) for weight in state.values())
+
+
+def test_each_update_follows_the_copy_of_the_last_save(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def follow(owner: type, name: str) -> None:
+        function = getattr(owner, name)
+
+        def noted(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    follow(Saver, "save")
+    follow(Saver, "before_update")
+    follow(Learner, "step")
+    run(make_config(shards, tmp_path, steps=4, save_every=2))
+    step = ["before_update", "step"]
+    assert calls == [*step, *step, "save", *step, *step, "save"]
+
+
+def test_load_of_another_model_names_the_weight(shards: Path, tmp_path: Path) -> None:
+    save(tmp_path, 1, {"model": {"weight": torch.ones(2)}, "optimizer": {"weights": []}})
+    learner = learner_of(make_config(shards, tmp_path))
+    before = [weight.clone() for weight in learner.model.parameters()]
+    with pytest.raises(ResumeError, match="not those of this model"):
+        learner.load(Checkpoints(tmp_path).open())
+    now = learner.model.parameters()
+    assert all(torch.equal(one, other) for one, other in zip(before, now, strict=True))
