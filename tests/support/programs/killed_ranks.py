@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.hf_storage  # else each fork that resumes imports it
 from support.checkpoints import names_in
 from support.programs.killed_training import STEPS, slow_down
 from support.programs.ranked_training import free_port, in_a_fork, train

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint.hf_storage  # else each fork that resumes imports it
 from support.checkpoints import assert_same, names_in
 from support.training import assert_same_run, load_state, make_config, run
 
