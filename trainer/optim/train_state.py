@@ -106,6 +106,7 @@ class Learner:
         for each choice of weights."""
         now, choices = trainable_names(self.model, None), dict.fromkeys(self._chosen)
         compile_model(self.model, len(choices))
+        self.task.is_compiled = True
         listed = ", ".join(" x ".join(map(str, shown.ids_BT.shape)) for shown in micro_batches)
         _log.info("compiles micro-batches of %s tokens", listed)
         random = random_state(self._device)

@@ -88,6 +88,9 @@ class Task:
     best_by: ClassVar[BestBy] = BestBy("loss", less_is_better=True)
     """The metric that selects the best checkpoint."""
 
+    is_compiled = False
+    """Whether the loss of chunks is compiled."""
+
     def __init__(self, manifest: Manifest, seed: int) -> None:
         self.manifest = manifest
         self.seed = seed
@@ -158,7 +161,7 @@ class Task:
         if most < len(targets_N):
             chosen = (targets_N == IGNORED).sort(stable=True).indices[:most]
             hidden_ND, targets_N = hidden_ND.index_select(0, chosen), targets_N[chosen]
-        summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N)
+        summed = vocabulary_loss(hidden_ND, model.head_weight, targets_N, compiled=self.is_compiled)
         return Loss(summed, (targets_N != IGNORED).sum())
 
     def loss_of(self, logits: Tensor, micro_batch: MicroBatch) -> Loss:

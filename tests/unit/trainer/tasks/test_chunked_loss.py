@@ -41,17 +41,20 @@ _PADDED = 128
 class Largest(TorchDispatchMode):
     """Keeps the most elements of a tensor that is as wide as the vocabulary."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = _PADDED) -> None:
         super().__init__()
-        self.rows = 0
+        self._width = width
+        self.rows = self.made = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         out = function(*args, **(kwargs or {}))
         for value in tree_iter(out):
-            if isinstance(value, Tensor) and value.dim() and value.shape[-1] == _PADDED:
-                self.rows = max(self.rows, value.numel() // _PADDED)
+            if isinstance(value, Tensor) and value.dim() and value.shape[-1] == self._width:
+                self.rows = max(self.rows, value.numel() // self._width)
+                given = (each for each in tree_iter(args) if isinstance(each, Tensor))
+                self.made += value.data_ptr() not in {each.data_ptr() for each in given}
         return out
 
 
@@ -247,9 +250,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     seen: list[int] = []
     plain = chunked.vocabulary_loss
 
-    def noted(hidden_ND: Tensor, *others: Tensor) -> Tensor:
+    def noted(hidden_ND: Tensor, *others: Tensor, compiled: bool) -> Tensor:
         seen.append(len(hidden_ND))
-        return plain(hidden_ND, *others)
+        return plain(hidden_ND, *others, compiled=compiled)
 
     monkeypatch.setattr("tokenfeed.trainer.tasks.task.vocabulary_loss", noted)
     return seen
@@ -264,6 +267,15 @@ def test_of_masked_tokens_only_those_are_computed(
     assert loss.targets <= counted[0] < micro_batch.num_slots
 
 
+def test_backward_scales_gradients_in_place() -> None:
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(50, 4, requires_grad=True)
+    loss = chunked.vocabulary_loss(hidden, weight, torch.arange(6))
+    with Largest(width=4) as largest:
+        loss.backward()
+    assert largest.rows == 50
+    assert largest.made == 0
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("compiled", [False, True])
@@ -272,8 +284,9 @@ def test_a_run_learns_what_it_learns_from_all_logits(
 ) -> None:
     folder = write_labelled(tmp_path / "shards", "lm", count=150)
     changes: dict[str, Any] = {"compile": compiled, "clip_norm": 100.0}
-    inner = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: inner(m, backend="eager", **o))
+    inner = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **o: inner(f, backend="eager", **o))
+    chunked.compiled_loss_and_error.cache_clear()
     ours = run(make_config(folder, tmp_path / "chunks", **changes))
     monkeypatch.setattr(chunked, "WORTH_BYTES", math.inf)
     theirs = run(make_config(folder, tmp_path / "whole", **changes))
