@@ -58,7 +58,7 @@ class Delivered:
     plan: Plan
     position: Position = _START
     digest: int = 0
-    """Sum over all micro-batches; see `digest`."""
+    """Sum over all micro-batches; see `digests` in `batching`."""
     tokens: tuple[int, ...] = ()
     """Tokens of each source in the current epoch."""
     last_epoch_tokens: tuple[int, ...] = ()

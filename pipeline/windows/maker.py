@@ -14,8 +14,15 @@ from tokenfeed.pipeline.arithmetic import offsets_of, take
 from tokenfeed.pipeline.errors import ResumeError
 from tokenfeed.pipeline.format.schema import Role, role_of
 from tokenfeed.pipeline.planning.ahead import Ahead
-from tokenfeed.pipeline.planning.batching import Rounds, WindowPlan, deal_rounds, plan_window
-from tokenfeed.pipeline.planning.digest import Spans, digests, tokens_by_source
+from tokenfeed.pipeline.planning.batching import (
+    Rounds,
+    Spans,
+    WindowPlan,
+    deal_rounds,
+    digests,
+    plan_window,
+    tokens_by_source,
+)
 from tokenfeed.pipeline.planning.plan import Plan, Position
 from tokenfeed.pipeline.planning.policy import regroup
 from tokenfeed.pipeline.windows.layout import Layout, Sequences, lay_out

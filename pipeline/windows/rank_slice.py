@@ -51,7 +51,7 @@ class RoundIndex:
     ends_step: np.ndarray
     """Whether its round is the last round of a step, bool."""
     digests: np.ndarray
-    """Digest of its round, uint64; see `digest`."""
+    """Digest of its round, uint64; see `digests` in `batching`."""
     tokens: np.ndarray
     """Tokens of each source in its round, shape (M, sources), int64."""
 
