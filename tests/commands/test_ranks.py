@@ -203,6 +203,22 @@ def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(sharded:
 
 
 @pytest.mark.slow
+def test_killed_ranks_with_shares_leave_checkpoints_to_resume(shards: Path, tmp_path: Path) -> None:
+    settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}
+    often = settings | {"save_every": 1}
+    going_on = often | {"resume": True}
+    runs: list[Run] = [
+        (2, often | {"ends": ("kill", 1, 3)}),
+        (3, going_on | {"ends": ("kill", 0, 2)}),
+    ]
+    runs += [(2, going_on), (2, settings | {"run_dir": tmp_path / "undisturbed"})]
+    codes, errors = train(runs)
+    killed = -signal.SIGKILL
+    assert codes == [[1, killed], [killed, 1, 1], [0, 0], [0, 0]], errors
+    assert_alike(tmp_path / "run", tmp_path / "undisturbed")
+
+
+@pytest.mark.slow
 def test_what_shares_cannot_do_is_refused_with_the_remedy(shards: Path, tmp_path: Path) -> None:
     refused = {"optimizer": "muon", "precision": "fp16", "micro_batch_tokens": "auto"}
     settings = settings_of("lm packed", shards, tmp_path / "run") | {"shard_model": True}

@@ -179,7 +179,10 @@ class Checkpoints:
             files = _on_all_ranks(snapshot, lambda: _write_shards(temporary, snapshot))
             if snapshot.rank:
                 return
-            _check_shared(temporary, files)
+            for name, _ in files:
+                if not (temporary / name).exists():  # on the disk of another machine
+                    missing = f"rank 0 does not find {name}: all ranks need the same --run-dir"
+                    raise OSError(errno.ENOENT, missing)
             write_content(temporary, snapshot.meta, snapshot.rest, snapshot.tensors, dict(files))
             temporary.rename(final)
             sync_folder(self._folder)
@@ -292,18 +295,6 @@ def _write_shards(folder: Path, snapshot: Snapshot) -> tuple[str, str]:
     """Write a rank's file; return its name and checksum."""
     name = f"state-{snapshot.rank}.safetensors"
     return name, write_tensors(folder / name, snapshot.copy)
-
-
-def _check_shared(folder: Path, files: list[tuple[str, str]]) -> None:
-    """Check that rank 0 finds the files of all ranks.
-
-    Raises:
-        OSError: A rank has written to another disk.
-    """
-    for name, _ in files:
-        if not (folder / name).exists():
-            reason = f"rank 0 does not find {name}: all ranks need the same --run-dir"
-            raise OSError(errno.ENOENT, reason, str(folder))
 
 
 @contextlib.contextmanager
