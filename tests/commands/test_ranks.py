@@ -198,6 +198,18 @@ def test_shares_of_the_weights_train_as_whole_ones(name: str, sharded: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
+def test_shares_keep_no_whole_weight_between_forward_and_backward(
+    size: int, shards: Path, tmp_path: Path
+) -> None:
+    program = [PROGRAMS / "sharded_memory.py", str(shards / "lm"), str(tmp_path), str(size)]
+    result = warm.run(program)
+    assert result.returncode == 0, result.stderr
+    ranks = json.loads(result.stdout.splitlines()[-1])
+    assert [rank["kept"] for rank in ranks] == [0] * size
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_shares_to_whole_weights_and_to_other_shares(sharded: Path) -> None:
     assert_alike(sharded / "changing", sharded / "lm packed" / "whole")
 

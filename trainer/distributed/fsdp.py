@@ -12,7 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import TrainConfig
@@ -25,7 +30,6 @@ __all__ = [
     "local_shard",
     "replicated_scalars",
     "reshard",
-    "set_last_backward",
     "shard_model",
 ]
 
@@ -54,16 +58,30 @@ def check_sharding(config: TrainConfig, precision: str) -> None:
             )
 
 
-def shard_model(model: nn.Module, world: World) -> None:
-    """Shard each weight: layer by layer, then the rest of the model as one unit.
+def shard_model(model: nn.Module, world: World, dtype: torch.dtype) -> None:
+    """Shard each weight of a model on the host: layer by layer, then the rest as one unit.
 
-    The rest stays one unit, since the head may share its weight with the embedding. All ranks must
-    start with equal weights.
+    The layers go to the device one after the other, so that a device never stores more than one
+    whole layer beside its shards. The rest stays one unit, since the head may share its weight with
+    the embedding. All ranks get the values of rank 0; on other ranks the model may be on the meta
+    device.
+
+    Args:
+        model: The model, changed in place.
+        world: The ranks.
+        dtype: Of weights while a layer computes. Shards and sums of gradients stay fp32.
     """
     mesh = init_device_mesh(world.device.type, (world.size,))
+    # Without a policy, autocast would keep a bf16 copy of every gathered weight for backward.
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if dtype != torch.float32:
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     blocks = getattr(model, "repeated_blocks", tuple)
     for part in (*blocks(), model):
-        fully_shard(part, mesh=mesh)
+        _broadcast_to_device(part, world)
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -71,6 +89,29 @@ def shard_model(model: nn.Module, world: World) -> None:
     for name in _FORWARD_METHODS:
         if hasattr(model, name):
             register_fsdp_forward_method(model, name)
+
+
+def _broadcast_to_device(part: nn.Module, world: World) -> None:
+    """Move weights and buffers to the device, with the values of rank 0, unless they are sharded.
+
+    Tied weights stay tied. The old tensors may be on the meta device.
+    """
+    moved: dict[Tensor, Tensor] = {}
+    for module in part.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or _is_dtensor(tensor):
+                    continue
+                if tensor not in moved:
+                    moved[tensor] = _on_device(tensor, world.device)
+                tensors[name] = moved[tensor]  # type: ignore[assignment]
+    world.broadcast(list(moved.values()))
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    old = tensor.detach()
+    new = torch.empty_like(old, device=device) if old.is_meta else old.to(device)
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -98,12 +139,6 @@ def replicated_scalars(tensors: list[Tensor]) -> contextlib.AbstractContextManag
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
-
-
-def set_last_backward(model: Any, *, last: bool) -> None:
-    """Set whether the next backward pass ends a step. Then it sums gradients over ranks."""
-    model.set_requires_gradient_sync(last)
-    model.set_is_last_backward(last)
 
 
 def reshard(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tokenfeed.trainer.data.micro_batch import MicroBatch
-from tokenfeed.trainer.distributed.fsdp import is_sharded, set_last_backward
+from tokenfeed.trainer.distributed.fsdp import is_sharded
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.stall import StallMeter
@@ -62,16 +62,16 @@ class StepGradients:
         """Add those of a micro-batch, which may be the last of its step; return its loss."""
         if self._is_sharded:
             self._meet()
-            set_last_backward(self._learner.model, last=last)
         self._learner.draw_for(number)
-        return self._learner.add_gradients(micro_batch)
+        return self._learner.add_gradients(
+            micro_batch, last=last, waiting=self._stall.cause("communication")
+        )
 
     def add_up(self, tally: Tally) -> None:
-        """Make gradients, losses and targets of a step those of all ranks."""
+        """Make losses and targets of a step those of all ranks. Their gradients are so already."""
         if self._world.size > 1:
-            own = [] if self._is_sharded else self._learner.gradients()
             with self._stall.cause("communication"):
-                self._world.all_reduce([*own, tally.loss, tally.targets])
+                self._world.all_reduce([tally.loss, tally.targets])
 
     def _meet(self) -> None:
         """Wait, in the device's queue, for ranks whose batch is late: where ranks compute together

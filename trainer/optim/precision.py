@@ -6,7 +6,7 @@ state are fp32 always; on CUDA what is left of fp32 matrix products runs as TF32
 """
 
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,6 @@ from tokenfeed.trainer.distributed.world import World
 __all__ = [
     "Precision",
     "all_finite",
-    "gradients_of",
     "tune_convolutions",
 ]
 
@@ -54,7 +53,12 @@ class Precision:
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(
-        self, optimizer: torch.optim.Optimizer, scale: Tensor | float, clip_norm: float
+        self,
+        optimizer: torch.optim.Optimizer,
+        scale: Tensor | float,
+        clip_norm: float,
+        *,
+        keeps_gradients: bool = False,
     ) -> Tensor:
         """Multiply the gradients by `scale`, clip, update, clear; gives the norm before clipping.
 
@@ -64,6 +68,7 @@ class Precision:
             optimizer: From `make_optimizer`: one that heeds `grad_scale` and `found_inf`.
             scale: A number, or a tensor without dimensions that nobody has waited for.
             clip_norm: Longer gradients, after scaling, are shortened to this.
+            keeps_gradients: Whether to set gradients to 0 rather than to free them.
         """
         parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
         gradients = _dense_gradients(parameters)
@@ -77,6 +82,9 @@ class Precision:
         with replicated_scalars(gradients):
             optimizer.step()
         self._scaler.update()
+        if keeps_gradients:
+            torch._foreach_zero_(gradients)
+            return norm
         for parameter in parameters:
             parameter.grad = None  # as `zero_grad`, whose wrappers cost as much as a small layer
         return norm
@@ -127,14 +135,6 @@ def _are_finite(tensors: Iterable[Tensor], world: World) -> bool:
     bad = torch.stack([~tensor.isfinite().all() for tensor in tensors]).sum()
     world.all_reduce([bad])
     return not int(bad)
-
-
-def gradients_of(weights: Collection[nn.Parameter]) -> list[Tensor]:
-    """Dense ones of those that are trainable, also where nothing has reached them."""
-    for weight in weights:
-        if weight.requires_grad and weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-    return _dense_gradients(weights)
 
 
 def allow_tf32(device: torch.device) -> None:

@@ -1,8 +1,10 @@
 """What learns: a model, its optimizer and its number format, made, compiled, stepped and saved as
 one."""
 
+import contextlib
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.distributed.world import World
 from tokenfeed.trainer.models.activation_checkpointing import recompute_layers
 from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.transformer import SIZES
 from tokenfeed.trainer.models.weights import (
     State,
     base_of,
@@ -36,8 +39,11 @@ from tokenfeed.trainer.optim.optimizer_io import (
     seed_random,
     set_random_state,
 )
-from tokenfeed.trainer.optim.precision import Precision, gradients_of, tune_convolutions
+from tokenfeed.trainer.optim.precision import Precision, tune_convolutions
 from tokenfeed.trainer.tasks.task import Loss, Task
+
+if TYPE_CHECKING:
+    from tokenfeed.trainer.distributed.replicas import Replicas
 
 __all__ = ["Learner"]
 
@@ -62,22 +68,28 @@ class Learner:
         self._config, self.task, self._device = config, task, device
         self._world = world or World(device)
         self.precision = precision
+        self._replicas: Replicas | None = None
         torch.manual_seed(config.seed)
-        model = make_model(config, task.head, precision.dtype)
+        is_sharded = config.shard_model and self._world.size > 1
+        # The values come from rank 0, so other ranks need no memory for them. Models that this
+        # package does not define may compute with their initial values, or read them from files.
+        is_empty = is_sharded and not self._world.is_main and config.model in SIZES
+        with torch.device("meta") if is_empty else contextlib.nullcontext():
+            model = make_model(config, task.head, precision.dtype)
         self._given = given_weights(model, config)
         self.base = base_of(model, self._given, config) if self._world.is_main else Base()
-        self.model = model.to(device)
-        self._world.broadcast([*self.model.parameters(), *self.model.buffers()])
+        self.model = model if is_sharded else model.to(device)
         recompute_layers(self.model, config.recompute)
         tune_convolutions(self.model)
         self._phases = phases_of(config)
         self._chosen = [trainable_names(self.model, each.config.trainable) for each in self._phases]
         train_only(self.model, self._chosen[0])
-        if config.shard_model and self._world.size > 1:
+        if is_sharded:
             from tokenfeed.trainer.distributed import fsdp as sharding
 
             sharding.check_sharding(config, precision.name)
-            sharding.shard_model(self.model, self._world)
+            sharding.shard_model(self.model, self._world, precision.dtype)
+        self._replicas = self._replicate()
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         self._factor = _rate_factor(config)
 
@@ -86,9 +98,18 @@ class Learner:
         its moments."""
         before, config = self.optimizer, self._config
         before.zero_grad(set_to_none=True)
+        self._replicas = None  # its hooks on the weights go first
         train_only(self.model, self._chosen[phase.number - 1])
+        self._replicas = self._replicate()
         self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
         keep_moments(self.optimizer, before)
+
+    def _replicate(self) -> "Replicas | None":
+        if self._world.size == 1 or self._config.shard_model:
+            return None
+        from tokenfeed.trainer.distributed.replicas import Replicas  # a second, with ranks only
+
+        return Replicas(self.model, self.task.loss)
 
     @property
     def trained_parameters(self) -> list[int]:
@@ -133,17 +154,37 @@ class Learner:
         """Have dropout draw for the micro-batch of this number, whichever rank it is on."""
         seed_random(derive_key(self._config.seed, number, _OF_DROPOUT), self._device)
 
-    def add_gradients(self, micro_batch: MicroBatch) -> Loss:
-        """Forward and backward; the loss is divided by a constant, which keeps fp16 in range."""
+    def add_gradients(
+        self,
+        micro_batch: MicroBatch,
+        *,
+        last: bool = True,
+        waiting: contextlib.AbstractContextManager[object] | None = None,
+    ) -> Loss:
+        """Compute the loss of a micro-batch and add its gradients.
+
+        The loss is divided by a constant, which keeps gradients of fp16 in range.
+
+        Args:
+            micro_batch: The micro-batch.
+            last: Whether it is the last of its step. Replicas then sum gradients over ranks.
+            waiting: Entered while all that is left is to wait for these sums.
+        """
+        replicas = self._replicas
+        if replicas is None:
+            return self._add_gradients(self._loss, micro_batch)
+        waiting = waiting or contextlib.nullcontext()
+        with replicas.with_sums(waiting) if last else replicas.without_sums():
+            return self._add_gradients(replicas, micro_batch)
+
+    def _add_gradients(self, compute: Callable[[MicroBatch], Loss], shown: MicroBatch) -> Loss:
         with self.precision.autocast():
-            loss = self.task.loss(self.model, micro_batch)
+            loss = compute(shown)
         self.precision.backward(loss.sum / self._config.step_slots)
         return loss
 
-    def gradients(self) -> list[Tensor]:
-        """The gradient of every trainable weight, zeros where none has reached it: so all ranks
-        have the same tensors."""
-        return gradients_of([*self.model.parameters()])
+    def _loss(self, micro_batch: MicroBatch) -> Loss:
+        return self.task.loss(self.model, micro_batch)
 
     def drop_gradients(self) -> None:
         """Forget those of the step under way."""
@@ -163,7 +204,9 @@ class Learner:
         set_learning_rate(self.optimizer, self.rate(number))
         correction = self._config.step_slots / targets.clamp(min=1)
         correction = torch.where(loss.isfinite(), correction, torch.nan)
-        return self.precision.step(self.optimizer, correction, self._config.clip_norm)
+        keeps = self._replicas is not None  # gradients are views of the buckets that are summed
+        clip_norm = self._config.clip_norm
+        return self.precision.step(self.optimizer, correction, clip_norm, keeps_gradients=keeps)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 1; behind the run, where steps are only tried,
