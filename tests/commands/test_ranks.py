@@ -265,7 +265,7 @@ def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path:
 def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
     shards: Path, tmp_path: Path
 ) -> None:
-    hub = pytest.importorskip("hub_models", reason="needs transformers")
+    hub = pytest.importorskip("support.hub_models", reason="needs transformers")
     pytest.importorskip("peft")
     folder = hub.save_model(tmp_path / "hub", "CausalLM", "Llama", vocab_size=64)
     cases: dict[str, dict[str, Any]] = {
