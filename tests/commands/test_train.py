@@ -120,13 +120,13 @@ def test_sigusr1_saves_and_the_run_goes_on(shards: Path, tmp_path: Path) -> None
 
 ON_A_DISK_THAT_HANGS = """
 import sys, time
-from tokenfeed.trainer.checkpoints import checkpoint_format
-write = checkpoint_format.write_tensors
+from tokenfeed.trainer.checkpoints import retention
+write = retention.write_tensors
 def hang(path, *rest):
     if "step-00000002" not in str(path):
         time.sleep(1000)
     return write(path, *rest)
-checkpoint_format.write_tensors = hang
+retention.write_tensors = hang
 from tokenfeed.tools.train import main
 main()
 """

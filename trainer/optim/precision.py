@@ -83,7 +83,7 @@ class Precision:
             optimizer.step()
         self._scaler.update()
         if keeps_gradients:
-            torch._foreach_zero_(gradients)
+            optimizer.zero_grad(set_to_none=False)
             return norm
         for parameter in parameters:
             parameter.grad = None  # as `zero_grad`, whose wrappers cost as much as a small layer
