@@ -4,7 +4,6 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 __all__ = ["CLOUD_VOLUME", "checkpoints_on", "written_at"]
@@ -28,13 +27,16 @@ def written_at(bytes_per_s: float | None, path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def checkpoints_on(bytes_per_s: float | None) -> Iterator[None]:
     """Checkpoints of `train` are written to such a disk."""
-    from tokenfeed.trainer.checkpoints.retention import Checkpoints  # a loop before has no trainer
+    from tokenfeed.trainer.checkpoints.retention import (  # a loop before has no trainer
+        Checkpoints,
+        Snapshot,
+    )
 
     write = Checkpoints.write
 
-    def slowly(self: Checkpoints, meta: Any, *others: Any) -> None:
-        with written_at(bytes_per_s, self.path(meta.step)):
-            write(self, meta, *others)
+    def slowly(self: Checkpoints, snapshot: Snapshot, keep: int) -> None:
+        with written_at(bytes_per_s, self.path(snapshot.meta.step)):
+            write(self, snapshot, keep)
 
     with patch.object(Checkpoints, "write", slowly):
         yield
