@@ -43,7 +43,7 @@ def test_mistakes_that_are_the_networks_pass(remote: Remote) -> None:
         remote.store.write("x", DATA)
         assert remote.content("x") == DATA
     remote.proxy.schedule.append(Fault("400", says=error.format("InvalidName")))
-    with pytest.raises(RemoteError, match=r"mistake \(400 Bad Request, InvalidName, Said at\)\.$"):
+    with pytest.raises(RemoteError, match=r"invalid \(400 Bad Request, InvalidName, Said at\)\.$"):
         remote.store.write("x", DATA)
 
 
