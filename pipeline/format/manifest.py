@@ -40,6 +40,7 @@ __all__ = [
     "canonical",
     "length_histogram",
     "proved",
+    "read_checked",
     "stored",
 ]
 
@@ -349,3 +350,19 @@ def length_histogram(lengths: np.ndarray) -> np.ndarray:
 
 def _without_absent(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in items if value is not None or name not in _ADDED}
+
+
+def read_checked(store: Store, info: FileInfo) -> bytes:
+    """Read a file whose content must be as the manifest says.
+
+    Raises:
+        ManifestError: The file is missing, cannot be read, or has another checksum.
+    """
+    path = store.path(info.file)
+    try:
+        content = store.read(info.file)
+    except OSError as error:
+        raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
+    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
+        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
+    return content

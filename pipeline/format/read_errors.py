@@ -40,7 +40,7 @@ _REMEDIES = (
 def damaged(path: str, what: str, cause: BaseException | None = None) -> ShardFormatError:
     """Return the error for a damaged file."""
     because = f" ({error_line(cause)})" if cause else ""
-    remedy = "Copy the shard again, or run `pretokenize` again."
+    remedy = "Copy the file again, or run `pretokenize` again."
     return ShardFormatError(f"{path}: {what}{because}. {remedy}")
 
 

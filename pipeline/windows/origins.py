@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of
-from tokenfeed.pipeline.errors import ManifestError
 from tokenfeed.pipeline.format.data_set import OpenedSplit
+from tokenfeed.pipeline.format.manifest import read_checked
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import INPUT_IDS, ORIGIN_FILE, ORIGIN_RECORD
 from tokenfeed.pipeline.format.shard import ShardReader
@@ -68,14 +68,8 @@ def _of_sources(sources: tuple[OpenedSplit, ...], rows: np.ndarray) -> Iterator[
 
 def _names(source: OpenedSplit) -> list[str]:
     """Return the paths of the input files, by number."""
-    file = source.manifest.sources.file
-    try:
-        lines = source.store.read(file).splitlines()
-        return [json.loads(line)["path"] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ManifestError(
-            f"{source.store.path(file)}: cannot be read ({error}). Restore it."
-        ) from error
+    lines = read_checked(source.store, source.manifest.sources).splitlines()
+    return [json.loads(line)["path"] for line in lines]
 
 
 def _of_source(source: OpenedSplit, rows: np.ndarray) -> Iterator[tuple[int, int]]:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
-import xxhash
 
-from tokenfeed.pipeline.errors import ConfigError, ManifestError
-from tokenfeed.pipeline.format.manifest import FileInfo, Manifest
-from tokenfeed.pipeline.format.read_errors import error_line
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest, read_checked
 from tokenfeed.pipeline.format.rows import Rows
 from tokenfeed.pipeline.format.schema import (
     ENDED_TASKS,
@@ -81,7 +79,7 @@ def longest_row(store: Store, manifest: Manifest, split: str) -> str:
     shards = manifest.split(split).shards
     shard = max(shards, key=lambda shard: shard.longest_row)
     reader = ShardReader.open(store, manifest, shard)
-    sources = _checked_bytes(store, manifest.sources).splitlines()
+    sources = read_checked(store, manifest.sources).splitlines()
     batches = (reader.read(index)[0] for index in range(shard.batches))
     rows = next(rows for rows in batches if rows.lengths.max() == shard.longest_row)
     row = int(rows.lengths.argmax())
@@ -109,7 +107,7 @@ def _heading(row: dict[str, Any], targets: list[str]) -> str:
 
 def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dict[str, Any]]:
     tokenizer = _stored_tokenizer(store, manifest)
-    sources = _checked_bytes(store, manifest.sources).splitlines()
+    sources = read_checked(store, manifest.sources).splitlines()
     end_id, ends = manifest.tokenizer.end_id, manifest.task in ENDED_TASKS
     for row, rows in _wanted_rows(store, manifest, wanted):
         ids = rows.ids.tolist()
@@ -154,20 +152,8 @@ def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
 
 
 def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
-    json_bytes = _checked_bytes(store, manifest.tokenizer)
+    json_bytes = read_checked(store, manifest.tokenizer)
     return TextTokenizer.load(json_bytes, origin=store.path(manifest.tokenizer.file))
-
-
-def _checked_bytes(store: Store, info: FileInfo) -> bytes:
-    """The content of a side file, if it is the one the manifest names."""
-    path = store.path(info.file)
-    try:
-        content = store.read(info.file)
-    except OSError as error:
-        raise ManifestError(f"{path}: cannot be read: {error_line(error)}. Restore it.") from error
-    if xxhash.xxh3_64_hexdigest(content) != info.xxh3:
-        raise ManifestError(f"{path}: is not the file that the manifest names. Restore it.")
-    return content
 
 
 def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:

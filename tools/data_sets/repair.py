@@ -1,6 +1,5 @@
 """`shards repair OUT`: make damaged or lost shards again, or fetch them from a copy."""
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
@@ -10,25 +9,16 @@ from typing import Annotated
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, ShardFormatError
-from tokenfeed.pipeline.format.manifest import (
-    Manifest,
-)
+from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.read_errors import gave_up
 from tokenfeed.pipeline.format.storage import alone_in
 from tokenfeed.pipeline.format.store import LocalStore, open_store
-from tokenfeed.tools.data_sets.fetch import (
-    DataFile,
-    data_files,
-    fetch,
-    remove_leftovers,
-)
+from tokenfeed.tools.data_sets.fetch import DataFile, data_files, fetch, remove_leftovers
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = [
-    "Repair",
-]
+__all__ = ["Repair"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +30,8 @@ class Repair:
     """
 
     out: Annotated[Path, Meta(title="OUT", description="a path")]
-    """Output folder of `pretokenize`."""
+    """Output folder of `pretokenize` on this machine. To complete a data set in a store, copy a
+    whole one there: `shards copy`."""
     corpus: tuple[tuple[Annotated[str, text("CORPUS...")], ...], ...] = ()
     """The folders and files that the data set was made of, in the same order."""
     mirror: Annotated[str, text("PLACE")] | None = None
@@ -55,11 +46,6 @@ class Repair:
                 "`shards repair` needs one of `--corpus CORPUS...`, to make shards again, and "
                 "`--mirror PLACE`, to fetch them."
             )
-        if re.match("[a-z][a-z0-9+.-]*:/", str(self.out)):
-            raise ConfigError(
-                f"{self.out}: repairs are made in a folder of this machine. `shards copy` from a "
-                "whole data set completes one in a store."
-            )
         manifest = Manifest.read(self.out)
         with alone_in(self.out):  # a second repair waits
             remove_leftovers(self.out)
@@ -70,6 +56,9 @@ class Repair:
     def _repaired(self, manifest: Manifest) -> tuple[int, list[str]]:
         """Repair what is damaged: how many files were, and why some still are."""
         damaged = _damaged(self.out, manifest)
+        for path in (self.out / file.info.file for file in damaged):
+            if path.is_dir():
+                raise ConfigError(f"{path}: is a folder, expected a file. Move the folder away.")
         problems: list[str] = []
         if damaged and self.mirror:
             problems = _fetched(self.mirror, damaged, self.out)

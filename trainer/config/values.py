@@ -118,6 +118,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
     except (msgspec.ValidationError, TypeError):
         hint = " Put it in quotes." if expected(kind) == "text" else ""  # like 20:23 and 1e3
         raise ConfigError(f"{where}: expected {expected(kind)}, got {value}.{hint}") from None
+    if isinstance(found, Path) and "://" in str(value):  # `Path` would remove a slash
+        raise ConfigError(f"{where}: expected a path on this machine, got {value}.")
     if isinstance(found, int) and found >= _LARGEST:
         raise ConfigError(f"{where}: expected below 2**63, got {value}.")
     return found

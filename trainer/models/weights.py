@@ -168,7 +168,7 @@ def start_from(source: str, model: nn.Module) -> None:
     Raises:
         ConfigError: There are none, or none fit.
     """
-    found = _read(Path(source))
+    found = _read(source)
     fresh, ours = [], model.state_dict(keep_vars=True)
     taken: set[int] = set()
     for name, value in ours.items():
@@ -189,12 +189,13 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
-def _read(folder: Path) -> State:
+def _read(source: str) -> State:
+    folder = Path(source)
     files = _files_in(folder)
     checkpoints = Checkpoints.of_run(folder)
     if not files and checkpoints.latest() is None:
         raise ConfigError(
-            f"`--init-from`={folder}: expected the folder of a run or of `train --export`, and "
+            f"`--init-from`={source}: expected the folder of a run or of `train --export`, and "
             "found neither checkpoints nor *.safetensors."
         )
     if files:

@@ -175,7 +175,7 @@ def test_what_cannot_be_decoded_is_still_called_damage(
 ) -> None:
     info = a_shard(tmp_path)
     monkeypatch.setattr("pyarrow.ipc.open_file", raising(pa.ArrowInvalid("no\nfooter")))
-    with pytest.raises(ShardFormatError, match=r"\(no footer\)\. Copy the shard again"):
+    with pytest.raises(ShardFormatError, match=r"\(no footer\)\. Copy the file again"):
         ShardReader(tmp_path, info, 1000)
 
 

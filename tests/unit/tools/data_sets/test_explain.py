@@ -2,7 +2,9 @@
 
 import json
 import re
+import shutil
 from collections import defaultdict
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from support.delivery import POLICIES, open_loader, spans, tokens_of
 from tokenizers import Tokenizer
 
 from tokenfeed import Mixture, ShardLoader
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.storage import file_xxh3
 from tokenfeed.tools import shards
 
 Explained = list[dict[str, Any]]
@@ -121,9 +125,10 @@ def test_a_step_of_a_mixture_is_told(
     exhausted: Any, make_dataset: MakeDataset, tmp_path: Path
 ) -> None:
     folders = [make_dataset([50] * 3000), make_dataset([50] * 900)]
-    (folders[1] / "sources").write_text(
-        (folders[1] / "sources").read_text().replace("corpus.txt", "others.txt")
-    )
+    source = folders[1] / "sources"
+    source.write_text(source.read_text().replace("corpus.txt", "others.txt"))
+    manifest = Manifest.read(folders[1])
+    replace(manifest, sources=replace(manifest.sources, xxh3=file_xxh3(source))).write(folders[1])
     mixture = Mixture({folders[0]: 0.7, folders[1]: 0.3}, exhausted)
     loader = ShardLoader(mixture, batching=POLICIES[0], micro_batches_per_step=4, num_workers=0)
     batches = iter(loader)
@@ -165,6 +170,17 @@ def test_what_cannot_be_told_is_one_line(
     assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
     other = make_dataset([5] * 30)
     assert "Give the same, in the same order" in explain(other, path, expect=1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"path": "another.txt"}\n'])
+def test_explain_rejects_damaged_source_list(folder: Path, tmp_path: Path, damage: bytes) -> None:
+    state, out = tmp_path / "state.json", tmp_path / "out"
+    with open_loader(folder, micro_batches_per_step=4) as loader:
+        state.write_text(json.dumps(loader.state_dict()))
+    shutil.copytree(folder, out)
+    (out / "sources").write_bytes(damage)
+    said = explain(out, state, expect=1)
+    assert said.endswith("out/sources: is not the file that the manifest names. Restore it.\n")
 
 
 def test_a_step_that_is_too_far_is_refused_at_once(

@@ -163,7 +163,6 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     out = tmp_path / "out"
     shutil.copytree(made["lm"], out)
     assert "needs one of `--corpus" in repair(out, expect=2)
-    assert "`shards copy` from a whole" in repair(Path("s3://a/b"), "--mirror", out, expect=2)
     (out / "train/00000.arrow").unlink()
     (out / "sources.jsonl").unlink()
     said = repair(out, "--corpus", records, expect=1)
@@ -172,6 +171,17 @@ def test_what_cannot_be_made_again_says_what_is_needed(
     (out / "train/00000.arrow").unlink()
     (out / ".made_by.json").unlink()
     assert "has no .made_by.json" in repair(out, "--corpus", records, expect=2)
+
+
+def test_repair_names_folder_in_place_of_file(made: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(made["lm"], out)
+    (out / "train/00000.arrow").unlink()
+    (out / "train/00000.arrow/inside").mkdir(parents=True)
+    said = repair(out, "--mirror", made["lm"], expect=2)
+    assert said == (
+        f"error: {out}/train/00000.arrow: is a folder, expected a file. Move the folder away.\n"
+    )
 
 
 def test_repair_removes_what_killed_repair_left(made: dict[str, Path], tmp_path: Path) -> None:

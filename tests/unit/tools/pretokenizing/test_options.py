@@ -10,7 +10,7 @@ from support.commands import call
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.schema import Task
-from tokenfeed.tools import pretokenize, report, shards
+from tokenfeed.tools import pretokenize, report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.records import FieldKind, Fields
 from tokenfeed.tools.data_sets.repair import Repair
@@ -147,6 +147,24 @@ def test_pretokenize_rejects_wrong_value_in_one_line(
 )
 def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
     assert "error: a path is empty: expected " in call(main, *words, expect=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "words"),
+    [
+        (report.main, []),
+        (report.main, ["compare", "runs/a"]),
+        (shards.main, ["repair"]),
+        (shards.main, ["explain", "out", "--state"]),
+        (train.main, ["--config"]),
+        (train.main, ["--run-dir"]),
+        (train.main, ["--export"]),
+    ],
+)
+def test_address_in_place_of_path_is_rejected_without_secret(main: Any, words: list[str]) -> None:
+    shown = call(main, *words, "s3://me:hunter2@bucket/x?sig=hunter2", expect=2).stderr
+    assert "expected a path on this machine, got s3://***@bucket/x" in shown
+    assert "hunter2" not in shown
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
