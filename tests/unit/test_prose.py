@@ -14,6 +14,7 @@ CODE: tuple[str, ...] = (
     "integrations",
     "pipeline",
     "src/tokenfeed/__init__.py",
+    "tools",
     "trainer/checkpoints",
     "trainer/config",
     "trainer/data",

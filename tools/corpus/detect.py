@@ -40,7 +40,7 @@ def compression_of(name: str) -> Compression | None:
 
 
 def needs_look(name: str) -> bool:
-    """Whether the format of a file in a folder is told by its content, or its name says text."""
+    """Return whether the content of a file decides its format, or its name says text."""
     format_ = _by_ending(name)
     return format_ is None or format_ is FALLBACK or format_.is_vague
 

@@ -110,7 +110,7 @@ Location = str | RemoteFile
 
 
 def open_location(place: Location) -> BinaryIO:
-    """Open an input file to read its bytes; those of an object come in requests that grow."""
+    """Open an input file to read its bytes. Requests for the bytes of an object grow."""
     if isinstance(place, str):
         return open(place, "rb", buffering=0)
     return open_ranged_bytes(place, place.info.name, place.info.size)

@@ -65,7 +65,7 @@ class Unusable(Exception):
 
 
 def json_type(kind: FieldKind) -> Any:
-    """What JSON must hold for a kind, as msgspec is told it; that does not spare the check."""
+    """The type that msgspec decodes for a kind. Values still need the check."""
     return list[json_type(kind.item)] if kind.item else _SCALARS[kind].json  # type: ignore[misc]
 
 
@@ -198,7 +198,7 @@ class Records:
     weight_bytes: float = 0
     """The part of the file's weight that they stand for: for progress."""
     warning: str | None = None
-    """What should be said about them, by whoever writes them."""
+    """What the code that writes the records should log about them."""
 
     def __len__(self) -> int:
         return len(self.numbers)

@@ -108,7 +108,7 @@ def is_data_set(names: Iterable[str]) -> bool:
 
 
 def object_at(url: str) -> RemoteFile | None:
-    """The object that a URL names; None where there is none.
+    """Return the object that a URL names; None if it is missing.
 
     Raises:
         ConfigError: There is no such store.

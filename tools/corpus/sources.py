@@ -316,7 +316,7 @@ class _InputSearch:
         if file := object_at(url):
             if file.store.address.query and str(file) in self._seen:
                 raise ConfigError(
-                    f"{file}: is given twice. Files are told apart by what stands before `?`: give "
+                    f"{file}: is given twice. The part before `?` must differ between files: give "
                     "each address once."
                 )
             self._add_given(str(file), file, str(file))

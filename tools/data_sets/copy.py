@@ -1,7 +1,7 @@
 """`shards copy FROM TO`: a data set brought to another place, each file proved on the way.
 
 Files go first, four at a time, the manifest last, as it is: a copy that has one is complete. Which
-files are there already is told by size and checksum, so the same command continues, and completes
+files are there already, size and checksum show, so the same command continues, and completes
 a copy that has lost some. A file of an object store is known by the checksum it was written with.
 """
 
@@ -198,7 +198,7 @@ def _check_place(source: Store, to: Place, manifest: Manifest) -> None:
 
 
 def _manifest_at(store: Store) -> Manifest | None:
-    """The manifest at a place; None where there is none.
+    """Return the manifest at a place; None if it is missing.
 
     Raises:
         ConfigError: It says nothing here, so nobody knows of what data set it is.

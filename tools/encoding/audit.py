@@ -109,7 +109,7 @@ class Answers:
         return len(self.texts)
 
     def differing(self, reference: Engine) -> list[bytes]:
-        """The texts for which `reference` gives other ids; those that it cannot encode are none."""
+        """Return the texts that `reference` can encode and for which it gives other ids."""
         return self.differing_from(Answers.from_engine(reference, self.texts))
 
     def differing_from(self, right: "Answers") -> list[bytes]:
@@ -132,7 +132,7 @@ class Audit:
         self.audited = 0
         """Texts compared at the beginning of the run."""
         self.differing: list[bytes] = []
-        """Those of them whose ids differed."""
+        """Compared texts whose ids differed."""
         self._tokenizer = tokenizer
         self._reference = ReferenceEngine(tokenizer)
         self._right = Answers.joined([])
@@ -148,7 +148,7 @@ class Audit:
         self._right = Answers.from_engine(self._reference, questions.texts)
 
     def begin(self, answers: Answers) -> None:
-        """Look at the fast engine's answers to the questions; there are none without one."""
+        """Look at the fast engine's answers to the questions, if there is a fast engine."""
         self.audited = len(answers)
         self.differing = answers.differing_from(self._right) if len(answers) else []
 

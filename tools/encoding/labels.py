@@ -142,7 +142,8 @@ def find_labels(
     if not counts:
         raise CorpusError(
             f"no record has a label in field `{field}`: a label is {FieldKind.LABEL.value}, "
-            f"so 1.0 is none. Change the values, or name another field with `--field {own}=NAME`."
+            "so 1.0 is not a label. Change the values, or name another field with `--field "
+            f"{own}=NAME`."
         )
     if usable:
         counts = Counter({label: counts[label] for label in counts.keys() & usable})

@@ -151,7 +151,7 @@ def _unreadable(ignored: list[AddedToken], shape: Shape) -> list[AddedToken]:
 
 
 def _overlapping(tokens: list[AddedToken], others: list[AddedToken]) -> list[AddedToken]:
-    """Those of `tokens` of which an occurrence can share a character with one of `others`."""
+    """Return the `tokens` of which an occurrence can share a character with one of `others`."""
     starts = {other.content[:end] for other in others for end in range(1, len(other.content) + 1)}
     ends = {other.content[start:] for other in others for start in range(len(other.content))}
     contents = {other.content for other in others}

@@ -148,7 +148,7 @@ def fetch_tokenizer_json(name: str) -> bytes:
     either, or a hub id, perhaps with `@` and a revision.
 
     Raises:
-        TokenizerError: There is none, or the hub or store cannot be reached.
+        TokenizerError: The tokenizer is missing, or the hub or store cannot be reached.
     """
     if "://" in name:
         return _read_from_store(name)

@@ -1,6 +1,6 @@
 """Encode one unit into shards: read, tokenize, deal to the splits, write, count.
 
-What comes out depends on the unit and the settings alone, so it is the same whoever runs it, and a
+What comes out depends on the unit and the settings alone, so it is the same on every worker, and a
 unit that was interrupted is simply run again. Records are handled by the batch; nothing here
 touches a single token in Python.
 """
@@ -124,7 +124,7 @@ class UnitEncoder:
         return self.encode(work) if isinstance(work, Unit) else self.answer(work)
 
     def answer(self, questions: Questions) -> Answers:
-        """What the fast engine itself gives for some texts; no texts where there is none."""
+        """Return what the fast engine itself gives for some texts; empty without a fast engine."""
         if not self._fast:
             return Answers.joined([])
         return Answers.from_fast(self._fast, questions.texts)

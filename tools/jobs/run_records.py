@@ -216,7 +216,7 @@ class RunRecords(Generic[ResultT]):
         self._write(_AUDIT_FILE, audit)
 
     def kept_audit(self) -> dict[str, Any] | None:
-        """The comparison of the engines that some process has kept; None if there is none."""
+        """Return the comparison of the engines; None if no process has kept it."""
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             audit: dict[str, Any] = json.loads(self._output.read(_AUDIT_FILE))
             return audit

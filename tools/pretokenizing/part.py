@@ -28,7 +28,7 @@ class PartSummary:
     units: int
     """Units of this part."""
     resumed_units: int
-    """Those that were finished before."""
+    """Units of this part that were finished before."""
     already_finished: bool
     """Whether the data set is finished, and nothing was left to do."""
     seconds: float

@@ -63,13 +63,13 @@ class Run:
     falls_back: bool
     """Whether the reference takes over from an engine that is rejected."""
     runner: Runner = "local"
-    """Whose workers encode: those of this machine, or of a cluster."""
+    """Which workers encode: processes of this machine, or of a cluster."""
     part: JobPart | None = None
     """Which units are to be encoded; None for all."""
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Those that are to be done."""
+        """The units to encode."""
         units = self.inputs.units
         return units if self.part is None else tuple(u for u in units if self.part.has(u.number))
 

@@ -114,7 +114,7 @@ def read_command_line(
             and are in no group, in order.
         prog: Name of the command.
         description: Help text above the options. Default: the docstring of the dataclass.
-        words: The words after the command's name. Default: those of this process.
+        words: The words after the command's name. Default: from the command line of this process.
         groups: The fields that are options, by the title of their group in the help. Default: all
             fields that have a default, without a group.
         reversible: Switches that `--no-NAME` turns off, because a file may turn them on.

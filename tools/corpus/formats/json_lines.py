@@ -138,7 +138,7 @@ def _parsed(line: bytes) -> dict[str, Any] | Unusable:
 
 
 def json_object(value: Any) -> dict[str, Any] | Unusable:
-    """A value as an object, or why it is none."""
+    """Return a value as an object, or the reason why it is not an object."""
     if isinstance(value, dict):
         return value
     return Unusable(f"expected a JSON object, got {type(value).__name__}")

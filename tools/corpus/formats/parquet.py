@@ -155,7 +155,7 @@ def _open(place: Location) -> Iterator[_ParquetTable]:
 
     Raises:
         OSError: It cannot be read.
-        pyarrow.ArrowException: It is none.
+        pyarrow.ArrowException: It is not a Parquet file.
     """
     import pyarrow.parquet as pq  # 0.05 s that only its readers should pay
 

@@ -266,7 +266,7 @@ def _have_many_lines(characters: np.ndarray, starts: np.ndarray, ends: np.ndarra
 
 
 def _end_outside(data: bytes, starts: np.ndarray, ends: np.ndarray) -> int:
-    """The place behind the last newline that no quoted value encloses; 0 where there is none."""
+    """Return the place behind the last newline outside quoted values; 0 without such a newline."""
     stop = int(starts[len(ends)]) if len(starts) > len(ends) else len(data)
     for value in range(len(ends) - 1, -1, -1):
         if end := _behind_newline(data, int(ends[value]) + 1, stop):

@@ -74,7 +74,7 @@ class Table(Protocol):
 
 
 OpenTable = Callable[[Location], AbstractContextManager[Table]]
-"""Opens a table; raises OSError, ValueError or ArrowException where it is none."""
+"""Opens a table; raises OSError, ValueError or ArrowException if it cannot be read."""
 
 
 def read_table(part: FilePart, fields: Fields, *, open_table: OpenTable) -> Iterator[Records]:
