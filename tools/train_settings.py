@@ -20,7 +20,7 @@ from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.presets import PRESETS, PresetName
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.config.values import Positive, flag_of, read_settings
+from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
 from tokenfeed.trainer.distributed.launcher import Launch
 from tokenfeed.trainer.feeding.batch_policy import is_packed
@@ -35,6 +35,7 @@ from tokenfeed.trainer.sizing.recommended import (
     replacements,
     schedule_defaults,
     steps_of,
+    steps_of_tokens,
 )
 
 __all__ = ["FILE_KINDS", "GROUPS", "Command", "layered", "parse_config", "read_command"]
@@ -51,7 +52,7 @@ GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
     "model": ("model", "dropout", "init_from", "from_scratch", "lora"),
     "duration and batch size": (
-        *("epochs", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
+        *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
     ),
     "optimizer": ("learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer"),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
@@ -69,7 +70,13 @@ GROUPS = {
 }
 """The options by the title of their group in the help."""
 
-_PAIRS = (("steps", "epochs", "how long to train"), ("step_tokens", "step_rows", "what a step is"))
+_BUDGETS = ("steps", "epochs", "tokens")
+_PAIRS = (
+    ("steps", "epochs", "how long to train"),
+    ("steps", "tokens", "how long to train"),
+    ("epochs", "tokens", "how long to train"),
+    ("step_tokens", "step_rows", "what a step is"),
+)
 """Two settings that exclude each other, and what both say."""
 _OF_GPUS = ("t4", "rtx4090", "h100")
 """Presets for training on documents."""
@@ -89,6 +96,8 @@ class Command(TrainConfig):
 
     epochs: Positive | None = None
     """Passes over the train split, instead of --steps."""
+    tokens: Tokens | None = None
+    """Tokens to train on, like 500M or 10B, instead of --steps."""
     config: Path | None = None
     """YAML file of settings with these names, like config.yaml of a run. Options override it."""
     preset: PresetName | None = None
@@ -146,11 +155,10 @@ def read_command() -> Command:
     else:
         command = Command(**layered(_values(begun), given))
         machine = detect_machine(command, command.gpu)
-        if command.epochs is not None:
+        if command.epochs is not None or command.tokens is not None:
             command.check()
-            manifest, on_gpu = read_manifest(command.shards), machine.gpu is not None
-            steps = steps_of(command.epochs, command, manifest, on_gpu=on_gpu)
-            command = dataclasses.replace(command, steps=steps)
+            budget = _budget(command, command.epochs, read_manifest(command.shards), machine)
+            command = dataclasses.replace(command, **budget.settings)
     for choice in replacements(command, machine):
         _log.warning("%s", choice.reason)
         command = dataclasses.replace(command, **choice.settings)
@@ -178,8 +186,9 @@ def _given() -> dict[str, Any]:
     given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
     if not given.get("phases"):
         return given
-    if given.get("epochs") is not None:
-        raise ConfigError("`--epochs`: phases say how many steps they have. Leave it out.")
+    for name in ("epochs", "tokens"):
+        if given.get(name) is not None:
+            raise ConfigError(f"`--{name}`: phases say how many steps they have. Leave it out.")
     return {"steps": sum(phase.steps for phase in given["phases"])} | given
 
 
@@ -202,7 +211,7 @@ def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
     """Lay sources of settings over each other: later sources override earlier ones.
 
     A setting of a pair also removes the other one, and phases, which have steps of their own,
-    remove steps and epochs.
+    remove steps, epochs and tokens.
     """
     found: dict[str, Any] = {}
     for source in sources:
@@ -210,7 +219,7 @@ def layered(*sources: Mapping[str, Any]) -> dict[str, Any]:
             if source.get(one) is not None or source.get(other) is not None:
                 found = {name: found[name] for name in found if name not in (one, other)}
         if source.get("phases"):
-            found = {name: found[name] for name in found if name not in ("steps", "epochs")}
+            found = {name: found[name] for name in found if name not in _BUDGETS}
         found |= source
     return found
 
@@ -271,13 +280,11 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
         suited = command()
         suited.check()
         epochs = suited.epochs
-        if epochs is None and "steps" not in given:
+        if not any(given.get(name) is not None for name in _BUDGETS):
             epochs = default_epochs(manifest, relevant)
-        on_gpu = machine.gpu is not None
-        if epochs is not None:
-            steps = steps_of(epochs, suited, manifest, on_gpu=on_gpu)
-            choices.append(Choice({"steps": steps}, f"{epochs} epochs"))
-            given = {name: value for name, value in given.items() if name != "epochs"}
+        if epochs is not None or suited.tokens is not None:
+            choices.append(_budget(suited, epochs, manifest, machine))
+            given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
         choices += schedule_defaults(manifest, command(), relevant, given=given)
     packed = manifest is None or is_packed(command(), manifest)
     choices += gpu_defaults(command(), machine, given, packed=packed)
@@ -286,6 +293,18 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
     for line in filter(None, (choice.line(found) for choice in [*preset, *choices])):
         _log.info("%s", line)
     return found
+
+
+def _budget(command: Command, epochs: int | None, manifest: Manifest, machine: Machine) -> Choice:
+    """The steps of `epochs`, or else of --tokens."""
+    on_gpu = machine.gpu is not None
+    if epochs is not None:
+        steps = steps_of(epochs, command, manifest, on_gpu=on_gpu)
+        return Choice({"steps": steps}, f"{epochs} epochs")
+    assert command.tokens is not None
+    steps = steps_of_tokens(command.tokens, command, manifest, on_gpu=on_gpu)
+    share = command.tokens / manifest.split("train").tokens
+    return Choice({"steps": steps}, f"{command.tokens:,} tokens, {share:.3g} epochs")
 
 
 def _longest_input(manifest: Manifest, model: str) -> int | None:

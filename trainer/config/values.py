@@ -27,6 +27,7 @@ __all__ = [
     "NotNegative",
     "Positive",
     "Shards",
+    "Tokens",
     "check_multiple",
     "check_pattern",
     "check_types",
@@ -44,6 +45,8 @@ NotNegative = Annotated[int, Meta(ge=0, title="N", description="a whole number o
 AboveZero = Annotated[float, Meta(gt=0, title="X", description="a number above 0")]
 Bytes = Annotated[int, Meta(ge=0, title="SIZE", description="a size like 50GB, or 0")]
 """A number of bytes, which people may write with a unit."""
+Tokens = Annotated[int, Meta(ge=1, title="N", description="a number of tokens like 500M or 10B")]
+"""A number of tokens, which people may write with K, M, B or T for powers of a thousand."""
 Shards = Annotated[
     str | dict[str, AboveZero],
     Meta(title="FOLDER [FOLDER=X ...]", description="a folder, or several like a=0.7 b=0.3"),
@@ -51,6 +54,7 @@ Shards = Annotated[
 """The folder of a data set, or several with their weights, which are above 0."""
 
 _LARGEST = 2**63
+_THOUSANDS = {letter: 1000**power for power, letter in enumerate("KMBT", 1)}
 
 
 def flag_of(name: str) -> str:
@@ -113,6 +117,8 @@ def setting_of(kind: Any, value: Any, where: str) -> Any:
         raise empty(kind, where)
     if isinstance(value, str) and Bytes in kinds and (size := bytes_meant(value)) is not None:
         value = size
+    if isinstance(value, str) and Tokens in kinds:
+        value = _tokens_meant(value)
     try:
         found = _converted(kind, value)
     except (msgspec.ValidationError, TypeError):
@@ -139,6 +145,12 @@ def _converted(kind: Any, value: Any) -> Any:
             with contextlib.suppress(ValueError):
                 return msgspec.convert(float(value), kind)
         raise
+
+
+def _tokens_meant(text: str) -> str | int:
+    """Return the number that a text like 1.5B means; another text as it is."""
+    found = re.fullmatch(r"(\d+\.?\d*)([KMBT])", text.strip().upper())
+    return round(float(found[1]) * _THOUSANDS[found[2]]) if found else text
 
 
 def _as_path(kind: type, value: Any) -> Path:

@@ -40,6 +40,7 @@ __all__ = [
     "replacements",
     "schedule_defaults",
     "steps_of",
+    "steps_of_tokens",
 ]
 
 _TOKENS = 2_000_000
@@ -180,6 +181,12 @@ def steps_of(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bo
 def estimated_steps(epochs: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
     """Estimate the steps of whole epochs from the manifest."""
     return max(1, round(epochs * epoch_of(config, manifest, on_gpu=on_gpu).steps))
+
+
+def steps_of_tokens(tokens: int, config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> int:
+    """Estimate the steps that train at least so many tokens, without padding."""
+    per_step = manifest.split("train").tokens / epoch_of(config, manifest, on_gpu=on_gpu).steps
+    return max(1, math.ceil(tokens / per_step))
 
 
 def schedule_defaults(

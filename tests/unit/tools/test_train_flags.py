@@ -51,6 +51,7 @@ PROVED_ELSEWHERE = {
     "profile": "test_profiler.py",
     "resume": "test_run.py",
     "epochs": "test_recommended.py",
+    "tokens": "test_recommended.py",
     "config": "test_train_settings.py",
     "preset": "test_train_settings.py",
     "print_config": "test_train_settings.py",
@@ -137,9 +138,9 @@ def _watch(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
             return super().add(micro_batch, number, last=last)
 
     class WatchedPrecision(Precision):
-        def step(self, *arguments: Any) -> Any:
+        def step(self, *arguments: Any, **options: Any) -> Any:
             seen.clipped.add(arguments[-1])
-            return super().step(*arguments)
+            return super().step(*arguments, **options)
 
     def counted(model: Any, task: Any, batches: Any, *others: Any) -> Any:
         kept = list(batches)

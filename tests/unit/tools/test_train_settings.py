@@ -302,7 +302,10 @@ def test_help_shows_every_option_with_its_default(
     assert len(printed.splitlines()) <= 120
 
 
-@pytest.mark.parametrize("pair", [("steps", "epochs"), ("step_tokens", "step_rows")])
+@pytest.mark.parametrize(
+    "pair",
+    [("steps", "epochs"), ("tokens", "epochs"), ("steps", "tokens"), ("step_tokens", "step_rows")],
+)
 def test_later_setting_of_a_pair_removes_the_other(pair: tuple[str, str]) -> None:
     one, other = pair
     assert layered({one: 1}, {other: 2}) == {other: 2}

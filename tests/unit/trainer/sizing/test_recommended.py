@@ -1,6 +1,7 @@
 """Settings that suit a data set: they work together, and steps are those of epochs."""
 
 import dataclasses
+import itertools
 import math
 import re
 import sys
@@ -231,11 +232,31 @@ def test_epochs_with_step_tokens_are_whole_passes(
     assert tokens == 10 * Manifest.read(shards).split("train").tokens
 
 
-def test_epochs_and_steps_contradict_each_other(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pair", ["epochs steps", "tokens steps", "tokens epochs"])
+def test_two_budgets_contradict_each_other(
+    pair: str, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="`--epochs` and --steps"):
-        parsed(monkeypatch, "--shards", shards, "--epochs", 2, "--steps", 5)
+    one, other = pair.split()
+    with pytest.raises(ConfigError, match=f"`--({one}|{other})` and --({one}|{other}) both say"):
+        parsed(monkeypatch, "--shards", shards, f"--{one}", 2, f"--{other}", 5)
+
+
+@pytest.mark.parametrize(("written", "tokens"), [("20K", 20_000), ("0.05m", 50_000), ("777", 777)])
+def test_tokens_give_steps_that_train_so_many_and_at_most_a_step_more(
+    written: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = write_labelled(tmp_path / "shards", "lm", count=300)
+    words = ("--micro-batch-tokens", 256, "--step-tokens", 256, "--sequence-length", 64)
+    config = parsed(monkeypatch, "--shards", shards, "--tokens", written, *words)
+    policy = make_policy(config, packed=True, on_gpu=False)
+    with ShardLoader(shards, batching=policy, epochs=None, device="cpu", num_workers=0) as loader:
+        trained = sum(batch.num_tokens for batch in itertools.islice(loader, config.steps))
+    assert 0.95 * tokens <= trained <= 1.05 * tokens + config.step_tokens
+    longer = ("--resume", "--run-dir", config.run_dir, "--tokens", 2 * tokens)
+    monkeypatch.chdir(tmp_path)
+    config.write()
+    resumed = parsed(monkeypatch, *longer).steps
+    assert 2 * config.steps - 1 <= resumed <= 2 * config.steps
 
 
 def test_more_epochs_lengthen_a_run_and_nothing_else(
