@@ -54,7 +54,10 @@ GROUPS = {
     "duration and batch size": (
         *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
     ),
-    "optimizer": ("learning_rate", "schedule", "warmup_steps", "weight_decay", "optimizer"),
+    "optimizer": (
+        *("learning_rate", "min_learning_rate", "schedule", "warmup_steps", "weight_decay"),
+        "optimizer",
+    ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
         *("eval_every", "eval_tokens", "save_every", "keep", "log_every", "track"),

@@ -13,18 +13,25 @@ from tokenfeed.trainer.config.run_config import ScheduleName
 __all__ = ["learning_rate", "rate_factor"]
 
 _END = 0.1
+"""Last rate of `cosine` and `linear` as a share of the peak, unless another one is given."""
 _WSD_DECAY = 0.2
 """Share of all steps in which `wsd` decays. A longer decay gains next to nothing."""
 
 
 def learning_rate(
-    step: int, *, schedule: ScheduleName, peak: float, steps: int, warmup_steps: int
+    step: int,
+    *,
+    schedule: ScheduleName,
+    peak: float,
+    steps: int,
+    warmup_steps: int,
+    least: float | None = None,
 ) -> float:
     """Return the learning rate of a step: linear warm-up to the peak, then the schedule.
 
-    `cosine` and `linear` fall to a tenth of the peak. `wsd` (warm-up, stable, decay) stays at the
-    peak until the last fifth of all steps. There it falls as 1 - √x, which would reach 0 one step
-    after the last. `constant` stays at the peak. The rate is above 0 at every step.
+    `cosine` and `linear` fall to the least rate, which the last step has. `wsd` (warm-up, stable,
+    decay) stays at the peak until the last fifth of all steps. There it falls as 1 - √x, and would
+    reach the least rate one step after the last. `constant` stays at the peak.
 
     Example: `wsd` with steps=100, warmup_steps=10: 0.1, 0.2, ... of the peak up to step 10, the
         peak up to step 80, then 1 - √(1/21) = 0.78 of it at step 81 and 1 - √(20/21) = 0.02 at step
@@ -36,11 +43,16 @@ def learning_rate(
         peak: The largest rate.
         steps: The last step.
         warmup_steps: The step that reaches the peak; 0 starts at the peak.
+        least: The rate to fall to. Default: a tenth of the peak; 0 for `wsd`.
     """
     if step <= warmup_steps:
         return peak * (step / warmup_steps)
     start = _decay_start(schedule, steps, warmup_steps)
-    return peak * _DECAYS[schedule](step - start, steps - start) if step > start else peak
+    if step <= start or schedule == "constant":
+        return peak
+    default = 0.0 if schedule == "wsd" else _END
+    end = default if least is None else least / peak
+    return peak * (end + (1 - end) * _DECAYS[schedule](step - start, steps - start))
 
 
 def rate_factor(step_tokens: int, reference_tokens: int) -> float:
@@ -60,25 +72,20 @@ def _decay_start(schedule: ScheduleName, steps: int, warmup_steps: int) -> int:
 
 
 def _cosine(done: int, steps: int) -> float:
-    return _END + (1 - _END) * 0.5 * (1 + math.cos(math.pi * done / steps))
+    return 0.5 * (1 + math.cos(math.pi * done / steps))
 
 
 def _linear(done: int, steps: int) -> float:
-    return _END + (1 - _END) * (1 - done / steps)
+    return 1 - done / steps
 
 
 def _square_root(done: int, steps: int) -> float:
     return 1 - math.sqrt(done / (steps + 1))
 
 
-def _constant(done: int, steps: int) -> float:
-    return 1.0
-
-
 _DECAYS: dict[ScheduleName, Callable[[int, int], float]] = {
     "cosine": _cosine,
     "linear": _linear,
     "wsd": _square_root,
-    "constant": _constant,
 }
-"""Rate as a share of the peak, after the first `done` of the `steps` decay steps."""
+"""Share of the way down that is left after the first `done` of the `steps` decay steps."""

@@ -40,6 +40,7 @@ class Phase:
             peak=config.learning_rate,
             steps=config.steps,
             warmup_steps=config.warmup_steps,
+            least=config.min_learning_rate,
         )
 
 

@@ -171,7 +171,11 @@ class TrainConfig:
     """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
     ratio."""
     schedule: ScheduleName = "cosine"
-    """How the learning rate falls. cosine, linear: to a tenth; wsd: in the last fifth."""
+    """How the learning rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
+    min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
+        None
+    )
+    """Learning rate at the end. Default: a tenth of the peak; 0 for wsd."""
     warmup_steps: NotNegative = 20
     """Steps until the peak learning rate."""
     weight_decay: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] = 0.1
@@ -229,6 +233,13 @@ class TrainConfig:
         if not math.isfinite(self.learning_rate):
             raise ConfigError(
                 f"`--learning-rate`: expected a finite number, got {self.learning_rate}."
+            )
+        if self.min_learning_rate is not None and not (
+            self.min_learning_rate <= self.learning_rate
+        ):
+            raise ConfigError(
+                f"`--min-learning-rate`={self.min_learning_rate}: expected at most "
+                f"--learning-rate={self.learning_rate}."
             )
         check_pattern(self.trainable)
         if self.step_rows is None and self.micro_batch_tokens != "auto":

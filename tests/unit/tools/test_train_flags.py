@@ -184,6 +184,7 @@ WITH: list[tuple[str, Any, Callable[[Seen], bool]]] = [
     ),
     ("schedule", "constant", lambda seen: seen.told("learning_rate")[4] == 0.002),
     ("schedule", "linear", lambda seen: seen.told("learning_rate")[4] < 0.002),
+    ("min_learning_rate", 0.001, lambda seen: seen.told("learning_rate")[4] == 0.001),
     ("warmup_steps", 4, lambda seen: [*seen.told("learning_rate").values()] == WARMING),
     ("weight_decay", 0.3, lambda seen: seen.decays == {0.0, 0.3}),
     ("clip_norm", 0.25, lambda seen: seen.clipped == {0.25}),

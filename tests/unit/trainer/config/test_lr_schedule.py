@@ -75,6 +75,20 @@ def test_cosine_and_linear_end_at_a_tenth_and_wsd_just_above_zero() -> None:
     assert 0 < rates("wsd", 1.0, 100, 10)[-1] < 0.03
 
 
+@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.3), ("linear", 0.3), ("wsd", 0.317)])
+def test_the_rate_falls_to_the_least_rate(schedule: ScheduleName, last: float) -> None:
+    def rate(step: int, least: float | None) -> float:
+        return learning_rate(
+            step, schedule=schedule, peak=2.0, steps=100, warmup_steps=10, least=least
+        )
+
+    assert rate(100, 0.6) == pytest.approx(2.0 * last, rel=1e-3)
+    assert rate(100, 0.0) < 0.05
+    assert rate(100, 2.0) == rate(50, 2.0) == 2.0
+    assert rate(5, 0.6) == rate(5, None), "the warm-up does not depend on the least rate"
+    assert all(0.6 <= rate(step, 0.6) <= 2.0 for step in range(10, 101))
+
+
 def test_a_warm_up_into_the_last_fifth_leaves_the_rest_to_the_decay() -> None:
     expected = [1 - math.sqrt(done / 11) for done in range(11)]
     assert rates("wsd", 1.0, 100, 90)[89:] == pytest.approx(expected)
