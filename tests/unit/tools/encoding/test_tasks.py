@@ -289,7 +289,7 @@ def test_labels_that_cannot_be_numbered_are_one_error(tmp_path: Path) -> None:
             FieldKind.LABEL,
             r"no record has a label in field `label`.*`--field mood=NAME`",
         ),
-        ([1.0, 2.0], FieldKind.LABEL, r"a name or a whole number from 0, so 1\.0 is none"),
+        ([1.0, 2.0], FieldKind.LABEL, r"a name or a whole number from 0, so 1\.0 is not a label"),
         ([[], []], FieldKind.LABELS, "`--field mood=NAME`"),
         (["9" * 5000], FieldKind.LABEL, "field `label` has"),
     ]
