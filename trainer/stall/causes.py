@@ -89,7 +89,7 @@ ABOUT: dict[Cause, About] = {
         interrupts=False,
     ),
     "checkpoint": About(
-        "its copy, and a disk that still wrote the one before",
+        "a disk that still wrote the one before, and on a CPU its copy",
         "save less often, or in the background",
         named=0.01,
         severe=0.05,
