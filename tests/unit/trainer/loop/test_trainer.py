@@ -62,10 +62,12 @@ def test_skipped_steps_are_counted_and_the_checkpoints_stay_finite(
 ) -> None:
     plain, calls = Precision.step, iter(range(1, 100))
 
-    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+    def spoiled(
+        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
+    ) -> torch.Tensor:
         if next(calls) in (3, 5):
             spoil(optimizer, torch.inf)
-        return plain(precision, optimizer, *rest)
+        return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
     report = run(make_config(shards, tmp_path, steps=6, log_every=2, save_every=3))
@@ -126,10 +128,12 @@ def test_skipped_step_names_records_of_its_own_phase(
     other = write_counting(write_dataset, tmp_path / "other", rows=300)
     plain, calls = Precision.step, itertools.count(1)
 
-    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+    def spoiled(
+        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
+    ) -> torch.Tensor:
         if next(calls) == 2:
             spoil(optimizer, torch.nan)
-        return plain(precision, optimizer, *rest)
+        return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
     phases = (PhaseSettings(steps=2), PhaseSettings(steps=2, shards=str(other)))
@@ -283,9 +287,11 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
 ) -> None:
     plain = Precision.step
 
-    def spoiled(precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any) -> torch.Tensor:
+    def spoiled(
+        precision: Precision, optimizer: torch.optim.Optimizer, *rest: Any, **options: Any
+    ) -> torch.Tensor:
         spoil(optimizer, torch.nan)
-        return plain(precision, optimizer, *rest)
+        return plain(precision, optimizer, *rest, **options)
 
     monkeypatch.setattr(Precision, "step", spoiled)
     config = make_config(shards, tmp_path, steps=100, log_every=10, save_every=15, eval_every=100)
