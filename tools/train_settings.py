@@ -19,7 +19,7 @@ from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.tools.shell.command_line import read_command_line
 from tokenfeed.trainer.config.presets import PRESETS, PresetName
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import BY_NUMBERS, MODEL_NUMBERS, TrainConfig
 from tokenfeed.trainer.config.values import Positive, Tokens, flag_of, read_settings
 from tokenfeed.trainer.data.datasets import read_manifest
 from tokenfeed.trainer.distributed.launcher import Launch
@@ -50,7 +50,10 @@ turns on."""
 
 GROUPS = {
     "data": ("shards", "sequence_length", "seed"),
-    "model": ("model", "dropout", "init_from", "from_scratch", "lora"),
+    "model": (
+        *("model", "layers", "width", "heads", "kv_heads"),
+        *("dropout", "init_from", "from_scratch", "lora"),
+    ),
     "duration and batch size": (
         *("epochs", "tokens", "steps", "step_tokens", "step_rows", "micro_batch_tokens"),
     ),
@@ -187,6 +190,8 @@ def _given() -> dict[str, Any]:
     file = read_settings(path, FILE_KINDS) if path else {}
     _check_pairs(file, {name: name for name in file}, f"{path}: ")
     given = layered(PRESETS[options["preset"]] if "preset" in options else {}, file, options)
+    if any(given.get(name) is not None for name in MODEL_NUMBERS):
+        given.setdefault("model", BY_NUMBERS)
     if not given.get("phases"):
         return given
     for name in ("epochs", "tokens"):

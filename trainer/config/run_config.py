@@ -27,14 +27,17 @@ from tokenfeed.trainer.config.values import (
     check_multiple,
     check_pattern,
     check_types,
+    flag_of,
     read_settings,
 )
 
 __all__ = [
     "ALL_LINEAR",
+    "BY_NUMBERS",
     "CHECKPOINTS_FOLDER",
     "CONFIG_FILE",
     "METRICS_FILE",
+    "MODEL_NUMBERS",
     "MOST_SHAPES",
     "OF_ONE_COMMAND",
     "PAGE_FILE",
@@ -78,6 +81,9 @@ PAGE_FILE = "report.html"
 CHECKPOINTS_FOLDER = "checkpoints"
 ALL_LINEAR = "all-linear"
 """The --lora-target for every linear layer but the head."""
+BY_NUMBERS = "qwen3"
+"""The model that is described by `MODEL_NUMBERS`."""
+MODEL_NUMBERS = ("layers", "width", "heads", "kv_heads")
 OF_ONE_COMMAND = ("resume", "json", "export")
 """Settings that config.yaml of a run leaves out: they are for one command, not for the run."""
 
@@ -131,7 +137,17 @@ class TrainConfig:
     """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
     model: Annotated[str, _shown("NAME")] = "tiny"
     """A size (words, shallow, tiny, mini, small, gpt2 with 0, 0.4, 1, 11, 25, 85 M parameters +
-    embedding; words ignores case), hf:FOLDER or hf:ID of transformers, or MODULE:FACTORY."""
+    embedding; words ignores case), qwen3 with --layers and --width, hf:FOLDER or hf:ID of
+    transformers, or MODULE:FACTORY."""
+    layers: Positive | None = None
+    """Layers of a new Qwen3. This and the next three options imply --model qwen3. Default:
+    12."""
+    width: Positive | None = None
+    """Width of a new Qwen3. Default: 64 per layer."""
+    heads: Positive | None = None
+    """Attention heads of a new Qwen3. Default: one per 64 of the width."""
+    kv_heads: Positive | None = None
+    """Heads of keys and values of a new Qwen3. Default: as many as --heads."""
     dropout: _Dropout | None = None
     """Share of values set to 0. Default: 0, or as the config of an hf: model says."""
     from_scratch: bool = False
@@ -158,7 +174,7 @@ class TrainConfig:
     """Attention in packed rows: within documents, or across the row. auto: rows for lm, else
     documents."""
     micro_batch_tokens: Positive | Literal["auto"] = 2048
-    """Tokens of one forward and backward pass. auto: as many as fit in memory, found by trying."""
+    """Tokens of one forward and backward pass. auto: as many as fit in memory."""
     step_tokens: Positive = 2048
     """Tokens of one optimizer step, padding included."""
     step_rows: Positive | None = None
@@ -171,7 +187,7 @@ class TrainConfig:
     """Step tokens that --learning-rate was tuned for. The rate is scaled by the square root of the
     ratio."""
     schedule: ScheduleName = "cosine"
-    """How the learning rate falls. cosine, linear: over the whole run; wsd: in the last fifth."""
+    """How the learning rate falls. cosine, linear: in all steps; wsd: in the last fifth."""
     min_learning_rate: Annotated[float, Meta(ge=0, title="X", description=_NOT_NEGATIVE)] | None = (
         None
     )
@@ -191,7 +207,7 @@ class TrainConfig:
     shard_model: bool = False
     """Under torchrun: divide weights and optimizer state among the ranks (FSDP2)."""
     recompute: RecomputeName = "none"
-    """Layers to compute again in the backward pass to save memory: only cheap ones, or all."""
+    """Layers to compute again in the backward pass to save memory: cheap ones, or all."""
     compile: bool = False
     """Compile the model with torch.compile: a slow start, then faster steps on cuda."""
     num_workers: NotNegative | None = None
@@ -242,6 +258,7 @@ class TrainConfig:
                 f"--learning-rate={self.learning_rate}."
             )
         check_pattern(self.trainable)
+        self._check_numbers()
         if self.step_rows is None and self.micro_batch_tokens != "auto":
             check_multiple(self, "step_tokens", "micro_batch_tokens")
         _ = self.profiled_steps  # raises if invalid
@@ -254,6 +271,30 @@ class TrainConfig:
                 )
             for stage in self.stages:
                 stage.check()
+
+    def _check_numbers(self) -> None:
+        """Reject numbers of a model that contradict each other."""
+        given = [name for name in MODEL_NUMBERS if getattr(self, name) is not None]
+        if given and self.model != BY_NUMBERS:
+            raise ConfigError(
+                f"`{flag_of(given[0])}`: is for --model {BY_NUMBERS}, and --model is {self.model}. "
+                "Leave one of the two out."
+            )
+        _, width, heads, kv_heads = self.model_numbers
+        for name, number, part in (("width", width, 2 * heads), ("heads", heads, kv_heads)):
+            if number % part:
+                raise ConfigError(
+                    f"`{flag_of(name)}`={number}: expected a multiple of {part}: a model has "
+                    f"{heads} heads of an even width, and {kv_heads} of keys and values."
+                )
+
+    @property
+    def model_numbers(self) -> tuple[int, int, int, int]:
+        """Layers, width, heads, and heads of keys and values of a new Qwen3."""
+        layers = self.layers or 12
+        width = self.width or 64 * layers
+        heads = self.heads or max(1, width // 64)
+        return layers, width, heads, self.kv_heads or heads
 
     def as_dict(self) -> dict[str, Any]:
         """Return the settings by name, for YAML and JSON: without secrets in addresses, and without
@@ -310,6 +351,11 @@ class TrainConfig:
                 f"{_MOST_TRACED} steps, like 20:23."
             )
         return steps
+
+    @property
+    def is_hub(self) -> bool:
+        """Whether the model is one of `transformers`."""
+        return self.model.startswith("hf:") or self.model == BY_NUMBERS
 
     @property
     def reads_again(self) -> bool:

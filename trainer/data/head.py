@@ -36,6 +36,8 @@ class Head:
     """Names of tags or classes, by number."""
     pad_id: int | None = None
     """The id of padding; None if the tokenizer has no id for it alone."""
+    end_id: int | None = None
+    """The id at the end of a document; None if the tokenizer has none."""
 
 
 class HasHidden(Protocol):

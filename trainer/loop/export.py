@@ -1,10 +1,14 @@
 """Export the best weights of a run to a folder, with config and tokenizer.
 
     model.safetensors      weights; LoRA adapters are merged into them
+    adapter/               the LoRA adapters alone, for `peft`
     tokenfeed.json         the model, its task, the step, and the metrics
-    config.json            only for hf: models: `from_pretrained` of `transformers` loads them
-    tokenizer.json         the tokenizer of the shards, and tokenizer_config.json for
-                           `AutoTokenizer`
+    config.json            for hf: models and built-in decoders: `from_pretrained` of `transformers`
+                           loads them
+    tokenizer.json         the tokenizer, and tokenizer_config.json for `AutoTokenizer`
+
+The tokenizer files, chat template and generation settings of an hf: model are copied, if the shards
+were made with its tokenizer. Its weights have the dtype that they came in.
 
 The folder is complete or absent: it is written under a temporary name and then renamed. The weights
 come from a checkpoint, so a finished run can be exported at any time.
@@ -42,6 +46,13 @@ from tokenfeed.trainer.data.datasets import (
 )
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.build import make_model
+from tokenfeed.trainer.models.starcoder2 import (
+    from_starcoder2,
+    is_starcoder2,
+    starcoder2_config,
+    to_starcoder2,
+)
+from tokenfeed.trainer.models.tokenizer_match import tokens_of
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer
 from tokenfeed.trainer.models.weights import (
     EXPORT_FILE,
@@ -96,7 +107,7 @@ class Exported:
 
     @property
     def is_hub(self) -> bool:
-        """Whether `transformers` can load the folder too."""
+        """Whether the model is one of `transformers`."""
         return self.model == _HUB
 
 
@@ -132,7 +143,7 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     progress = checkpoint.meta
     _check_data(config, progress)
     about = Exported(
-        model=_HUB if config.model.startswith(_HUB) else config.model,
+        model=_HUB if config.is_hub else config.model,
         size=SIZES.get(config.model),
         head=task.head,
         task=task.name,
@@ -152,7 +163,8 @@ def export_run(config: TrainConfig, folder: Path) -> None:
     progress.check_base(config, base_of(model, given, config))
     checkpoint.read({"model": kept_weights(model, given, checkpoint)}, only="model")
     with _complete_or_absent(folder) as temporary:
-        _write(temporary, model, about, _tokenizer_files(config, manifest, task.head))
+        _write_weights(temporary, model, about, config)
+        _write_texts(temporary, about, _tokenizer_files(config, manifest, task.head))
 
 
 def _check_data(config: TrainConfig, progress: CheckpointMeta) -> None:
@@ -184,23 +196,46 @@ def load_exported(folder: Path | str) -> nn.Module:
         model: nn.Module = Transformer(about.size, about.head)
     else:
         model = make_model(TrainConfig(shards="", model=about.model), about.head)
-    safetensors.torch.load_model(model, folder / _WEIGHTS)
+    if is_starcoder2(about.size, about.head):
+        state = safetensors.torch.load_file(folder / _WEIGHTS)
+        model.load_state_dict(from_starcoder2(state))
+    else:
+        safetensors.torch.load_model(model, folder / _WEIGHTS)
     return model.eval()
 
 
-def _write(folder: Path, model: nn.Module, about: Exported, texts: dict[str, bytes]) -> None:
+def _write_weights(folder: Path, model: nn.Module, about: Exported, config: TrainConfig) -> None:
+    """Write the weights, and config.json if `transformers` has such a model."""
     if about.is_hub:
-        model.save(folder)  # type: ignore[operator]
+        # With weights trained beside them, the adapters alone would be a part of what was learnt.
+        adapter_folder = None if config.chooses else folder / "adapter"
+        model.save(folder, adapter_folder=adapter_folder)  # type: ignore[operator]
+    elif isinstance(model, Transformer) and about.size and is_starcoder2(about.size, about.head):
+        described = starcoder2_config(model, about.size, about.head, config.sequence_length)
+        (folder / "config.json").write_bytes(_json(described))
+        weights, metadata = to_starcoder2(model), {"format": "pt"}
+        safetensors.torch.save_file(weights, folder / _WEIGHTS, metadata)
     else:
         safetensors.torch.save_model(model, str(folder / _WEIGHTS))
-    weights = {path.name: file_xxh3(path) for path in folder.glob("*.safetensors")}
+
+
+def _write_texts(folder: Path, about: Exported, texts: dict[str, bytes]) -> None:
+    """Write the other files, and wait until all are on the disk."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    weights = {
+        path.relative_to(folder).as_posix(): file_xxh3(path)
+        for path in files
+        if path.suffix == ".safetensors"
+    }
     about = dataclasses.replace(about, weights=weights)
-    texts = texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}
-    for name, content in texts.items():
+    for name, content in (texts | {EXPORT_FILE: _json(dataclasses.asdict(about))}).items():
         (folder / name).write_bytes(content)
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -220,8 +255,13 @@ def _complete_or_absent(folder: Path) -> Iterator[Path]:
 
 
 def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dict[str, bytes]:
-    """Return tokenizer.json of the shards, and tokenizer_config.json for `AutoTokenizer`."""
+    """Return the files of the model's own tokenizer, if its ids mean the same in the shards. If
+    not, return tokenizer.json of the shards, and tokenizer_config.json for `AutoTokenizer`."""
     content = read_tokenizer(first_of(config.shards))
+    own = _companion_files(config.model)
+    ours, theirs = tokens_of(content), tokens_of(own.get(TOKENIZER_FILE, b""))
+    if theirs and all(theirs.get(id, token) == token for id, token in ours.items()):
+        return own if ours.keys() <= theirs.keys() else own | {TOKENIZER_FILE: content}
     tokenizer = Tokenizer.from_buffer(content)
     special = SpecialIds.from_shards(first_of(config.shards))
     ids = {"eos_token": manifest.tokenizer.end_id, "mask_token": special.mask}
@@ -234,7 +274,16 @@ def _tokenizer_files(config: TrainConfig, manifest: Manifest, head: Head) -> dic
         "model_input_names": ["input_ids", *types, "attention_mask"],
     }
     about |= {name: tokenizer.id_to_token(id) for name, id in ids.items() if id is not None}
-    return {TOKENIZER_FILE: content, "tokenizer_config.json": _json(about)}
+    generation = {name: own[name] for name in ("generation_config.json",) if name in own}
+    return {TOKENIZER_FILE: content, "tokenizer_config.json": _json(about), **generation}
+
+
+def _companion_files(model: str) -> dict[str, bytes]:
+    if not model.startswith(_HUB):
+        return {}
+    from tokenfeed.trainer.models.hf_model import companion_files
+
+    return companion_files(model)
 
 
 def _json(content: dict[str, Any]) -> bytes:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import ALL_LINEAR, MOST_SHAPES, TrainConfig
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
@@ -33,9 +33,8 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
     Raises:
         ConfigError: There is no such model, or it cannot do what is asked.
     """
-    is_hub = config.model.startswith("hf:")
-    _check_adapters(config, is_hub=is_hub)
-    model = _hub_model(config, head, dtype) if is_hub else _named_model(config, head)
+    _check_adapters(config)
+    model = _hub_model(config, head, dtype) if config.is_hub else _named_model(config, head)
     if config.init_from is not None and (config.reads_again or not config.resume):
         start_from(config.init_from, model)
     if config.lora is not None:
@@ -62,8 +61,8 @@ def compile_model(model: nn.Module, choices: int) -> None:
         part.compile(dynamic=False)
 
 
-def _check_adapters(config: TrainConfig, *, is_hub: bool) -> None:
-    if not is_hub and (config.lora is not None or config.from_scratch):
+def _check_adapters(config: TrainConfig) -> None:
+    if not config.is_hub and (config.lora is not None or config.from_scratch):
         option = "--from-scratch" if config.lora is None else "--lora"
         raise ConfigError(f"`{option}`: is for hf: models, and --model is {config.model}.")
     if config.lora is None and config.lora_target != ALL_LINEAR:
@@ -79,8 +78,8 @@ def _named_model(config: TrainConfig, head: Head) -> nn.Module:
     module, colon, factory = config.model.partition(":")
     if not colon or not all(part.isidentifier() for part in module.split(".")):
         raise ConfigError(
-            f"`--model`: expected {', '.join(SIZES)}, hf:FOLDER or MODULE:FACTORY, got "
-            f"{config.model}."
+            f"`--model`: expected {', '.join(SIZES)}, {BY_NUMBERS}, hf:FOLDER or MODULE:FACTORY, "
+            f"got {config.model}."
         )
     return _own_model(module, factory, head)
 
@@ -110,10 +109,11 @@ def _own_model(module: str, factory: str, head: Head) -> nn.Module:
 
 
 def _hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> nn.Module:
-    if config.from_scratch and config.lora is not None:
+    if config.lora is not None and (config.from_scratch or config.model == BY_NUMBERS):
+        option = "--from-scratch" if config.from_scratch else f"--model {BY_NUMBERS}"
         raise ConfigError(
-            "`--lora`: adapters beside weights that --from-scratch draws learn little. Leave one "
-            "of the two out."
+            f"`--lora`: adapters beside weights that {option} draws learn little. Leave one of the "
+            "two out."
         )
     try:
         from tokenfeed.trainer.models import hf_checks as trial

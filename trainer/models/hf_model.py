@@ -19,20 +19,30 @@ import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
+from tokenfeed.pipeline.arithmetic import ceil_div, round_up
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.config.run_config import BY_NUMBERS, TrainConfig
 from tokenfeed.trainer.data.attention import Reach, Scope
 from tokenfeed.trainer.data.datasets import shown
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
 
-__all__ = ["HubModel", "load_hub_model", "longest_input"]
+__all__ = ["HubModel", "companion_files", "load_hub_model", "longest_input"]
 
 _log = logging.getLogger(__name__)
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+_MULTIPLE = 64
+"""Sizes of matrices that fill the tiles of tensor cores."""
+_COMPANIONS = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "chat_template.jinja"),
+    "generation_config.json",
+)
+"""Files that come with the weights of a model, and that an exported model needs too."""
 _REFUSALS = (OSError, ValueError, ImportError, KeyError, RuntimeError, SafetensorError)
 """What `transformers` raises over a folder that is none, or that does not fit."""
 
@@ -58,6 +68,8 @@ class HubModel(nn.Module):
         """What its layers see of a document: for each the forward makes a scope."""
         self.has_plain_head = False
         """Whether its logits were seen to be `hidden @ head_weight.T`."""
+        self.saved_dtype = torch.float32
+        """The dtype of the weights as they came, and as `save` writes them."""
         self.adapters: tuple[Any, ...] = ()
         """The model again, by `peft`, where it has adapters; no part of this module."""
 
@@ -96,15 +108,22 @@ class HubModel(nn.Module):
         found = [part for part in self.model.modules() if type(part).__name__ in names]
         return found or [self.model]
 
-    def save(self, folder: Path) -> None:
-        """Write what `from_pretrained` loads, with adapters added to the weights they stand beside;
-        of no use for training afterwards."""
+    def save(self, folder: Path, *, adapter_folder: Path | None = None) -> None:
+        """Write what `from_pretrained` loads, with adapters merged into the weights. The model
+        cannot be trained afterwards.
+
+        Args:
+            folder: Receives the weights and config.json.
+            adapter_folder: Receives the adapters alone, in the format of `peft`; None: write none.
+        """
         self._warn_of_shifted_positions()
         for adapted in self.adapters:
+            if adapter_folder is not None:
+                adapted.save_pretrained(adapter_folder, save_embedding_layers=False)
             adapted.merge_and_unload()
         self.model.config.use_cache = True
         with _quiet():
-            self.model.save_pretrained(folder)
+            self.model.to(self.saved_dtype).save_pretrained(folder)
 
     def _warn_of_shifted_positions(self) -> None:
         """Models like RoBERTa count positions from ids that are not padding, unless a program gives
@@ -146,10 +165,12 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
         ConfigError: There is none, or it does not fit.
     """
     source = config.model.removeprefix("hf:")
+    is_new = config.from_scratch or config.model == BY_NUMBERS
     with _quiet(), _one_line_for(config.model):
         described = _describe(source, config, head)
+        saved_dtype = described.dtype or torch.float32
         auto = getattr(transformers, _class_for(head))
-        if config.from_scratch or (config.resume and not config.reads_again):
+        if is_new or (config.resume and not config.reads_again):
             model = auto.from_config(
                 described, dtype=torch.float32, attn_implementation=ATTENTION_NAME
             )
@@ -157,7 +178,22 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
         else:
             model, fresh = _from_weights(auto, source, described, dtype)
     _check_sizes(model, config, head)
-    return HubModel(model, head, fresh)
+    hub_model = HubModel(model, head, fresh)
+    hub_model.saved_dtype = saved_dtype
+    return hub_model
+
+
+def companion_files(model: str) -> dict[str, bytes]:
+    """Return the files that come with an hf: model besides its config and weights, by name: those
+    of its tokenizer, its chat template and its settings for generation."""
+    source = model.removeprefix("hf:")
+    found = {}
+    for name in _COMPANIONS:
+        with suppress(*_REFUSALS):  # there is no such file
+            is_folder = Path(source).is_dir()
+            path = Path(source) / name if is_folder else cached_file(source, name)
+            found[name] = Path(path or "").read_bytes()
+    return found
 
 
 def longest_input(model: str) -> int | None:
@@ -172,7 +208,10 @@ def longest_input(model: str) -> int | None:
 
 def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     """The config of the model, made to fit the task."""
-    described = transformers.AutoConfig.from_pretrained(source, **_where(source))
+    if config.model == BY_NUMBERS:
+        described: Any = _qwen3(config, head)
+    else:
+        described = transformers.AutoConfig.from_pretrained(source, **_where(source))
     described.use_cache = False
     if head.labels:
         _warn_of_other_labels(source, described, head)
@@ -188,6 +227,24 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
         _set_dropout(described, config.dropout)
     _check_layers(described, config.model)
     return described
+
+
+def _qwen3(config: TrainConfig, head: Head) -> Any:
+    """The config of a Qwen3 of --layers, --width, --heads and --kv-heads."""
+    layers, width, heads, kv_heads = config.model_numbers
+    return transformers.Qwen3Config(
+        vocab_size=round_up(head.vocabulary_size, _MULTIPLE),
+        hidden_size=width,
+        intermediate_size=round_up(ceil_div(8 * width, 3), _MULTIPLE),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=width // heads,
+        max_position_embeddings=config.sequence_length,
+        tie_word_embeddings=True,
+        eos_token_id=head.end_id,
+        pad_token_id=head.pad_id,
+    )
 
 
 def _warn_of_other_labels(source: str, described: Any, head: Head) -> None:

@@ -16,7 +16,7 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import first_of, read_tokenizer
 
-__all__ = ["warn_of_other_ids"]
+__all__ = ["tokens_of", "warn_of_other_ids"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,12 +63,13 @@ def _before(folder: Path) -> tuple[str, bytes]:
 
 def _others(one: bytes, other: bytes) -> tuple[int, int]:
     """How many ids are not the same token, of those that both have."""
-    ours, theirs = _tokens(one), _tokens(other)
+    ours, theirs = tokens_of(one), tokens_of(other)
     known = ours.keys() & theirs.keys()
     return sum(ours[id] != theirs[id] for id in known), len(known)
 
 
-def _tokens(content: bytes) -> dict[int, str]:
+def tokens_of(content: bytes) -> dict[int, str]:
+    """Return the tokens of a tokenizer.json by id; empty if it cannot be decoded."""
     try:
         tokenizer = Tokenizer.from_buffer(content)
     except Exception:  # `tokenizers` raises nothing more exact

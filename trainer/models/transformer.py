@@ -29,10 +29,10 @@ from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 
-__all__ = ["SIZES", "ModelSize", "Transformer", "words_of"]
+__all__ = ["ROTARY_BASE", "SIZES", "ModelSize", "Transformer", "words_of"]
 
 _INITIAL_STD = 0.02
-_ROTARY_BASE = 10_000.0
+ROTARY_BASE = 10_000.0
 _VOCABULARY_MULTIPLE = 64
 """Logits this wide keep the largest matrix product of the model on tensor cores' tiles. The extra
 ids occur in no text, so they are only ever pushed down; their weights do not count as a cost."""
@@ -197,7 +197,7 @@ class _Pick(nn.Module):
 def rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of every position's angles, (B, 1, T, K / 2), once per forward."""
     exponents = torch.arange(0, head_width, 2, device=positions_BT.device) / head_width
-    angles_B1TK = positions_BT[:, None, :, None] * _ROTARY_BASE**-exponents
+    angles_B1TK = positions_BT[:, None, :, None] * ROTARY_BASE**-exponents
     return angles_B1TK.cos(), angles_B1TK.sin()
 
 

@@ -25,6 +25,9 @@ from tokenfeed.trainer.checkpoints.checkpoint_format import Checkpoint
 from tokenfeed.trainer.checkpoints.metadata import Base
 from tokenfeed.trainer.checkpoints.retention import Checkpoints
 from tokenfeed.trainer.config.run_config import TrainConfig
+from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.models.starcoder2 import from_starcoder2, is_starcoder2
+from tokenfeed.trainer.models.transformer import ModelSize
 
 __all__ = [
     "EXPORT_FILE",
@@ -45,10 +48,12 @@ EXPORT_FILE = "tokenfeed.json"
 _NEAREST = 3
 
 
-class _Checksums(msgspec.Struct):
+class _Exported(msgspec.Struct):
     """The part of an export file that is read here."""
 
     weights: dict[str, str]
+    head: Head
+    size: ModelSize | None = None
 
 
 def trainable_names(model: nn.Module, pattern: str | None) -> frozenset[str]:
@@ -199,29 +204,32 @@ def _read(source: str) -> State:
             "found neither checkpoints nor *.safetensors."
         )
     if files:
-        check_exported(folder)
-        return {name: value for file in files for name, value in _load(file).items()}
+        about = check_exported(folder)
+        found = {name: value for file in files for name, value in _load(file).items()}
+        return from_starcoder2(found) if about and is_starcoder2(about.size, about.head) else found
     _, checkpoint = checkpoints.open_best()
     weights: State = checkpoint.read(only="model")["model"]
     return weights
 
 
-def check_exported(folder: Path) -> None:
-    """Reject exported weights that fail their checksums. Folders of others have none.
+def check_exported(folder: Path) -> _Exported | None:
+    """Reject exported weights that fail their checksums. Return None if another program wrote the
+    folder.
 
     Raises:
         ConfigError: The weights or the file of checksums are damaged.
     """
     path = folder / EXPORT_FILE
     if not path.exists():
-        return
+        return None
     try:
-        checksums = msgspec.convert(json.loads(path.read_bytes()), _Checksums).weights
-        damaged = [name for name, xxh3 in checksums.items() if file_xxh3(folder / name) != xxh3]
+        about = msgspec.convert(json.loads(path.read_bytes()), _Exported)
+        damaged = [name for name, xxh3 in about.weights.items() if file_xxh3(folder / name) != xxh3]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is damaged ({error}). Export again.") from error
     if damaged:
         raise ConfigError(f"{folder / damaged[0]} is damaged: it fails its checksum. Export again.")
+    return about
 
 
 def _files_in(folder: Path) -> list[Path]:

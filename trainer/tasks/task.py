@@ -108,6 +108,7 @@ class Task:
             pairs=pairs,
             labels=self.manifest.label_names,
             pad_id=None if tokenizer.end_id in (None, tokenizer.pad_id) else tokenizer.pad_id,
+            end_id=tokenizer.end_id,
         )
 
     @property

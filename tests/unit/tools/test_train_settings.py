@@ -247,6 +247,27 @@ def test_options_may_be_written_with_underscores_and_equal_signs(told: Any) -> N
     assert (config.shards, config.log_every, config.save_every) == ("a_b", 3, 4)
 
 
+def test_numbers_of_a_model_imply_qwen3(told: Any, shards: Path) -> None:
+    config = told("--shards", shards, "--layers", 4, "--kv-heads", 2)
+    assert (config.model, config.model_numbers) == ("qwen3", (4, 256, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--model", "tiny", "--layers", 4), "--layers.*is for --model qwen3"),
+        (("--width", 100, "--heads", 3), "--width.*=100: expected a multiple of 6"),
+        (("--heads", 4, "--kv-heads", 3), "--heads.*=4: expected a multiple of 3"),
+    ],
+)
+def test_numbers_of_a_model_that_contradict_are_rejected(
+    words: tuple[object, ...], reason: str, told: Any, shards: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        told("--shards", shards, *words).check()
+    assert "\n" not in str(caught.value)
+
+
 SIZES = [("50GB", 50 * 10**9), ("512 MiB", 2**29), ("10000", 10_000), ("0", 0), (10_000, 10_000)]
 
 
@@ -299,7 +320,7 @@ def test_help_shows_every_option_with_its_default(
     assert " --compile, --no-compile " in shown
     assert " --dry-run, " not in shown  # a file cannot turn it on
     assert "Tokens of one optimizer step, padding included. Default: 2048." in shown
-    assert len(printed.splitlines()) <= 120
+    assert len(printed.splitlines()) <= 130
 
 
 @pytest.mark.parametrize(

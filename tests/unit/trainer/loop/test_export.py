@@ -75,6 +75,28 @@ def test_an_exported_model_gives_the_logits_of_the_best_weights(
     assert about.metrics == report.metrics["validation"]
 
 
+@pytest.mark.slow
+def test_exported_built_in_decoder_has_equal_logits_in_transformers(
+    documents: Path, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path / "exported"
+    run(make_config(documents, tmp_path / "run", model="tiny", export=folder, learning_rate=1e-2))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        got = load_exported(folder)(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-5, atol=1e-5)
+    assert got.std() > 0.1  # the model has learnt something
+    assert theirs.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
+    continued = make_config(
+        documents, tmp_path / "next", model="tiny", init_from=str(folder), learning_rate=1e-12
+    )
+    run(dataclasses.replace(continued, steps=1, warmup_steps=0))
+    weights = load_weights(tmp_path / "next", 1)
+    for name, value in load_exported(folder).state_dict().items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("loss", [math.inf, math.nan])
 def test_weights_that_are_the_best_by_a_score_are_read_whatever_their_loss(
     loss: float, tagged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -14,9 +14,11 @@ import torch
 import transformers
 from support.hub_models import LABELS, VOCABULARY, save_model, write_shards
 from support.training import assert_same_run, load_weights, make_config, run
+from tokenizers import Tokenizer
 
 from tokenfeed.pipeline.errors import ConfigError, ResumeError
 from tokenfeed.trainer.config.run_config import PhaseSettings
+from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.export import load_exported
 
@@ -149,6 +151,81 @@ def test_from_pretrained_loads_what_was_exported(
     assert changed.abs().max() > 1e-4
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer("w5")["input_ids"] == [5]
+
+
+@pytest.mark.parametrize("changes", [{}, LORA])
+def test_export_keeps_tokenizer_files_dtype_and_limits(
+    changes: dict[str, Any], documents: Path, tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / "source", "CausalLM", "Llama", max_position_embeddings=128)
+    transformers.AutoModelForCausalLM.from_pretrained(source).bfloat16().save_pretrained(source)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_buffer(read_tokenizer(documents)),
+        bos_token="w1",
+        unk_token="w0",
+        model_max_length=128,
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [3, 4], "temperature": 0.6}')
+    folder = tmp_path / "exported"
+    model = {"model": f"hf:{source}", "export": folder}
+    run(make_config(documents, tmp_path / "run", **model, **changes))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == torch.bfloat16
+    assert theirs.config.max_position_embeddings == 128
+    assert theirs.generation_config.eos_token_id == [3, 4]
+    after = transformers.AutoTokenizer.from_pretrained(folder)
+    for name in ("chat_template", "bos_token", "unk_token", "eos_token", "model_max_length"):
+        assert getattr(after, name) == getattr(tokenizer, name)
+    weights = ("model.safetensors",)
+    sizes = [sum((each / name).stat().st_size for name in weights) for each in (source, folder)]
+    assert sizes[1] < 1.1 * sizes[0]
+
+
+@pytest.mark.slow
+def test_model_by_numbers_exports_as_qwen3(documents: Path, tmp_path: Path) -> None:
+    numbers: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2}
+    folder = tmp_path / "exported"
+    settings = {"model": "qwen3", "export": folder, "learning_rate": 1e-2, **numbers}
+    run(make_config(documents, tmp_path / "whole", **settings))
+    theirs = transformers.Qwen3ForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        got = load_exported(folder)(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, theirs(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
+    assert got.std() > 0.1  # the model has learnt something
+    config = theirs.config
+    assert (config.num_hidden_layers, config.hidden_size) == (2, 32)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+
+
+def test_export_of_another_tokenizer_has_that_of_the_shards(
+    documents: Path, tmp_path: Path
+) -> None:
+    source = save_model(tmp_path / "source", "CausalLM", "Llama")
+    words = json.loads(read_tokenizer(documents))
+    words["model"]["vocab"] |= {"w5": 6, "w6": 5}
+    (source / "tokenizer.json").write_text(json.dumps(words))
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 7}')
+    model = {"model": f"hf:{source}", "export": tmp_path / "exported"}
+    run(make_config(documents, tmp_path / "run", **model))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer("w5")["input_ids"] == [5]
+    assert tokenizer.model_max_length == 32
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about transformers
+def test_peft_loads_exported_adapters(documents: Path, llama: str, tmp_path: Path) -> None:
+    import peft
+
+    folder = tmp_path / "exported"
+    run(make_config(documents, tmp_path / "run", model=llama, export=folder, **LORA))
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama.removeprefix("hf:"))
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        got, expected = adapted(input_ids=IDS).logits, merged(input_ids=IDS).logits
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_an_exported_classifier_names_its_classes(classes: Path, bert: str, tmp_path: Path) -> None:
