@@ -7,7 +7,7 @@ The stores in `remote` are imported when the first such path is opened.
 Inside `reading_once`, a repeated read of a small file returns the first result. A run reads the
 manifest of its data set many times: for defaults, task, loaders and evaluations. A read from a
 store starts a program for 0.2 s, and decoding 100,000 shards takes another second. The memo also
-keeps one version of the file for the whole run. Commands that copy or repair do not use it, so they
+keeps one version of the file for the whole run. Commands that copy do not use it, so they
 always read the current file. Torch-free.
 """
 

@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|copy|repair|explain`: show a data set, check it, print its text,
-copy it elsewhere, repair it, and show what a step of a training run held."""
+"""`shards inspect|verify|cat|copy|explain`: show a data set, check it, print its text, copy it
+elsewhere, and list the records of a training step."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,11 @@ from tokenfeed.tools.data_sets.cat import Cat, DataSet
 from tokenfeed.tools.data_sets.copy import Copy
 from tokenfeed.tools.data_sets.explain import Explain
 from tokenfeed.tools.data_sets.inspection import Inspect
-from tokenfeed.tools.data_sets.repair import Repair
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Cat", "Copy", "Explain", "Inspect", "Repair", "Verify", "run_shards"]
+__all__ = ["Cat", "Copy", "Explain", "Inspect", "Verify", "run_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,14 +53,12 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print, copy or repair a data set of `pretokenize`, or explain a step of a "
-        "run.",
+        "Show, check, print or copy a data set of `pretokenize`, or explain a step of a run.",
         {
             "inspect": Inspect,
             "verify": Verify,
             "cat": Cat,
             "copy": Copy,
-            "repair": Repair,
             "explain": Explain,
         },
     )

@@ -12,30 +12,59 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import IO, Annotated, NamedTuple
+
+import xxhash
 
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, RemoteError
 from tokenfeed.pipeline.format.manifest import (
     MADE_BY_FILE,
     MANIFEST_FILE,
+    FileInfo,
     Manifest,
+    ShardInfo,
     stored,
 )
-from tokenfeed.pipeline.format.read_errors import gave_up
+from tokenfeed.pipeline.format.read_errors import damaged, gave_up, refused
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, atomic_file
 from tokenfeed.pipeline.format.store import LocalStore, Place, Store, open_place, open_store
 from tokenfeed.pipeline.remote.retrying import few_threads
-from tokenfeed.tools.data_sets.fetch import DataFile, data_files, fetch, remove_leftovers
+from tokenfeed.tools.jobs.crew import Progress
 from tokenfeed.tools.jobs.progress_bar import Bar
 from tokenfeed.tools.jobs.run_records import claimed, is_begun
 from tokenfeed.tools.shell.command_line import text
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Copied", "Copy", "copy_data_set"]
+__all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "fetch"]
 
 AT_ONCE = 4
 _COPY_FILE = ".copying"
 """In a bucket: the fingerprint of the data set that is being copied there."""
+_PIECE_BYTES = 1 << 20
+_TRIES = 2
+"""A bit may flip on the way; a second time it is the file."""
 _log = logging.getLogger(__name__)
+
+
+class DataFile(NamedTuple):
+    """A file that a manifest names."""
+
+    info: FileInfo
+    tokens: int
+
+    @property
+    def weight_bytes(self) -> int:
+        """What it counts in the progress."""
+        return self.info.bytes
+
+
+def data_files(manifest: Manifest) -> Iterator[DataFile]:
+    """All of them but the manifest."""
+    side = (manifest.tokenizer, manifest.sources, manifest.rejects)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    for info in dict.fromkeys((*side, *shards)):
+        yield DataFile(info, info.tokens if isinstance(info, ShardInfo) else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,3 +241,52 @@ def _manifest_at(store: Store) -> Manifest | None:
         raise ConfigError(
             f"{error} To have this place completed by a copy all the same, delete {file}."
         ) from error
+
+
+def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
+    """Copy a file into a folder; what is not as the manifest says is fetched a second time.
+
+    Raises:
+        ShardFormatError: It is missing, cannot be read, or is damaged at the source.
+    """
+    shown, actual = source.path(file.info.file), ""
+    for _ in range(_TRIES):
+        own = atomic_file(path, synced=synced, is_shared=True)
+        with contextlib.suppress(_AnotherError), own as copy:
+            actual = _stream(file, source, copy, bar)
+            if actual != file.info.xxh3:
+                raise _AnotherError
+            return
+    raise damaged(shown, f"the file has checksum {actual}, expected {file.info.xxh3}")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of killed copies."""
+    for temporary in folder.rglob(f"*{TEMPORARY_SUFFIX}"):
+        temporary.unlink(missing_ok=True)
+
+
+class _AnotherError(Exception):
+    """The bytes that came are not those of the manifest."""
+
+
+def _stream(file: DataFile, source: Store, copy: IO[bytes], bar: Bar) -> str:
+    """Write the content of a file; its checksum."""
+    digest, info = xxhash.xxh3_64(), file.info
+    for block in _blocks(source, info):
+        digest.update(block)
+        copy.write(block)
+        part = len(block) / max(info.bytes, 1)
+        bar.advance(Progress(len(block), round(part * file.tokens)))
+    return digest.hexdigest()
+
+
+def _blocks(source: Store, info: FileInfo) -> Iterator[bytes]:
+    try:
+        with source.open(info.file, info.bytes) as opened:
+            while block := opened.read(_PIECE_BYTES):
+                yield block
+    except FileNotFoundError:
+        raise damaged(source.path(info.file), "not found, but the manifest names it") from None
+    except OSError as error:
+        raise refused(source.path(info.file), "cannot be read", error) from error

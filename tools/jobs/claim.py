@@ -29,7 +29,6 @@ from tokenfeed.tools.jobs.run_records import RunRecords, differences, is_begun, 
 __all__ = [
     "State",
     "changed_file",
-    "made_by",
     "recognise",
     "remember",
     "state_of",
@@ -102,7 +101,7 @@ def remember(output: Place, recipe: dict[str, Any], num_units: int) -> None:
     output.write(MADE_BY_FILE, json.dumps(content, indent=1).encode() + b"\n")
 
 
-def made_by(output: Place) -> dict[str, Any]:
+def _made_by(output: Place) -> dict[str, Any]:
     """Read the recipe that made the finished data set in an output.
 
     Raises:
@@ -127,7 +126,7 @@ def recognise(output: Place, recipe: dict[str, Any]) -> tuple[Manifest, int]:
         ConfigError: Another command or another input made it.
         ManifestError: The manifest is damaged, or a file that it names is missing or cut short.
     """
-    was = made_by(output)
+    was = _made_by(output)
     num_units = was.pop(_UNITS, 0)
     if difference := differences(was, recipe):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +12,6 @@ from tokenfeed.pipeline.format.schema import Task
 from tokenfeed.tools import pretokenize, report, shards, train
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.records import FieldKind, Fields
-from tokenfeed.tools.data_sets.repair import Repair
 from tokenfeed.tools.encoding.tasks import TASK_CLASSES, LmEncoder
 from tokenfeed.tools.pretokenizing.options import (
     fields_of_tasks,
@@ -21,7 +19,6 @@ from tokenfeed.tools.pretokenizing.options import (
     parse_options,
     records_of_tasks,
 )
-from tokenfeed.tools.shell.command_line import parse_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +151,6 @@ def test_command_rejects_empty_path(main: Any, words: list[str]) -> None:
     [
         (report.main, []),
         (report.main, ["compare", "runs/a"]),
-        (shards.main, ["repair"]),
         (shards.main, ["explain", "out", "--state"]),
         (train.main, ["--config"]),
         (train.main, ["--run-dir"]),
@@ -170,14 +166,16 @@ def test_address_in_place_of_path_is_rejected_without_secret(main: Any, words: l
 @pytest.mark.parametrize("word", ["--help", "-h"])
 def test_shards_help_lists_every_command(word: str) -> None:
     shown = call(shards.main, word).stdout
-    for name in ("inspect", "verify", "cat", "copy", "repair", "explain"):
+    for name in ("inspect", "verify", "cat", "copy", "explain"):
         assert f"\n{name} " in shown
 
 
 def test_repeated_option_with_words_takes_all_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["out", "--corpus", "a", "b", "--json", "--corpus", "c"]
-    command = parse_command(Repair, "shards repair", words)
-    assert (command.out, command.corpus, command.json) == (Path("out"), (("a", "b"), ("c",)), True)
+    words = ["a", "out", "--field", "text=body", "label=kind", "--json", "--field", "pair=title"]
+    monkeypatch.setattr("sys.argv", ["pretokenize", *words])
+    options = parse_options()
+    assert options.field == (("text=body", "label=kind"), ("pair=title",))
+    assert (options.paths, options.json) == (("a", "out"), True)
 
 
 def test_paths_and_options_may_be_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
