@@ -36,6 +36,7 @@ from tokenfeed.trainer.sizing.recommended import (
     schedule_defaults,
     steps_of,
     steps_of_tokens,
+    tuning_defaults,
 )
 
 __all__ = ["FILE_KINDS", "GROUPS", "Command", "layered", "parse_config", "read_command"]
@@ -70,8 +71,15 @@ GROUPS = {
         *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
     ),
     "rarely needed": (
-        *("objective", "batching", "attention", "trainable", "lora_target", "clip_norm"),
-        *("learning_rate_reference_tokens", "num_workers", "cache_dir", "cache_bytes", "profile"),
+        *("objective", "batching", "attention", "trainable", "lora_alpha", "lora_target"),
+        *(
+            "clip_norm",
+            "learning_rate_reference_tokens",
+            "num_workers",
+            "cache_dir",
+            "cache_bytes",
+            "profile",
+        ),
     ),
 }
 """The options by the title of their group in the help."""
@@ -280,11 +288,12 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
             objective=given.get("objective", "auto"),
             model=given.get("model"),
             from_scratch=given.get("from_scratch", False),
+            lora=given.get("lora") is not None,
             step_tokens=given.get("step_tokens") is not None and given.get("step_rows") is None,
             longest_input=_longest_input(manifest, given.get("model", "")),
             for_gpu=given.get("preset") in _OF_GPUS,
         )
-        choices += data_defaults(manifest, relevant)
+        choices += [*data_defaults(manifest, relevant), *tuning_defaults(relevant)]
         suited = command()
         suited.check()
         epochs = suited.epochs

@@ -107,8 +107,8 @@ def train_config(model: Path | str, **changes: Any) -> TrainConfig:
     return TrainConfig(**settings | changes)
 
 
-def write_shards(folder: Path, task: Task, *, rows: int = 60) -> Path:
-    """Random rows with a tokenizer of words w0, w1, ..."""
+def write_shards(folder: Path, task: Task, *, rows: int = 60, added: int = 0) -> Path:
+    """Random rows with a tokenizer of words w0, w1, ..., the last ones as added tokens."""
     rng = np.random.default_rng(1)
     splits = {
         split: random_rows(
@@ -116,7 +116,9 @@ def write_shards(folder: Path, task: Task, *, rows: int = 60) -> Path:
         )
         for split, count in (("train", rows), ("validation", 12))
     }
-    words = Tokenizer(models.WordLevel({f"w{id}": id for id in range(VOCABULARY)}, "w0"))
+    known = {f"w{id}": id for id in range(VOCABULARY - added)}
+    words = Tokenizer(models.WordLevel(known, "w0"))
+    words.add_special_tokens([f"w{id}" for id in range(VOCABULARY - added, VOCABULARY)])
     content = json.dumps({"added_tokens": []} | json.loads(words.to_str())).encode()
     return write_rows(
         folder,

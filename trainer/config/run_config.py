@@ -149,11 +149,14 @@ class TrainConfig:
     kv_heads: Positive | None = None
     """Heads of keys and values of a new Qwen3. Default: as many as --heads."""
     dropout: _Dropout | None = None
-    """Share of values set to 0. Default: 0, or as the config of an hf: model says."""
+    """Share of values set to 0. With --lora, only in adapters. Default: 0, or the config of an hf:
+    model."""
     from_scratch: bool = False
     """Use only the config of an hf: model, and draw new weights."""
     lora: Positive | None = None
     """Train LoRA adapters of this rank, and freeze the weights of an hf: model."""
+    lora_alpha: Positive | None = None
+    """Scale of adapters, times their rank. Default: twice the rank."""
     lora_target: Annotated[str, _shown("NAMES")] = ALL_LINEAR
     """Layers that get adapters: all-linear, or names like q_proj,v_proj."""
     trainable: Annotated[str, _shown("PATTERN")] | None = None

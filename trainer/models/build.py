@@ -9,6 +9,7 @@ from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
+from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
@@ -65,10 +66,11 @@ def _check_adapters(config: TrainConfig) -> None:
     if not config.is_hub and (config.lora is not None or config.from_scratch):
         option = "--from-scratch" if config.lora is None else "--lora"
         raise ConfigError(f"`{option}`: is for hf: models, and --model is {config.model}.")
-    if config.lora is None and config.lora_target != ALL_LINEAR:
+    if config.lora is None and (config.lora_alpha or config.lora_target != ALL_LINEAR):
+        name = "lora_alpha" if config.lora_alpha else "lora_target"
         raise ConfigError(
-            f"`--lora-target`={config.lora_target}: without --lora all weights are trained. Add "
-            "--lora and a rank, or leave it out."
+            f"`{flag_of(name)}`={getattr(config, name)}: without --lora all weights are trained. "
+            "Add --lora and a rank, or leave it out."
         )
 
 
@@ -133,8 +135,7 @@ def _add_adapters(model: nn.Module, config: TrainConfig, head: Head) -> None:
     except ImportError as error:
         raise _lacking(f"`--lora`={config.lora}", "lora", error) from error
     assert isinstance(model, hub.HubModel)
-    assert config.lora is not None
-    lora.add_adapters(model, head, config.lora, config.lora_target)
+    lora.add_adapters(model, head, config)
 
 
 def _lacking(option: str, extra: str, error: ImportError) -> ConfigError:

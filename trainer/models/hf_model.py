@@ -8,6 +8,7 @@ Shapes: B rows, T slots, D width, C outputs.
 """
 
 import inspect
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,10 +23,10 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from tokenfeed.pipeline.arithmetic import ceil_div, round_up
-from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
 from tokenfeed.trainer.config.run_config import BY_NUMBERS, TrainConfig
 from tokenfeed.trainer.data.attention import Reach, Scope
-from tokenfeed.trainer.data.datasets import shown
+from tokenfeed.trainer.data.datasets import first_of, read_tokenizer, shown
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.models.hf_attention import ATTENTION_NAME, irreplaceable
@@ -68,6 +69,8 @@ class HubModel(nn.Module):
         """What its layers see of a document: for each the forward makes a scope."""
         self.has_plain_head = False
         """Whether its logits were seen to be `hidden @ head_weight.T`."""
+        self.added_rows: dict[str, list[int]] = {}
+        """Rows of embeddings that were added for new tokens, by the names of their modules."""
         self.saved_dtype = torch.float32
         """The dtype of the weights as they came, and as `save` writes them."""
         self.adapters: tuple[Any, ...] = ()
@@ -177,9 +180,10 @@ def load_hub_model(config: TrainConfig, head: Head, dtype: torch.dtype) -> HubMo
             fresh: frozenset[str] = frozenset()
         else:
             model, fresh = _from_weights(auto, source, described, dtype)
+        added = _add_rows(model, config, head)
     _check_sizes(model, config, head)
     hub_model = HubModel(model, head, fresh)
-    hub_model.saved_dtype = saved_dtype
+    hub_model.saved_dtype, hub_model.added_rows = saved_dtype, added
     return hub_model
 
 
@@ -224,7 +228,7 @@ def _describe(source: str, config: TrainConfig, head: Head) -> Any:
     if getattr(text_config, "pad_token_id", None) is None:
         text_config.pad_token_id = head.pad_id
     if config.dropout is not None:
-        _set_dropout(described, config.dropout)
+        _set_dropout(described, config.dropout if config.lora is None else 0.0)
     _check_layers(described, config.model)
     return described
 
@@ -323,6 +327,39 @@ def _learned_positions(model: Any) -> nn.Embedding | None:
         if name.endswith("position_embeddings") and isinstance(part, nn.Embedding):
             return part
     return None
+
+
+@torch.no_grad()
+def _add_rows(model: Any, config: TrainConfig, head: Head) -> dict[str, list[int]]:
+    """Add rows to the embeddings of a model for tokens that were added to its tokenizer.
+
+    Each new row is the mean of the others. Does nothing if an id that the model lacks is no added
+    token: then the shards were made with another tokenizer.
+
+    Returns:
+        The new rows by the name of the embedding.
+    """
+    known = model.get_input_embeddings().num_embeddings
+    new = [*range(known, head.vocabulary_size)]
+    if not new or not _added_ids(config).issuperset(new):
+        return {}
+    model.resize_token_embeddings(head.vocabulary_size, mean_resizing=False)
+    embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = {module.weight for module in embeddings if module is not None}
+    for weight in weights:
+        weight[known:] = weight[:known].float().mean(0).to(weight.dtype)
+    _log.info("%s: %d tokens are new: %d to %d", config.model, len(new), new[0], new[-1])
+    names = {name: module for name, module in model.named_modules() if module in embeddings}
+    first = {module.weight: name for name, module in reversed(names.items())}  # tied ones once
+    return dict.fromkeys(first.values(), new)
+
+
+def _added_ids(config: TrainConfig) -> set[int]:
+    """The ids of tokens that were added to the tokenizer of the shards."""
+    with suppress(TokenfeedError, ValueError):
+        content = json.loads(read_tokenizer(first_of(config.shards)))
+        return {int(entry["id"]) for entry in content.get("added_tokens") or ()}
+    return set()
 
 
 def _check_sizes(model: Any, config: TrainConfig, head: Head) -> None:

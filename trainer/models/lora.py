@@ -9,7 +9,7 @@ import warnings
 import peft
 
 from tokenfeed.pipeline.errors import ConfigError
-from tokenfeed.trainer.config.run_config import ALL_LINEAR
+from tokenfeed.trainer.config.run_config import ALL_LINEAR, TrainConfig
 from tokenfeed.trainer.data.head import Head
 from tokenfeed.trainer.models.hf_model import HubModel
 
@@ -22,15 +22,21 @@ _HEADS = ("score", "classifier", "head", "pooler")
 """Modules of heads of classes and tags, and of what stands before them: trained whole."""
 
 
-def add_adapters(model: HubModel, head: Head, rank: int, target: str) -> None:
-    """Freeze a model, and add adapters of a rank to the layers that `target` names.
+def add_adapters(model: HubModel, head: Head, config: TrainConfig) -> None:
+    """Freeze a model, and add adapters to the layers that --lora-target names.
+
+    Rows of embeddings that were added for new tokens are trained too.
 
     Raises:
         ConfigError: It has no such layers.
     """
+    assert config.lora is not None
+    target, added = config.lora_target, model.added_rows
     settings = peft.LoraConfig(
-        r=rank,
-        lora_alpha=_ALPHA_PER_RANK * rank,
+        r=config.lora,
+        lora_alpha=config.lora_alpha or _ALPHA_PER_RANK * config.lora,
+        lora_dropout=config.dropout or 0.0,
+        trainable_token_indices=added or None,
         target_modules=ALL_LINEAR if target == ALL_LINEAR else _layers(model, target),
         task_type=_TASK_TYPES[head.kind],
         modules_to_save=_trained_whole(model, head),

@@ -41,6 +41,7 @@ __all__ = [
     "schedule_defaults",
     "steps_of",
     "steps_of_tokens",
+    "tuning_defaults",
 ]
 
 _TOKENS = 2_000_000
@@ -49,7 +50,9 @@ _EPOCHS = (3, 10)
 _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
 _RATE = 1e-3
 """Learning rate for a step of 32 rows."""
-_FINE_RATE = 5e-5
+_FINE_RATE, _ADAPTER_RATE = 5e-5, 2e-4
+_FINE_ROWS, _FINE_STEPS = 32, 50
+"""Most rows of a step of completions, and fewest steps of an epoch, for a pretrained model."""
 _MOST_SLOTS = 16_384
 """Token slots in a micro-batch of labelled rows at most. Its memory depends on the layers, not on
 the vocabulary."""
@@ -96,6 +99,8 @@ class GivenSettings:
     model: str | None = None
     from_scratch: bool = False
     """Whether an hf: model draws its weights anew."""
+    lora: bool = False
+    """Whether adapters are trained."""
     step_tokens: bool = False
     """Whether steps are counted in tokens."""
     longest_input: int | None = None
@@ -118,10 +123,20 @@ def data_defaults(manifest: Manifest, given: GivenSettings) -> list[Choice]:
     label = column_of(manifest.columns, "target")
     if label is not None:
         model = [] if given.model else [_model(label, train)]
-        return [*model, *_padded(longest, train, given), *_pretrained_rate(given)]
+        return [*model, *_padded(longest, train, given)]
     if column_of(manifest.columns, "context") is not None:
-        return [_packed(longest, given), *_pretrained_rate(given)]
+        return [_packed(longest, train, given)]
     return []
+
+
+def tuning_defaults(given: GivenSettings) -> list[Choice]:
+    """Return the defaults that suit a pretrained model, or adapters beside one."""
+    if not given.finetunes:
+        return []
+    if given.lora:
+        settings = {"learning_rate": _ADAPTER_RATE, "weight_decay": 0.0}
+        return [Choice(settings, "adapters start at zero, and must not decay to it")]
+    return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
 
 
 def default_epochs(manifest: Manifest, given: GivenSettings) -> int | None:
@@ -288,18 +303,15 @@ def _padded(longest: int, train: SplitInfo, given: GivenSettings) -> list[Choice
     ]
 
 
-def _pretrained_rate(given: GivenSettings) -> list[Choice]:
-    if not given.finetunes:
-        return []
-    return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
-
-
-def _packed(longest: int, given: GivenSettings) -> Choice:
-    """Choose rows that hold the longest example, up to the longest input of the model."""
+def _packed(longest: int, train: SplitInfo, given: GivenSettings) -> Choice:
+    """Choose rows that hold the longest example, up to the longest input of the model. Steps of a
+    pretrained model have up to 32 examples."""
     length = _between(_PACKED_LENGTH, round_up(longest, 64))
     length = min(length, given.longest_input or length)
     slots = max(1, _PACKED_SLOTS // length) * length
-    settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": slots}
+    rows = min(_FINE_ROWS, train.rows // _FINE_STEPS) if given.finetunes else 0
+    step = max(slots, round_up(rows * train.tokens // train.rows, slots))
+    settings = {"sequence_length": length, "micro_batch_tokens": slots, "step_tokens": step}
     return Choice(settings, f"the longest row has {longest:,} tokens")
 
 

@@ -113,6 +113,7 @@ def test_lora_is_refused_in_one_line_where_it_cannot_be(
         ({"lora": 4, "lora_target": "q_proj,q_prok", "model": llama}, "`q_prok`"),
         ({"lora": 4, "lora_target": "q_proj,", "model": llama}, "--lora-target"),
         ({"lora_target": "q_proj", "model": llama}, "Add --lora"),
+        ({"lora_alpha": 8, "model": llama}, "--lora-alpha"),
     ):
         with pytest.raises(ConfigError, match=words) as caught:
             run(make_config(documents, tmp_path / "run", **changes))
@@ -197,6 +198,54 @@ def test_model_by_numbers_exports_as_qwen3(documents: Path, tmp_path: Path) -> N
     config = theirs.config
     assert (config.num_hidden_layers, config.hidden_size) == (2, 32)
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("changes", [{}, LORA])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of peft, about transformers
+def test_embeddings_grow_and_learn_added_tokens(
+    changes: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    import peft
+
+    shards = write_shards(tmp_path / "shards", "lm", added=2)
+    known = VOCABULARY - 2
+    sizes = {"vocab_size": known, "tie_word_embeddings": tied}
+    source = save_model(tmp_path / "source", "CausalLM", "Llama", **sizes)
+    settings: dict[str, Any] = {"model": f"hf:{source}", **changes}
+    folder = tmp_path / "exported"
+    run(make_config(shards, tmp_path / "whole", export=folder, **settings))
+    run(make_config(shards, tmp_path / "parts", **settings), stop_after=3)
+    run(make_config(shards, tmp_path / "parts", resume=True, **settings))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts", 8)
+    before = transformers.AutoModelForCausalLM.from_pretrained(source)
+    after = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert after.config.vocab_size == VOCABULARY
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        old, new = getattr(before, name)().weight, getattr(after, name)().weight
+        assert not torch.allclose(new[known], new[known + 1], atol=1e-3)
+        assert torch.equal(old, new[:known]) == bool(changes)
+    with torch.no_grad():
+        expected = after(input_ids=IDS).logits
+        got = load_exported(folder)(MicroBatch.of_ids(IDS, causal=True))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        if changes:
+            before.resize_token_embeddings(VOCABULARY)
+            adapted = peft.PeftModel.from_pretrained(before, folder / "adapter").eval()
+            got = adapted(input_ids=IDS).logits
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_have_the_alpha_and_dropout_that_are_given(
+    documents: Path, llama: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "exported"
+    settings = {"lora": 4, "lora_alpha": 12, "dropout": 0.25, "export": folder}
+    run(make_config(documents, tmp_path / "run", model=llama, steps=1, **settings))
+    described = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (4, 12)
+    assert described["lora_dropout"] == 0.25
 
 
 def test_export_of_another_tokenizer_has_that_of_the_shards(

@@ -34,6 +34,7 @@ from tokenfeed.trainer.sizing.recommended import (
     gpu_defaults,
     replacements,
     schedule_defaults,
+    tuning_defaults,
 )
 
 AUTO = GivenSettings()
@@ -160,10 +161,27 @@ def test_a_line_names_only_what_the_run_has_by_it() -> None:
 @given(manifests())
 def test_what_is_fine_tuned_is_so_for_few_epochs_at_a_low_rate(manifest: Manifest) -> None:
     given = GivenSettings(model="hf:folder")
-    chosen = {k: v for each in data_defaults(manifest, given) for k, v in each.settings.items()}
+    choices = [*data_defaults(manifest, given), *tuning_defaults(given)]
+    chosen = {k: v for each in choices for k, v in each.settings.items()}
     assert default_epochs(manifest, given) == 3
     assert chosen["learning_rate"] == 5e-5
     assert not {"model", "dropout"} & set(chosen)
+
+
+@pytest.mark.parametrize("task", ["lm", "complete", "classify"])
+def test_adapters_get_a_higher_rate_and_no_decay(task: Task) -> None:
+    given = GivenSettings(model="hf:folder", lora=True)
+    choices = [*data_defaults(make_manifest(task, 3000, 100, 400), given), *tuning_defaults(given)]
+    chosen = {k: v for each in choices for k, v in each.settings.items()}
+    assert (chosen["learning_rate"], chosen["weight_decay"]) == (2e-4, 0.0)
+
+
+def test_steps_of_fine_tuned_completions_have_32_examples() -> None:
+    manifest = make_manifest("complete", 3000, 100, 400)
+    chosen = data_defaults(manifest, GivenSettings(model="hf:folder"))[0].settings
+    assert 32 * 100 <= chosen["step_tokens"] < 32 * 100 + chosen["micro_batch_tokens"]
+    few = make_manifest("complete", 60, 100, 400)
+    assert data_defaults(few, GivenSettings(model="hf:folder"))[0].settings["step_tokens"] == 1792
 
 
 @pytest.fixture(scope="module")
