@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from tokenfeed.pipeline.planning.policies import Packed as Packed
     from tokenfeed.pipeline.planning.policies import Padded as Padded
     from tokenfeed.pipeline.planning.state import merge_states as merge_states
+    from tokenfeed.tools.python_api import Pretokenized as Pretokenized
+    from tokenfeed.tools.python_api import pretokenize as pretokenize
     from tokenfeed.trainer.stall.meter import StallMeter as StallMeter
 
 _HOME = {
@@ -33,12 +35,14 @@ _HOME = {
     "Mixture": "pipeline.planning.mixture",
     "Packed": "pipeline.planning.policies",
     "Padded": "pipeline.planning.policies",
+    "Pretokenized": "tools.python_api",
     "ShardDataset": "pipeline.feeding.dataset",
     "ShardLoader": "pipeline.feeding.loader",
     "ShardReader": "pipeline.format.shard",
     "ShardWriter": "pipeline.format.shard",
     "StallMeter": "trainer.stall.meter",
     "merge_states": "pipeline.planning.state",
+    "pretokenize": "tools.python_api",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -1,49 +1,16 @@
-"""Input files as they were found, and the parts of them that are read at once.
-
-Standard input is copied to a nameless file beside the output, which several processes can read, cut
-and read again. The system deletes it with this process, however the process ends. Its checksum
-shows whether a continued run reads the same input again.
-"""
+"""Input files as they were found, and the parts of them that are read at once."""
 
 import os
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-
-import xxhash
 
 from tokenfeed.pipeline.errors import CorpusError
 from tokenfeed.tools.corpus.blocks import Blocks, Compression, Damage
 from tokenfeed.tools.corpus.locations import PUT_BACK, Location, RemoteFile
 
-__all__ = ["MAX_RECORD_BYTES", "STANDARD_INPUT", "FilePart", "InputFile", "spool_stdin", "whole"]
+__all__ = ["MAX_RECORD_BYTES", "STANDARD_INPUT", "FilePart", "InputFile", "whole"]
 
 STANDARD_INPUT = "-"
-_BLOCK_BYTES = 1 << 20
-
-
-def spool_stdin(out: Path | None) -> tuple[str, int]:
-    """Copy standard input to the disk that `out` will lie on, or else to that of temporary files.
-
-    Returns:
-        A path under which this user's processes can open it while this process lives, and the
-        xxh3-64 of its bytes.
-    """
-    if sys.stdin is None:
-        raise CorpusError("`-`: standard input is closed.")
-    folder = out and next(parent for parent in out.absolute().parents if parent.is_dir())
-    digest = xxhash.xxh3_64()
-    with tempfile.TemporaryFile(dir=folder) as file:
-        while block := sys.stdin.buffer.read(_BLOCK_BYTES):
-            digest.update(block)
-            file.write(block)
-        file.flush()
-        descriptor = os.dup(file.fileno())  # stays open for the life of the process
-    return f"/proc/{os.getpid()}/fd/{descriptor}", digest.intdigest()
-
-
 MAX_RECORD_BYTES = 64_000_000
 """The default of `--max-record`."""
 
@@ -57,13 +24,13 @@ class InputFile:
     name: str
     """As given on the command line, and below that as found."""
     path: Location
-    """Where it is read: for standard input not its name."""
+    """Where it is read: for spooled input not its name."""
     bytes: int
     text_bytes: int
     """Bytes of text expected, which are more in a file that is compressed."""
     state: int | str
     """Changes when the file does: its modification time, or what a store says of its version; for
-    a data set of the Hub its commit, for standard input its checksum."""
+    a data set of the Hub its commit, for spooled input its checksum."""
     format: str
     """The name of its format as the registry has it."""
     compression: Compression | None
@@ -71,6 +38,8 @@ class InputFile:
     """A longer record is rejected."""
     split: str | None = None
     """The split that all its records belong to; None draws it for each."""
+    is_spooled: bool = False
+    """Whether it is a nameless copy of standard input or of Python objects."""
 
     def check_unchanged(self) -> None:
         """Compare the file with what it was when the run began.
@@ -78,7 +47,7 @@ class InputFile:
         Raises:
             CorpusError: It is gone or has changed: half of it may already be in a shard.
         """
-        if self.name == STANDARD_INPUT or isinstance(self.path, RemoteFile):
+        if self.is_spooled or isinstance(self.path, RemoteFile):
             return  # of an object each answer is compared
         try:
             now = os.stat(self.path)

@@ -33,12 +33,12 @@ from tokenfeed.tools.corpus.detect import (
     needs_look,
 )
 from tokenfeed.tools.corpus.formats.base import Format
+from tokenfeed.tools.corpus.formats.json_lines import JSON_LINES
 from tokenfeed.tools.corpus.formats.registry import FALLBACK, FORMATS
 from tokenfeed.tools.corpus.input_files import (
     MAX_RECORD_BYTES,
     STANDARD_INPUT,
     InputFile,
-    spool_stdin,
 )
 from tokenfeed.tools.corpus.locations import Location, RemoteFile
 from tokenfeed.tools.corpus.remote_sources import (
@@ -53,6 +53,7 @@ from tokenfeed.tools.corpus.remote_sources import (
     repository_files,
     saved_entries,
 )
+from tokenfeed.tools.corpus.spool import Spooled, spool, stdin_blocks
 
 __all__ = ["Corpus", "find_corpus", "is_reserved", "is_split_name", "matching"]
 
@@ -144,6 +145,7 @@ def find_corpus(
     splits: tuple[tuple[str, str], ...] = (),
     max_record_bytes: int = MAX_RECORD_BYTES,
     known: Iterable[Known] = (),
+    spooled: Iterable[Spooled] = (),
 ) -> Corpus:
     """Find every input file below `paths`, in the order of `paths` and then of names.
 
@@ -155,6 +157,7 @@ def find_corpus(
         splits: A split, and a pattern of names or paths whose files belong to it; the first counts.
         max_record_bytes: A longer record is rejected.
         known: Files that the same command has looked into before: not opened if unchanged.
+        spooled: Files of JSON Lines that this process has made of Python objects.
 
     Raises:
         CorpusError: A path is missing or cannot be listed, or there is no input file at all.
@@ -165,6 +168,8 @@ def find_corpus(
     )
     for path in paths:
         search.add(path)
+    for file in spooled:
+        search.add_spooled(file, JSON_LINES)
     search.check_patterns()
     if not search.sources:
         binary = f" ({len(search.binary):,} binary files skipped)" if search.binary else ""
@@ -430,10 +435,14 @@ class _InputSearch:
         """Standard input, as records if it looks like it, else as one text."""
         if any(source.name == STANDARD_INPUT for source in self.sources):
             raise ConfigError("`-`: standard input can be read only once.")
-        path, checksum = spool_stdin(Path(self._out) if self._out else None)
-        format_ = format_of_given(STANDARD_INPUT, path, self._field)
-        source = self._source(STANDARD_INPUT, path, format_)
-        self._append(replace(source, state=checksum), STANDARD_INPUT, None)
+        file = spool(STANDARD_INPUT, stdin_blocks(), Path(self._out) if self._out else None)
+        self.add_spooled(file, format_of_given(STANDARD_INPUT, file.path, self._field))
+
+    def add_spooled(self, file: Spooled, format_: Format) -> None:
+        """Add a file that this process has made of input that it cannot read again."""
+        source = self._source(file.name, file.path, format_)
+        source = replace(source, state=file.checksum, is_spooled=True)
+        self._append(source, file.name, file.split)
 
     def _source(self, name: str, path: Location, format_: Format) -> InputFile:
         size, state = _size_and_state(path)

@@ -1,12 +1,14 @@
 """The progress bar of a run.
 
 It moves with the part of the input that has been read and encoded, measured in bytes of the files,
-so neither compression nor fields that nobody wants make it jump or stall.
+so neither compression nor fields that nobody wants make it jump or stall. It shows on a terminal
+and in a notebook.
 """
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self
 
 from tokenfeed.tools.jobs.crew import Progress, Weighed
@@ -14,18 +16,18 @@ from tokenfeed.tools.jobs.crew import Progress, Weighed
 if TYPE_CHECKING:
     import rich.progress
 
-__all__ = ["Bar"]
+__all__ = ["Bar", "bytes_read"]
 
 
 class Bar:
-    """Shows how far a run is, on a terminal; elsewhere it is silent."""
+    """Shows how far a run is."""
 
     def __init__(self, units: Sequence[Weighed]) -> None:
         self._num_units = len(units)
         self._units_done = self._tokens = 0
         self._started = time.perf_counter()
         self._shown: rich.progress.Progress | None = None
-        if sys.stderr and sys.stderr.isatty():
+        if _is_seen():
             self._shown = _make()
             total = sum(unit.weight_bytes for unit in units)
             self._shown.add_task("starting", total=total, speed="")
@@ -56,6 +58,32 @@ class Bar:
         """Count a finished unit."""
         self._units_done += 1
         self.advance(Progress(0, 0))
+
+
+@contextmanager
+def bytes_read(name: str) -> Iterator[Callable[[int], None]]:
+    """Show how many bytes of an input of unknown length were read.
+
+    Yields:
+        A function that is called with the number of further bytes.
+    """
+    if not _is_seen():
+        yield lambda num_bytes: None
+        return
+    with _make() as shown:
+        task = shown.add_task(f"reading {name}", total=None, speed="")
+        yield lambda num_bytes: shown.update(task, advance=num_bytes)
+
+
+def _is_seen() -> bool:
+    """Return whether somebody watches: at a terminal, or in a notebook."""
+    if sys.stderr and sys.stderr.isatty():
+        return True
+    if "ipykernel" not in sys.modules:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 def _make() -> "rich.progress.Progress":

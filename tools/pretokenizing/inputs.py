@@ -7,7 +7,7 @@ other parts, and the same command after a kill, read it instead of the corpus.
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from tokenfeed.tools.corpus.input_files import FilePart, InputFile, whole
 from tokenfeed.tools.corpus.read_records import UnverifiedError, read_records
 from tokenfeed.tools.corpus.records import Records, Reject
 from tokenfeed.tools.corpus.sources import Corpus, Known, find_corpus
+from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.corpus.units import Unit, auto_shard_bytes, cut_units
 from tokenfeed.tools.encoding.labels import CountLabels, LabelCounts, Labels, find_labels
 from tokenfeed.tools.encoding.tasks import Labelled, TaskEncoder
@@ -49,12 +50,18 @@ class Inputs:
     """Empty until the inputs are planned."""
 
     @classmethod
-    def listed(cls, options: Options, plan: dict[str, Any] | None = None) -> Self:
+    def listed(
+        cls,
+        options: Options,
+        plan: dict[str, Any] | None = None,
+        spooled: Sequence[Spooled] = (),
+    ) -> Self:
         """List the input files. Reads none of their records.
 
         Args:
             options: What is wanted.
             plan: A plan of the same run; files that it names are not opened if unchanged.
+            spooled: Records of this process, instead of the files that the options name.
 
         Raises:
             CorpusError: There are no files.
@@ -62,13 +69,14 @@ class Inputs:
         """
         task, output = options.make_task(), options.output
         corpus = find_corpus(
-            options.corpus,
+            () if spooled else options.corpus,
             out=output.folder if isinstance(output, LocalStore) else None,
             field=next(iter(task.fields)),
             exclude=options.exclude,
             splits=options.splits,
             max_record_bytes=options.max_record_bytes,
             known=[Known(*file) for file in plan["files"]] if plan else (),
+            spooled=spooled,
         )
         validation = options.validation
         if validation is None:

@@ -7,11 +7,13 @@ run are written first and the manifest last, so an output is always new, unfinis
 
 import logging
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from tokenfeed.pipeline.errors import ConfigError, CorpusError, TokenizerError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.corpus.sources import Corpus
+from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.record_blocks import UnitResult
 from tokenfeed.tools.jobs.claim import recognise, remember, state_of, withdraw
 from tokenfeed.tools.jobs.run_records import RunRecords, remove_records
@@ -27,11 +29,12 @@ __all__ = ["make_dataset"]
 logger = logging.getLogger(__name__)
 
 
-def make_dataset(options: Options) -> Summary:
+def make_dataset(options: Options, spooled: Sequence[Spooled] = ()) -> Summary:
     """Make the data set that `options` describe, or finish it.
 
     Args:
         options: What is wanted.
+        spooled: Records of this process, instead of the files that the options name.
 
     Raises:
         TokenfeedError: Whatever is wrong, in one line. Files under final names are whole, and the
@@ -45,7 +48,7 @@ def make_dataset(options: Options) -> Summary:
         raise ConfigError(
             f"`--finish`: {output} holds nothing to finish. Run `--part I/N` for every I first."
         )
-    listed = Listed.from_options(options, output, state)
+    listed = Listed.from_options(options, output, state, spooled)
     if state == "finished":
         manifest, num_units = recognise(output, listed.recipe)
         _check_rejects(options, manifest)

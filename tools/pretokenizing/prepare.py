@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -14,6 +14,7 @@ from tokenfeed.pipeline.format.manifest import TOKENIZER_FILE
 from tokenfeed.pipeline.format.schema import ENDED_TASKS
 from tokenfeed.pipeline.format.store import Place
 from tokenfeed.pipeline.remote.address import public
+from tokenfeed.tools.corpus.spool import Spooled
 from tokenfeed.tools.encoding.audit import Audit
 from tokenfeed.tools.encoding.engines import FastEngine, ReferenceEngine, installed_engines, preload
 from tokenfeed.tools.encoding.tokenizer import TextTokenizer, fetch_tokenizer_json
@@ -47,13 +48,16 @@ class Listed:
     """The plan of the unfinished run in the output, made by this or by another command."""
 
     @classmethod
-    def from_options(cls, options: Options, output: Place, state: State) -> Self:
+    def from_options(
+        cls, options: Options, output: Place, state: State, spooled: Sequence[Spooled] = ()
+    ) -> Self:
         """List the input files and load the tokenizer that is given.
 
         Args:
             options: What is wanted.
             output: Where the data set is made.
             state: What is there.
+            spooled: Records of this process, instead of the files that the options name.
         """
         tokenizer = None
         if options.tokenizer:
@@ -61,7 +65,7 @@ class Listed:
             tokenizer = _load(options, json_bytes, public(options.tokenizer))
             prepare_early(_preloading(options.tokenizer, tokenizer))
         plan = kept_plan(output) if state == "unfinished" else None
-        inputs = Inputs.listed(options, plan)
+        inputs = Inputs.listed(options, plan, spooled)
         return cls(
             options=options,
             output=output,

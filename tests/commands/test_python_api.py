@@ -1,0 +1,241 @@
+"""`tokenfeed.pretokenize` makes what the command makes, of paths and of Python objects."""
+
+import dataclasses
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.commands import run
+from support.corpora import texts
+from support.data_sets import files_of
+
+import tokenfeed
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+from tokenfeed.tools.corpus.spool import json_lines
+from tokenfeed.tools.pretokenizing.options import Options
+
+NOT_IN_PYTHON = {"paths", "json", "part", "finish"}
+"""Options of the command alone: its output, and job arrays."""
+
+
+@pytest.fixture
+def rows() -> list[dict[str, Any]]:
+    return [{"text": text, "label": at % 3, "at": at} for at, text in enumerate(texts(400))]
+
+
+def shards_of(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in files_of(out).items() if name.endswith(".arrow")}
+
+
+def test_the_function_has_the_options_of_the_command_with_their_defaults() -> None:
+    parameters = inspect.signature(tokenfeed.pretokenize).parameters
+    options = {field.name: field.default for field in dataclasses.fields(Options)}
+    assert set(parameters) == {"source", "out"} | set(options) - NOT_IN_PYTHON
+    for name in set(parameters) - {"source", "out"}:
+        assert (parameters[name].default or None) == (options[name] or None), name
+
+
+SOURCES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "a list of dicts": lambda rows: rows,
+    "a function that returns dicts": lambda rows: lambda: iter(rows),
+    "a function that returns texts": lambda rows: lambda: (row["text"] for row in rows),
+    "a function that returns tables": lambda rows: (
+        lambda: (pa.Table.from_pylist(rows[at : at + 7]) for at in range(0, len(rows), 7))
+    ),
+    "a pyarrow table": pa.Table.from_pylist,
+    "a table of binary texts": lambda rows: pa.table(
+        {"text": pa.array([row["text"].encode() for row in rows])}
+    ),
+    "a pandas frame": pd.DataFrame,
+    "a polars frame": pl.DataFrame,
+    "a Dataset": datasets.Dataset.from_list,
+    "a shuffled and restored Dataset": lambda rows: datasets.Dataset.from_list(rows[::-1]).select(
+        range(len(rows) - 1, -1, -1)
+    ),
+    "an IterableDataset": lambda rows: datasets.Dataset.from_list(rows).to_iterable_dataset(),
+}
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_objects_give_the_shards_of_the_same_rows_in_a_file(
+    kind: str, rows: list[dict[str, Any]], tmp_path: Path, tokenizer: Path
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b"".join(json_lines("rows", rows, ["text"])))
+    options = ("--tokenizer", tokenizer, "--shard-size", "20KB")
+    run(file, tmp_path / "command", *options)
+    made = tokenfeed.pretokenize(
+        SOURCES[kind](rows), tmp_path / "python", tokenizer=tokenizer, shard_size="20KB"
+    )
+    assert len(shards_of(tmp_path / "python")) > 3
+    assert shards_of(tmp_path / "python") == shards_of(tmp_path / "command")
+    assert made.summary.documents == made.manifest.ledger.written == len(rows)
+    assert str(made).startswith("split")
+
+
+def test_paths_give_the_data_set_of_the_command(
+    corpus: Path, tmp_path: Path, tokenizer: Path
+) -> None:
+    run(corpus, tmp_path / "command", "--tokenizer", tokenizer, "--split", "test=*0.txt")
+    made = tokenfeed.pretokenize(
+        [corpus], tmp_path / "python", tokenizer=tokenizer, split={"test": "*0.txt"}
+    )
+    assert files_of(tmp_path / "command") == files_of(tmp_path / "python")
+    assert [reject["record"] for reject in made.rejects] == [201, 202]
+
+
+def test_labels_and_fields_of_other_names(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    made = tokenfeed.pretokenize(
+        pd.DataFrame(rows).rename(columns={"text": "review"}),
+        tmp_path / "out",
+        task="classify",
+        field={"text": "review"},
+        validation=0.1,
+    )
+    assert made.manifest.label_names == ("0", "1", "2")
+    assert made.manifest.splits["validation"].rows > 10
+
+
+def test_a_dict_of_records_names_their_splits(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    data = datasets.Dataset.from_list(rows)
+    by_split = datasets.DatasetDict({"train": data, "test": data.select(range(30))})
+    made = tokenfeed.pretokenize(by_split, tmp_path / "out")
+    assert {name: split.rows for name, split in made.manifest.splits.items()} == {
+        "train": 400,
+        "test": 30,
+    }
+    lines = (tmp_path / "out/sources.jsonl").read_text().splitlines()
+    names = [json.loads(line)["path"] for line in lines]
+    assert sorted(names) == ["records/test", "records/train"]
+
+
+def test_a_record_that_cannot_be_used_is_rejected_and_the_rest_goes_on(tmp_path: Path) -> None:
+    records: list[dict[str, Any]] = [
+        {"text": "good"},
+        {"text": None},
+        {"text": "a lone \ud800 surrogate"},
+        {"body": "no text"},
+        {"text": b"\xff\xfe no UTF-8"},
+        {"text": b"bytes of UTF-8"},
+        {"text": 3},
+    ]
+    made = tokenfeed.pretokenize(records, tmp_path / "out", validation=0)
+    assert made.summary.documents == 2
+    reasons = {reject["record"]: reject["reason"] for reject in made.rejects}
+    assert sorted(reasons) == [1, 2, 3, 4, 6]
+    assert "surrogate" in reasons[2]
+    assert "no field `text`" in reasons[3]
+    assert "invalid UTF-8" in reasons[4]
+    assert {reject["file"] for reject in made.rejects} == {"records"}
+
+
+WRONG: dict[str, tuple[object, type[Exception], str]] = {
+    "a generator": ((row for row in [{"text": "a"}]), ConfigError, "can be read only once"),
+    "a number": (3, ConfigError, "records: got int. Give paths"),
+    "a function of no records": (lambda: None, ConfigError, "returns NoneType"),
+    "a list of numbers": ([1, 2], CorpusError, "records, record 0: is int, expected a dict"),
+    "an empty list": ([], CorpusError, "no text in 1 input file"),
+    "an empty dict": ({}, ConfigError, "names no split"),
+    "an object as a value": ([{"text": object()}], CorpusError, "record 0: cannot be written"),
+    "a split of a wrong name": ({"a/b": [{"text": "a"}]}, CorpusError, "cannot be the name"),
+    "a path that is missing": ("gone/", CorpusError, "gone: not found"),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_source_is_one_line_and_leaves_nothing(
+    kind: str, tmp_path: Path, tokenizer: Path
+) -> None:
+    source, error, message = WRONG[kind]
+    with pytest.raises(error, match=message) as raised:
+        tokenfeed.pretokenize(source, tmp_path / "out", tokenizer=tokenizer)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+def test_records_need_the_workers_of_this_machine(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read objects of this process"):
+        tokenfeed.pretokenize([{"text": "a"}], tmp_path / "out", runner="dask")
+
+
+def test_a_finished_data_set_is_recognised_by_its_records(
+    rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    make = partial(tokenfeed.pretokenize, out=tmp_path / "out")
+    assert not make(rows).summary.already_finished
+    before = set(os.listdir("/proc/self/fd"))
+    assert make(pd.DataFrame(rows)).summary.already_finished, "the same records in another form"
+    assert set(os.listdir("/proc/self/fd")) <= before, "the copy of the records is deleted"
+    with pytest.raises(ConfigError, match="of another command or input"):
+        make(rows[1:])
+
+
+SCRIPT = """
+import sys, tokenfeed
+
+def records():
+    for at in range(30_000):
+        yield {"text": f"document {at} " + " ".join(str(at * k) for k in range(1, 120))}
+
+tokenfeed.pretokenize(records, sys.argv[1], tokenizer=sys.argv[2], shard_size="500KB", workers=2)
+"""
+
+
+def test_a_killed_script_without_a_main_guard_continues_to_the_same_bytes(
+    tmp_path: Path, tokenizer: Path
+) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    subprocess.run([*command, tmp_path / "whole", tokenizer], check=True, timeout=100)
+    process = subprocess.Popen([*command, tmp_path / "killed", tokenizer])
+    while not list(tmp_path.glob("killed/train/*.arrow")) and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed/manifest.json").exists(), "killed before its end"
+    subprocess.run([*command, tmp_path / "killed", tokenizer], check=True, timeout=100)
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "whole")
+
+
+NUMBERS = st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(
+    st.lists(st.dictionaries(st.sampled_from(["text", "label", "more"]), VALUES), max_size=20),
+    st.booleans(),
+)
+def test_json_lines_hold_the_fields_of_each_record(
+    records: list[dict[str, Any]], is_function: bool
+) -> None:
+    source = (lambda: iter(records)) if is_function else records
+    lines = b"".join(json_lines("records", source, ["text", "label"])).splitlines()
+    wanted = [{k: row[k] for k in ("text", "label") if k in row} for row in records]
+    assert [json.loads(line) for line in lines] == wanted
+
+
+def test_arrays_of_numpy_are_lists() -> None:
+    def records() -> Iterator[dict[str, Any]]:
+        yield {"tokens": np.array(["a", "b"]), "tags": np.array([1, 2]), "score": np.float32(0.5)}
+
+    (line,) = b"".join(json_lines("records", records, ["tokens", "tags", "score"])).splitlines()
+    assert json.loads(line) == {"tokens": ["a", "b"], "tags": [1, 2], "score": 0.5}

@@ -1,0 +1,223 @@
+"""Copy input that can be read only once to a nameless file: standard input, and Python objects.
+
+Several processes can read, cut and read the file again. The system deletes it when it is closed, or
+with this process, however the process ends. Its checksum shows whether a continued run reads the
+same input again. Python objects become JSON Lines, so their shards are those of the same rows in a
+file.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pyarrow as pa
+import xxhash
+
+from tokenfeed.pipeline.errors import ConfigError, CorpusError
+
+__all__ = ["Spooled", "json_lines", "spool", "stdin_blocks"]
+
+_BLOCK_BYTES = 1 << 20
+_BATCH_RECORDS = 1000
+
+
+class Spooled(NamedTuple):
+    """A nameless file with input of this process."""
+
+    name: str
+    """How errors and origins call it."""
+    path: str
+    """Where this user's processes can open it while this process has it open."""
+    checksum: int
+    """The xxh3-64 of its bytes."""
+    descriptor: int
+    """Closing it deletes the file."""
+    split: str | None = None
+    """The split that all its records belong to; None draws it for each."""
+
+
+def spool(
+    name: str,
+    blocks: Iterable[bytes],
+    out: Path | None,
+    *,
+    split: str | None = None,
+    advance: Callable[[int], None] = lambda num_bytes: None,
+) -> Spooled:
+    """Write blocks of bytes to a nameless file.
+
+    Args:
+        name: How errors call the input.
+        blocks: The content.
+        out: The output folder: the file lies on the same disk. None for temporary files.
+        split: Passed on.
+        advance: Called with the number of bytes after each block.
+
+    Raises:
+        CorpusError: The disk is full.
+    """
+    folder = out and next(parent for parent in out.absolute().parents if parent.is_dir())
+    digest = xxhash.xxh3_64()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            for block in blocks:
+                digest.update(block)
+                file.write(block)
+                advance(len(block))
+            file.flush()
+            descriptor = os.dup(file.fileno())
+    except OSError as error:
+        raise CorpusError(
+            f"{name}: cannot be copied to {folder or tempfile.gettempdir()}: {error.strerror}."
+        ) from error
+    path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    return Spooled(name, path, digest.intdigest(), descriptor, split)
+
+
+def stdin_blocks() -> Iterator[bytes]:
+    """Yield the content of standard input.
+
+    Raises:
+        CorpusError: It is closed.
+    """
+    if sys.stdin is None:
+        raise CorpusError("`-`: standard input is closed.")
+    while block := sys.stdin.buffer.read(_BLOCK_BYTES):
+        yield block
+
+
+def json_lines(name: str, records: object, fields: Iterable[str]) -> Iterator[bytes]:
+    """Yield records as blocks of JSON Lines, with only the given fields.
+
+    Args:
+        name: How errors call the records.
+        records: A `datasets.Dataset` or `IterableDataset`; any table that exports Arrow streams
+            (pyarrow, pandas, polars, DuckDB); a list of mappings; or a function that returns an
+            iterator of mappings, of texts (each the first field), or of Arrow tables.
+        fields: The fields that the task reads.
+
+    Raises:
+        ConfigError: `records` is nothing of these, or can be read only once.
+        CorpusError: A value cannot be written as JSON.
+    """
+    fields = tuple(fields)
+    number = 0
+    for rows in _batches(name, records, fields):
+        yield _encode(name, number, rows)
+        number += len(rows)
+
+
+def _batches(name: str, records: object, fields: tuple[str, ...]) -> Iterator[list[Any]]:
+    """Yield lists of records, each a dict with the given fields as far as it has them."""
+    if type(records).__module__.startswith("datasets."):
+        known: Any = records
+        if known.column_names is not None:
+            known = known.select_columns([field for field in fields if field in known.column_names])
+        for table in known.with_format("arrow").iter(_BATCH_RECORDS):
+            yield from _rows(table, fields)
+    elif hasattr(records, "__arrow_c_stream__"):
+        yield from _rows(records, fields)
+    elif callable(records):
+        made: Any = records()
+        if not isinstance(made, Iterable):
+            raise ConfigError(f"{name}: the function returns {_kind(made)}, expected an iterator.")
+        yield from _rows_of(name, made, fields)
+    elif isinstance(records, Iterator):
+        raise ConfigError(
+            f"{name}: {_kind(records)} can be read only once, so an interrupted run could not "
+            "continue. Give the function that returns it."
+        )
+    elif isinstance(records, Iterable):
+        yield from _rows_of(name, records, fields)
+    else:
+        raise ConfigError(
+            f"{name}: got {_kind(records)}. Give paths, a datasets.Dataset, a table, a list of "
+            "dicts, or a function that returns an iterator of dicts."
+        )
+
+
+def _rows_of(
+    name: str, records: Iterable[object], fields: tuple[str, ...]
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of rows from single records, or from tables."""
+    remaining, number = iter(records), 0
+    while batch := list(islice(remaining, _BATCH_RECORDS)):
+        rows: list[dict[str, Any]] = []
+        for record in batch:
+            if isinstance(record, str):
+                rows.append({fields[0]: record})
+            elif isinstance(record, Mapping):
+                rows.append({field: _text(record[field]) for field in fields if field in record})
+            elif hasattr(record, "__arrow_c_stream__") or hasattr(record, "__arrow_c_array__"):
+                rows += [row for some in _rows(record, fields) for row in some]
+            else:
+                raise CorpusError(
+                    f"{name}, record {number + len(rows)}: is {_kind(record)}, expected a dict or "
+                    "a text."
+                )
+        yield rows
+        number += len(rows)
+
+
+def _rows(table: Any, fields: tuple[str, ...]) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of the rows of anything that exports Arrow."""
+    if isinstance(table, pa.RecordBatch) or not hasattr(table, "__arrow_c_stream__"):
+        table = pa.Table.from_batches([pa.record_batch(table)])
+    for batch in pa.RecordBatchReader.from_stream(table):
+        wanted = batch.select([name for name in fields if name in batch.schema.names])
+        for start in range(0, batch.num_rows, _BATCH_RECORDS):
+            num_rows = min(_BATCH_RECORDS, batch.num_rows - start)
+            rows = wanted.slice(start, num_rows).to_pylist()
+            if "binary" in str(wanted.schema.types):
+                rows = [{name: _text(value) for name, value in row.items()} for row in rows]
+            yield rows if wanted.num_columns else [{}] * num_rows
+
+
+def _text(value: Any) -> Any:
+    """Decode bytes, also those of a list: msgspec would write them in base 64.
+
+    The reader rejects what stands for invalid UTF-8.
+    """
+    if isinstance(value, bytes):
+        return value.decode(errors="surrogateescape")
+    if isinstance(value, list) and bytes in map(type, value):
+        return [_text(item) for item in value]
+    return value
+
+
+def _encode(name: str, number: int, rows: list[Any]) -> bytes:
+    try:
+        return _ENCODER.encode_lines(rows)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return b"".join(_line(name, number + at, row) for at, row in enumerate(rows))
+
+
+def _line(name: str, number: int, row: dict[str, Any]) -> bytes:
+    """A record as JSON. The standard library escapes a lone surrogate, which the reader rejects."""
+    try:
+        return _ENCODER.encode(row) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(row, default=_plain).encode() + b"\n"
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise CorpusError(f"{name}, record {number}: cannot be written as JSON: {error}.") from None
+
+
+def _plain(value: Any) -> Any:
+    """Convert arrays and scalars of numpy and torch, which JSON does not know."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"got {_kind(value)}, expected texts, numbers, lists and dicts")
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)

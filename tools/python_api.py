@@ -1,0 +1,173 @@
+"""`tokenfeed.pretokenize`: the command `pretokenize` for scripts and notebooks.
+
+Paths and addresses are read as by the command. Records of Python objects are first written to a
+nameless file of JSON Lines, which workers can cut and read: a second call can then tell whether it
+has the same records, and continues.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.schema import Task
+from tokenfeed.pipeline.format.store import open_place, open_store
+from tokenfeed.tools.corpus.spool import Spooled, json_lines, spool
+from tokenfeed.tools.data_sets.inspection import describe
+from tokenfeed.tools.jobs.executors import SMALL_BYTES, Runner, end_early, start_early
+from tokenfeed.tools.jobs.progress_bar import bytes_read
+from tokenfeed.tools.pretokenizing.make import make_dataset
+from tokenfeed.tools.pretokenizing.options import Options
+from tokenfeed.tools.pretokenizing.summary import Summary
+
+__all__ = ["Pretokenized", "pretokenize"]
+
+_RECORDS = "records"
+"""What origins and errors call records of Python objects."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pretokenized:
+    """A finished data set. `str()` gives what the command prints."""
+
+    out: str
+    """Its folder or address, for `ShardLoader`."""
+    manifest: Manifest
+    """Its splits, shards and tokenizer."""
+    summary: Summary
+    """The figures that the command prints with `--json`."""
+
+    @property
+    def rejects(self) -> list[dict[str, Any]]:
+        """The rejected records: `file`, number of the `record` from 0, and `reason` of each."""
+        lines = open_place(self.out).read(self.manifest.rejects.file).splitlines()
+        return [json.loads(line) for line in lines]
+
+    def __str__(self) -> str:
+        return describe(open_store(self.out), self.manifest, self.summary.facts())
+
+
+def pretokenize(
+    source: object,
+    out: str | os.PathLike[str],
+    *,
+    task: Task = "lm",
+    field: Mapping[str, str] | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    vocab_size: int = 32_768,
+    end_token: str | None = None,
+    add_special_tokens: bool = False,
+    split: Mapping[str, str] | None = None,
+    validation: float | None = None,
+    exclude: Sequence[str] = (),
+    strict: bool = False,
+    max_rejects: int | None = None,
+    workers: int | Literal["auto"] = "auto",
+    engine: Literal["auto", "tokenizers", "gigatoken"] = "auto",
+    runner: Runner = "local",
+    special_tokens_in_text: Literal["plain", "split"] = "plain",
+    shard_size: str = "auto",
+    max_record: str = "64MB",
+    verify_ids: bool = False,
+    seed: int = 0,
+) -> Pretokenized:
+    """Tokenize a corpus once, into checksummed shards, like the command `pretokenize`.
+
+    The same call continues a run that was interrupted, and recognises a data set that it has
+    finished. It works in notebooks and in scripts without `if __name__ == "__main__"`.
+
+    Args:
+        source: What to read:
+
+            - a path or address, or a list of them, as the command takes them;
+            - a `datasets.Dataset` or `IterableDataset`;
+            - a table of pyarrow, pandas, polars or anything else that exports Arrow;
+            - a list of dicts, or a function without arguments that returns an iterator of dicts, of
+              texts or of tables;
+            - a dict of these by split, such as a `datasets.DatasetDict`. Each record of a split
+              that is named so belongs to it.
+        out: A new or empty folder, the folder of an interrupted run, or an address.
+        task: What a record is; see `pretokenize --help`, also for all further options, which have
+            the names and defaults of the command.
+        field: Names of fields by the names that the task uses: `{"text": "content"}`.
+        tokenizer: A tokenizer.json, a folder with one, or a Hub id. Default: train one.
+        split: Patterns of file names by split: `{"test": "*.test.jsonl"}`.
+
+    Raises:
+        ConfigError: An option is wrong, or `out` holds something else.
+        CorpusError: There is no usable record, or more are rejected than allowed.
+        KeyboardInterrupt: Ctrl-C. Finished units are kept; the same call continues.
+    """
+    given = dict(locals())
+    words = {name: value for name, value in given.items() if name not in ("source", "out")}
+    words["field"] = tuple((f"{own}={name}",) for own, name in (field or {}).items())
+    words["split"] = tuple(f"{name}={pattern}" for name, pattern in (split or {}).items())
+    words["exclude"] = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    words["tokenizer"] = None if tokenizer is None else os.fspath(tokenizer)
+    paths = _paths(source)
+    by_split = None if paths else _by_split(source)
+    options = Options(paths=(*(paths or by_split or ()), os.fspath(out)), **words)
+    options.check()
+    if by_split and runner != "local":
+        raise ConfigError(
+            f"`runner` {runner!r}: its workers cannot read objects of this process. Write them to "
+            "a file that all machines share, and give its path."
+        )
+    with ExitStack() as stack:
+        stack.callback(end_early)
+        spooled = [
+            _spooled(name, records, of_split, options, stack)
+            for name, (of_split, records) in (by_split or {}).items()
+        ]
+        summary = make_dataset(options, spooled)
+    return Pretokenized(out=summary.out, manifest=Manifest.read(summary.out), summary=summary)
+
+
+def _paths(source: object) -> tuple[str, ...] | None:
+    """The paths that a source consists of; None if it holds records."""
+    sources = source if isinstance(source, list | tuple) else [source]
+    paths = [os.fspath(path) for path in sources if isinstance(path, str | os.PathLike)]
+    return tuple(paths) if paths and len(paths) == len(sources) else None
+
+
+def _by_split(source: object) -> dict[str, tuple[str | None, object]]:
+    """Records and the name of their split, by what origins call them."""
+    if isinstance(source, Mapping):
+        if not source:
+            raise ConfigError("source: is an empty dict, which names no split. Give some records.")
+        return {f"{_RECORDS}/{name}": (str(name), records) for name, records in source.items()}
+    return {_RECORDS: (None, source)}
+
+
+def _spooled(
+    name: str, records: object, split: str | None, options: Options, stack: ExitStack
+) -> Spooled:
+    """Write records to a nameless file, which is deleted when `stack` ends."""
+    output = Path(options.paths[-1])
+    blocks = json_lines(name, records, options.make_task().fields)
+    with bytes_read(name) as advance:
+        file = spool(
+            name,
+            _starting_workers(blocks),
+            None if "://" in options.paths[-1] else output,
+            split=split,
+            advance=advance,
+        )
+    stack.callback(os.close, file.descriptor)
+    return file
+
+
+def _starting_workers(blocks: Iterator[bytes]) -> Iterator[bytes]:
+    """The same blocks. Workers start as soon as the input turns out not to be small."""
+    num_bytes, has_started = 0, False
+    for block in blocks:
+        num_bytes += len(block)
+        if num_bytes > SMALL_BYTES and not has_started:
+            start_early()
+            has_started = True
+        yield block
