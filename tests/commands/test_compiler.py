@@ -1,15 +1,18 @@
-"""What torch's compiler makes of the loss."""
+"""What torch's compiler makes of the loss and of Muon."""
 
 import re
 from typing import Any
 
 import pytest
 import torch
+from support.training import make_head
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from tokenfeed.pipeline.format.schema import IGNORED
+from tokenfeed.trainer.models.transformer import ModelSize, Transformer
+from tokenfeed.trainer.optim.optimizer import make_optimizer, set_learning_rate
 from tokenfeed.trainer.tasks import chunked_loss as chunked
 
 
@@ -53,3 +56,23 @@ def test_compiled_error_takes_a_quarter_of_the_eager_traffic() -> None:
     read = len(re.findall(r"loadu\(in_ptr0 \+ static_cast<int64_t>\(x1", code))
     written = len(re.findall(r"\.store\(out_ptr\d \+ static_cast<int64_t>\(x1", code))
     assert 2 * (read + written) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_muon_steps_as_the_eager_one() -> None:
+    size = ModelSize(layers=2, width=16, heads=2)
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Transformer(size, make_head())
+        optimizer = make_optimizer(model, "muon", 0.1, compiled=compiled)
+        set_learning_rate(optimizer, 1e-2)
+        before = [weight.detach().clone() for weight in model.parameters()]
+        for _ in range(2):
+            for weight in model.parameters():
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+        found.append([w - b for w, b in zip(model.parameters(), before, strict=True)])
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager, rtol=0, atol=0.03 * eager.abs().max().item())

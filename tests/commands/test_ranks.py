@@ -260,9 +260,24 @@ def test_ranks_killed_at_100_random_moments_lose_nothing(shards: Path, tmp_path:
     assert seen["changing"] > 0
 
 
+@pytest.mark.slow
+def test_muon_on_ranks_trains_as_on_one(shards: Path, tmp_path: Path) -> None:
+    """Three ranks share stacks of eight and of four matrices."""
+    more = {"optimizer": "muon", "model": "support.training:small_model"}
+    runs: list[Run] = [
+        (ranks, settings_of("lm packed", shards, tmp_path / str(ranks)) | more)
+        for ranks in (1, 2, 3)
+    ]
+    codes, errors = train(runs)
+    assert not any(map(any, codes)), errors
+    one = read_metrics(tmp_path / "1", "loss")
+    for ranks in ("2", "3"):
+        assert read_metrics(tmp_path / ranks, "loss") == pytest.approx(one, rel=1e-4)
+
+
 @pytest.mark.long
 @pytest.mark.slow
-def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
+def test_adapters_and_compiled_models_on_ranks_train_as_on_one(
     shards: Path, tmp_path: Path
 ) -> None:
     hub = pytest.importorskip("support.hub_models", reason="needs transformers")
@@ -275,14 +290,12 @@ def test_adapters_compiled_models_and_muon_on_ranks_train_as_on_one(
             "micro_batch_tokens": 128,
             "model": "support.training:small_model",
         },
-        "muon": {"optimizer": "muon", "model": "support.training:small_model"},
     }
     runs: list[Run] = []
     for name, more in cases.items():
         settings = settings_of("lm packed", shards, tmp_path / name / "one") | more
         runs += [(1, settings), (2, settings | {"run_dir": tmp_path / name / "two"})]
-        if name != "muon":
-            runs += [(2, settings | {"run_dir": tmp_path / name / "shares", "shard_model": True})]
+        runs += [(2, settings | {"run_dir": tmp_path / name / "shares", "shard_model": True})]
     codes, errors = train(runs)
     assert not any(map(any, codes)), errors
     for name in cases:

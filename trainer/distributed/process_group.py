@@ -71,6 +71,13 @@ class ProcessGroup(World):
         for flat in _flat(tensors):
             dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: no backend supports every dtype
 
+    def concatenate(self, share: Tensor) -> Tensor:
+        """Gather as bytes: gloo does not know bf16."""
+        whole = share.new_empty((self.size * len(share), *share.shape[1:]))
+        own = share.contiguous().view(torch.uint8)
+        dist.all_gather_into_tensor(whole.view(torch.uint8), own)
+        return whole
+
     def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
         """Sum by gloo, on gloo's thread."""
         sums = torch.tensor(counts)

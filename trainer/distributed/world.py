@@ -41,6 +41,10 @@ class World:
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank 0."""
 
+    def concatenate(self, share: Tensor) -> Tensor:
+        """Return the equally shaped tensors of all ranks as one, along the first dimension."""
+        return share
+
     def all_reduce_async(self, counts: list[int]) -> Callable[[], list[int]]:
         """Start to sum counts over ranks; return a function that waits, on the host, for the
         sums."""

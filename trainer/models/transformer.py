@@ -14,6 +14,7 @@ Shapes: B rows, T tokens, D width, H heads, K width of a head, V vocabulary, C o
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,9 @@ class _Words(nn.Module):
 
 class _Block(nn.Module):
     """One layer: attention and a feed-forward network, each added to the residual stream."""
+
+    fused: ClassVar = {"attention_in": 3}
+    """Layers that hold several matrices side by side: queries, keys and values."""
 
     def __init__(self, size: ModelSize, dropout: float) -> None:
         super().__init__()

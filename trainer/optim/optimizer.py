@@ -1,37 +1,57 @@
-"""Which optimizer updates which weight.
+"""Choose the optimizer of each weight.
 
-AdamW for everything, or Muon for the matrices of hidden layers and AdamW for the rest. Muon makes
-an update's singular values equal, which suits a matrix that maps one hidden state to another, and
-neither a table of rows, as embeddings are, nor a head, whose outputs have meanings.
+AdamW updates everything, or Muon updates the matrices of hidden layers and AdamW the rest. Muon
+makes the singular values of an update equal. This suits a matrix that maps one hidden state to
+another. It does not suit embeddings, which are tables of rows, heads and routers, whose outputs
+have meanings, or the factors of LoRA, whose product is the matrix.
 """
 
+import re
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tokenfeed.trainer.config.run_config import OptimizerName
-from tokenfeed.trainer.optim.muon import MuonAdamW
+from tokenfeed.trainer.distributed.world import World
+from tokenfeed.trainer.optim.muon import MuonAdamW, Sections
 
 __all__ = ["hidden_matrices", "is_embedding", "make_optimizer", "set_learning_rate"]
 
 _BETAS = (0.9, 0.95)
 _HEAD_NAMES = {"head", "heads", "lm_head", "classifier", "score", "cls", "qa_outputs"}
-"""What the heads of models are called, here and in transformers."""
+"""Names of heads in this package and in transformers."""
+_LORA = re.compile(r"(^|\.)lora_")
+_ROUTER = re.compile(r"router$|(^|_)gate$")
+"""Names of routers. A gate with more outputs than inputs is a part of a feed-forward network."""
+_FUSED = {"c_attn": 3, "Wqkv": 3, "qkv_proj": 3, "gate_up_proj": 2}
+"""How many matrices a linear layer of transformers holds side by side, by its name."""
 
 
 def make_optimizer(
-    model: nn.Module, name: OptimizerName, weight_decay: float
+    model: nn.Module,
+    name: OptimizerName,
+    weight_decay: float,
+    world: World | None = None,
+    *,
+    compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the weights that are trainable now; its rate is `set_learning_rate`'s.
+    """Return an optimizer of the weights that are trainable now. `set_learning_rate` sets its rate.
 
-    Only weights of two and more dimensions decay: biases and gains of norms do not. A model
+    Only weights with two dimensions or more decay, so biases and gains of norms do not. A model
     without hidden matrices is trained by AdamW alone, also under the name muon.
     """
-    matrices = hidden_matrices(model) if name == "muon" else []
-    rest = _decaying_and_kept(model, {id(matrix) for matrix in matrices}, weight_decay)
-    adamw = torch.optim.AdamW(rest, betas=_BETAS, fused=True)
-    return MuonAdamW(matrices, adamw, weight_decay) if matrices else adamw
+    matrices = hidden_matrices(model) if name == "muon" else {}
+    rest = [p for p in model.parameters() if p.requires_grad and p not in matrices]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, betas=_BETAS, fused=True)
+    if not matrices:
+        return adamw
+    world = world or World(torch.device("cpu"))
+    return MuonAdamW(matrices, adamw, weight_decay, world, compiled=compiled)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
@@ -40,26 +60,52 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The trainable weights of linear layers, without those of heads or tied to an embedding.
+def hidden_matrices(model: nn.Module) -> dict[Tensor, Sections]:
+    """Return the trainable weights of linear layers, and the matrices that each of them holds.
 
-    A head is what is called like one, and in transformers what surrounds a model's `base_model`.
-    A bare parameter of two dimensions is left out: it may be a table of positions or a router.
+    Left out are routers, LoRA's factors, heads, and weights that an embedding shares. A head has
+    the name of one, or it lies outside the `base_model` of a model of transformers. A bare
+    parameter with two dimensions is left out: it may be a table of positions.
     """
-    linear = [module for module in model.modules() if _is_linear(module)]
-    weights = dict.fromkeys(p for module in linear for p in module.parameters(recurse=False))
     others = _of_embeddings_and_heads(model)
-    return [w for w in weights if w.requires_grad and w.dim() == 2 and id(w) not in others]
+    found: dict[Tensor, Sections] = {}
+    for path, parent in model.named_modules():
+        for name, layer in parent.named_children():
+            weight = getattr(layer, "weight", None)
+            if not _is_linear(layer) or not isinstance(weight, nn.Parameter):
+                continue
+            dim = 0 if isinstance(layer, nn.Linear) else 1
+            is_router = _ROUTER.search(name) and weight.shape[dim] < weight.shape[1 - dim]
+            is_left_out = is_router or _LORA.search(f"{path}.{name}") or id(weight) in others
+            if weight.requires_grad and not is_left_out:
+                found[weight] = Sections(dim, _sizes(parent, name, weight.shape[dim]))
+    return found
 
 
 def is_embedding(module: nn.Module) -> bool:
-    """Whether a module is a table of rows by id."""
+    """Return whether a module is a table of rows by id."""
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # Conv1D: the linear layer of GPT-2 in transformers, which need not be installed.
+    # Conv1D is the linear layer of GPT-2 in transformers, which may not be installed.
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _sizes(parent: nn.Module, name: str, outputs: int) -> tuple[int, ...]:
+    """Return the numbers of outputs of the matrices in a linear layer.
+
+    A module may declare them: `fused = {"qkv": 3}` for three equal parts of its layer `qkv`.
+    """
+    parts = getattr(parent, "fused", _FUSED).get(name, 1)
+    config = getattr(parent, "config", None)
+    queries, keys = (
+        getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value")
+    )
+    if name == "qkv_proj" and queries and keys:  # grouped queries
+        width = outputs // (queries + 2 * keys)
+        return queries * width, keys * width, keys * width
+    return (outputs // parts,) * parts if outputs % parts == 0 else (outputs,)
 
 
 def _of_embeddings_and_heads(model: nn.Module) -> set[int]:
@@ -74,14 +120,3 @@ def _of_embeddings_and_heads(model: nn.Module) -> set[int]:
 
 def _ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
-
-
-def _decaying_and_kept(
-    model: nn.Module, taken: set[int], weight_decay: float
-) -> list[dict[str, Any]]:
-    """AdamW's groups: what decays and what does not, of the trainable weights not `taken`."""
-    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-    return [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]

@@ -90,19 +90,25 @@ class Learner:
             sharding.check_sharding(config, precision.name)
             sharding.shard_model(self.model, self._world, precision.dtype)
         self._replicas = self._replicate()
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self.optimizer = self._make_optimizer()
         self._factor = _rate_factor(config)
 
     def begin_phase(self, phase: Phase) -> None:
         """Train the weights of a phase from now on, and no others; what was trained before keeps
         its moments."""
-        before, config = self.optimizer, self._config
+        before = self.optimizer
         before.zero_grad(set_to_none=True)
         self._replicas = None  # its hooks on the weights go first
         train_only(self.model, self._chosen[phase.number - 1])
         self._replicas = self._replicate()
-        self.optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self.optimizer = self._make_optimizer()
         keep_moments(self.optimizer, before)
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        config = self._config
+        return make_optimizer(
+            self.model, config.optimizer, config.weight_decay, self._world, compiled=config.compile
+        )
 
     def _replicate(self) -> "Replicas | None":
         if self._world.size == 1 or self._config.shard_model:

@@ -1,17 +1,19 @@
 """Which weight is updated by what, and that a step is the plain optimizer's."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training import make_transformer
+from support.training import make_head, make_transformer
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tokenfeed.trainer.config.run_config import OptimizerName
+from tokenfeed.trainer.models.transformer import ModelSize, Transformer
 from tokenfeed.trainer.optim.optimizer import (
     hidden_matrices,
     make_optimizer,
@@ -44,7 +46,7 @@ class Tagger(nn.Module):
         return logits
 
 
-def names_of(model: nn.Module, parameters: list[nn.Parameter]) -> set[str]:
+def names_of(model: nn.Module, parameters: Iterable[torch.Tensor]) -> set[str]:
     """Their names in the model, the first where one has several."""
     chosen = {id(parameter) for parameter in parameters}
     return {name for name, parameter in model.named_parameters() if id(parameter) in chosen}
@@ -143,30 +145,121 @@ def make_tagger(name: OptimizerName, rate: float = 1e-2) -> tuple[Tagger, torch.
     return model, optimizer
 
 
-def test_muon_steps_as_torch_does_with_one_optimizer_for_each_kind() -> None:
+def test_muon_moves_matrices_in_the_direction_of_torch_and_the_rest_by_adamw() -> None:
     ours, optimizer = make_tagger("muon")
-    train(ours, optimizer.step, optimizer, 5)
     plain, _ = make_tagger("muon")
+    start, _ = make_tagger("muon")
+    train(ours, optimizer.step, optimizer, 1)
     matrices = hidden_matrices(plain)
-    taken = {id(matrix) for matrix in matrices}
-    rest = [p for p in plain.parameters() if id(p) not in taken]
-    muon = torch.optim.Muon(
-        matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", momentum=0.95
-    )
+    rest = [p for p in plain.parameters() if p not in matrices]
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": 0.1},
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+    muon = torch.optim.Muon([*matrices], lr=1e-2, weight_decay=0.1)
+    train(plain, lambda: (muon.step(), adamw.step())[0], adamw, 1)
+    for one, other, before in zip(
+        ours.parameters(), plain.parameters(), start.parameters(), strict=True
+    ):
+        if other in matrices:
+            moved = [(each - before * (1 - 1e-3)).flatten() for each in (one, other)]
+            assert torch.cosine_similarity(*moved, dim=0) > 0.999
+        else:
+            assert torch.equal(one, other)
 
-    def step() -> None:
-        muon.step()
-        adamw.step()
-        muon.zero_grad()
 
-    train(plain, step, adamw, 5)
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("scales", [(1.0, 1.0, 50.0), (1e-3, 1.0, 30.0)])
+def test_muon_moves_queries_keys_and_values_equally(scales: tuple[float, ...]) -> None:
+    """Whatever the sizes of their gradients are."""
+    model = make_transformer()
+    optimizer = make_optimizer(model, "muon", 0.0)
+    set_learning_rate(optimizer, 1e-2)
+    weight = model.blocks[0].attention_in.weight
+    before = weight.detach().clone()
+    random = torch.Generator().manual_seed(0)
+    weight.grad = torch.cat(
+        [
+            scale * torch.randn(part.shape, generator=random)
+            for part, scale in zip(weight.chunk(3), scales, strict=True)
+        ]
+    )
+    optimizer.step()
+    sizes = [part.square().mean().sqrt().item() for part in (weight - before).chunk(3)]
+    assert sizes == pytest.approx([0.2e-2] * 3, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "layer", "sizes"),
+    [
+        ("GPT2LMHeadModel", {}, "c_attn", [(768, 768)] * 3),
+        (
+            "Phi3ForCausalLM",
+            {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2},
+            "qkv_proj",
+            [(96, 96), (96, 32), (96, 32)],
+        ),
+        ("Phi3ForCausalLM", {"intermediate_size": 200}, "gate_up_proj", [(3072, 200)] * 2),
+        ("ModernBertForMaskedLM", {}, "Wqkv", [(768, 768)] * 3),
+    ],
+)
+def test_matrices_side_by_side_in_a_weight_are_found(
+    architecture: str, settings: dict[str, int], layer: str, sizes: list[tuple[int, int]]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, architecture)
+    with torch.device("meta"):
+        model = model(model.config_class(**settings, num_hidden_layers=1, pad_token_id=0))
+    found = {
+        name: sections.of(weight)
+        for weight, sections in hidden_matrices(model).items()
+        for name, other in model.named_parameters()
+        if other is weight
+    }
+    [parts] = [parts for name, parts in found.items() if name.endswith(f"{layer}.weight")]
+    assert [tuple(part.shape) for part in parts] == [(max(each), min(each)) for each in sizes]
+
+
+class Expert(nn.Module):
+    """A feed-forward network with a router, a gate and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.router = nn.Linear(16, 4)
+        self.inner = nn.ModuleDict({"gate": nn.Linear(16, 64), "gate_proj": nn.Linear(16, 64)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2)})
+
+
+def test_muon_gets_neither_routers_nor_adapters() -> None:
+    model = Expert()
+    expected = {"inner.gate.weight", "inner.gate_proj.weight"}
+    assert names_of(model, hidden_matrices(model)) == expected
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that compute: neither views nor marks of the profiler."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        is_view = function.is_view or function.name() == "aten::_unsafe_view"
+        self.count += not (is_view or function.name().startswith("profiler::"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_muon_takes_few_operators_however_many_layers(layers: int) -> None:
+    model = Transformer(ModelSize(layers=layers, width=16, heads=2), make_head())
+    optimizer = make_optimizer(model, "muon", 0.1)
+    for weight in model.parameters():
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with Operators() as operators:
+        optimizer.step()
+    assert operators.count < 100
 
 
 @pytest.mark.parametrize("name", NAMES)
