@@ -71,15 +71,9 @@ GROUPS = {
         *("config", "preset", "print_config", "dry_run", "gpu", "monitor_only"),
     ),
     "rarely needed": (
-        *("objective", "batching", "attention", "trainable", "lora_alpha", "lora_target"),
-        *(
-            "clip_norm",
-            "learning_rate_reference_tokens",
-            "num_workers",
-            "cache_dir",
-            "cache_bytes",
-            "profile",
-        ),
+        *("objective", "targets", "batching", "attention", "trainable", "lora_alpha"),
+        *("lora_target", "clip_norm", "learning_rate_reference_tokens", "num_workers"),
+        *("cache_dir", "cache_bytes", "profile"),
     ),
 }
 """The options by the title of their group in the help."""

@@ -18,6 +18,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch, build_on_host
 from tokenfeed.pipeline.feeding.placement import resolve_ranks
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.mixture import Mixture, paths_of
 from tokenfeed.pipeline.planning.plan import Plan, Position
@@ -97,6 +98,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
         window_tokens: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """Read the manifest and make the plan. No shard is opened yet.
 
@@ -114,6 +116,7 @@ class ShardDataset(IterableDataset[WindowSlice]):
             rank: Rank of this process. Default: the rank of torch.distributed, or 0.
             world_size: Number of ranks that share each step. Default: the world size of
                 torch.distributed, or 1.
+            targets: Which tokens of conversations are targets, as for `ShardLoader`.
 
         Raises:
             ManifestError: The folder has no such data set or split.
@@ -133,8 +136,10 @@ class ShardDataset(IterableDataset[WindowSlice]):
             seed=seed,
             shuffle=shuffle,
         )
-        reader = WindowReader(sources, cache=cache_for(sources, plan, None, None))
-        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size)
+        rule = TargetRule.from_setting(targets, sources[0].manifest.columns)
+        cache = cache_for(sources, plan, None, None)
+        reader = WindowReader(sources, with_kinds=rule is not None, cache=cache)
+        self._maker = WindowMaker(plan, reader, ranks.rank, ranks.world_size, rule)
         self._pad_id = sources[0].manifest.tokenizer.pad_id
         self.epochs = checks.epochs(epochs)
         self._epoch = torch.zeros(1, dtype=torch.int64, device="cpu")

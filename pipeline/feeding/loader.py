@@ -33,6 +33,7 @@ from tokenfeed.pipeline.feeding.placement import resolve_ranks, resolve_workers
 from tokenfeed.pipeline.feeding.stats import Stats
 from tokenfeed.pipeline.feeding.window_source import make_in_worker
 from tokenfeed.pipeline.format.data_set import open_splits
+from tokenfeed.pipeline.format.kinds import TargetRule, Targets
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.store import StorePath
 from tokenfeed.pipeline.planning.estimates import deviation, estimate_rounds, unmixed
@@ -95,6 +96,7 @@ class ShardLoader:
         num_streams: int | Literal["nodes"] = 1,
         cache_dir: str | PathLike[str] | None = None,
         cache_bytes: int | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """Read the manifest and make the plan. Workers start with the first iteration.
 
@@ -130,6 +132,10 @@ class ShardLoader:
                 or a folder of this user in the system's temporary folder.
             cache_bytes: Largest size of the cache in bytes. None: the smaller of 10 GB and 5 % of
                 the free disk. 0: no cache on disk.
+            targets: Which tokens of conversations are targets: "assistant", "last", "all", a set
+                of kinds such as {"text", "call"}, or a function of the kinds (uint8) that returns
+                a bool per token; see `Targets`. Default: "assistant". The order of rows does not
+                depend on it, so a state can be loaded with other targets.
 
         Raises:
             ManifestError: The folder has no such data set or split.
@@ -158,6 +164,7 @@ class ShardLoader:
         self._step_size = micro_batches_per_step
         step_size = self._ranks.group_size if self._step_size is None else self._step_size
         plan = self._make_plan(micro_batches_per_step=step_size)
+        self._targets_by = TargetRule.from_setting(targets, self.manifest.columns)
         self._cache = cache_for(self._sources, plan, cache_dir, cache_bytes)
         self._timeout = checks.number("timeout", timeout, unit="seconds")
         self._least_workers = int(has_remote(self._sources))
@@ -373,8 +380,9 @@ class ShardLoader:
         return self._make_plan(micro_batches_per_step=step_size)
 
     def _window_maker(self, plan: Plan) -> WindowMaker:
-        reader = WindowReader(self._sources, cache=self._cache)
-        return WindowMaker(plan, reader, self._ranks.rank_in_group, self._ranks.group_size)
+        ranks, rule = self._ranks, self._targets_by
+        reader = WindowReader(self._sources, with_kinds=rule is not None, cache=self._cache)
+        return WindowMaker(plan, reader, ranks.rank_in_group, ranks.group_size, rule)
 
     def _single_windows(self, plan: Plan) -> Callable[[Position], RankSlice]:
         """Return a function that makes one window, for methods that are called rarely."""

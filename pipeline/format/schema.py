@@ -19,6 +19,7 @@ __all__ = [
     "FORMAT_VERSION",
     "IGNORED",
     "INPUT_IDS",
+    "KINDS",
     "LABEL",
     "LABELS",
     "ORIGIN_FILE",
@@ -40,13 +41,13 @@ __all__ = [
 
 FORMAT_VERSION = 1
 
-Task = Literal["lm", "classify", "score", "tag", "complete"]
+Task = Literal["lm", "classify", "score", "tag", "complete", "chat"]
 Role = Literal["input", "target", "context"]
 """The use of a task's column in a batch.
 
     input    an input of the model
     target   the labels of a loss: one per token, or one per row
-    context  the number of tokens at the start of a row that are a prompt, not targets
+    context  which tokens are targets: the length of the prompt, or a kind per token
 """
 Dtype = Literal["uint8", "int16", "uint16", "int32", "uint32", "uint64", "float32"]
 """dtypes on disk. A batch has integers as int64, and floats unchanged."""
@@ -64,6 +65,8 @@ LABELS = "labels"
 """The tag of each token: an index of the manifest's label names, or -100 for no tag."""
 PROMPT_LENGTH = "prompt_length"
 """Number of tokens before the completion. Only the completion is a target."""
+KINDS = "kinds"
+"""Why each token of a conversation is there: see `kinds`. The loader chooses targets by it."""
 ORIGIN_FILE = "origin_file"
 """The input file of a row: a line number of sources.jsonl, from 0."""
 ORIGIN_RECORD = "origin_record"
@@ -94,6 +97,7 @@ OF_TASK: dict[Task, tuple[Column, ...]] = {
     "score": (Column(name=SCORE, dtype="float32", per="row"),),
     "tag": (Column(name=LABELS, dtype="int16", per="token"),),
     "complete": (Column(name=PROMPT_LENGTH, dtype="uint32", per="row"),),
+    "chat": (Column(name=KINDS, dtype="uint8", per="token"),),
 }
 ROLES: dict[str, Role] = {
     TOKEN_TYPE_IDS: "input",
@@ -101,6 +105,7 @@ ROLES: dict[str, Role] = {
     SCORE: "target",
     LABELS: "target",
     PROMPT_LENGTH: "context",
+    KINDS: "context",
 }
 """Role of each column that a task adds."""
 

@@ -77,6 +77,7 @@ def lay_out(
     row_targets: bool = False,
     token_targets: np.ndarray | None = None,
     context: np.ndarray | None = None,
+    learned: np.ndarray | None = None,
 ) -> Layout:
     """Compute the layout of a slice.
 
@@ -89,6 +90,7 @@ def lay_out(
             the target of a token is the next token.
         context: Number of leading tokens of each piece that are a prompt, not targets, shape (P,),
             int64. 0 or less counts as 1, because the first token has no context.
+        learned: Which tokens are targets, shape (N,), bool. The first token of a piece is not.
     """
     sizes, batches = sequences.sizes(), sequences.batches
     longest = np.maximum.reduceat(sizes, batches[:-1])
@@ -107,6 +109,12 @@ def lay_out(
         given = np.clip(context, 1, sequences.lengths)  # the first token has no context
         ignored = ranges(slots.of_pieces(), given).astype(np.int32)
         ignored_offsets = offsets_of(given)[pieces]
+        num_targets = np.diff(tokens) - np.diff(ignored_offsets)
+    elif learned is not None:
+        is_ignored = ~learned
+        is_ignored[offsets_of(sequences.lengths)[:-1]] = True
+        ignored = ranges(slots.of_pieces(), sequences.lengths)[is_ignored].astype(np.int32)
+        ignored_offsets = offsets_of(is_ignored)[tokens]
         num_targets = np.diff(tokens) - np.diff(ignored_offsets)
     else:
         num_targets = np.diff(tokens) - np.diff(pieces)

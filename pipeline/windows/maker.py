@@ -12,7 +12,8 @@ import numpy as np
 
 from tokenfeed.pipeline.arithmetic import offsets_of, take
 from tokenfeed.pipeline.errors import ResumeError
-from tokenfeed.pipeline.format.schema import Role, role_of
+from tokenfeed.pipeline.format.kinds import TargetRule
+from tokenfeed.pipeline.format.schema import KINDS, Role, role_of
 from tokenfeed.pipeline.planning.ahead import Ahead
 from tokenfeed.pipeline.planning.batching import (
     Rounds,
@@ -41,16 +42,29 @@ class Gathered(NamedTuple):
     context: np.ndarray | None
     """Number of leading tokens of each piece that are a prompt, not targets, shape (P,), int64.
     Negative if the prompt ended in an earlier piece of a cut row."""
+    learned: np.ndarray | None
+    """Which tokens are targets, shape (N,), bool; None: those after the context."""
 
 
-def gather(window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans) -> Gathered:
+def gather(
+    window: Window,
+    plan: WindowPlan,
+    rounds: Rounds,
+    spans: Spans,
+    targets_by: TargetRule | None = None,
+) -> Gathered:
     """Copy one rank's micro-batches out of a decoded window."""
     batches, sequences, chosen = _pick(plan, rounds)
     pieces = plan.pieces[chosen]
     per_token = {
         TARGETS if role_of(name) == "target" else name: take(values, plan.cut.offsets, pieces)
         for name, values in window.rows.per_token.items()
+        if name != KINDS
     }
+    learned = None
+    if targets_by is not None:
+        mask = targets_by.mask(window.rows.per_token[KINDS], window.rows.lengths)
+        learned = take(mask, plan.cut.offsets, pieces)
     rows = pieces if plan.cut.cut_from is None else plan.cut.cut_from[pieces]
     starts = None if spans.starts is None else spans.starts[chosen]
     targets, context = column_of(window, "target"), column_of(window, "context")
@@ -65,7 +79,7 @@ def gather(window: Window, plan: WindowPlan, rounds: Rounds, spans: Spans) -> Ga
     if context is not None:
         context = context[rows].astype(np.int64)
         context = context if starts is None else context - starts
-    return Gathered(per_token, index, context)
+    return Gathered(per_token, index, context, learned)
 
 
 def column_of(window: Window, role: Role) -> np.ndarray | None:
@@ -106,6 +120,8 @@ class WindowMaker:
     """Rank among the ranks that share the plan, which are the ranks of one stream."""
     world_size: int
     """Number of ranks that share the plan."""
+    targets_by: TargetRule | None = None
+    """Which tokens of conversations are targets; None: all. The reader must read their kinds."""
 
     def make(self, position: Position) -> RankSlice:
         """Decode a window and copy this rank's micro-batches, from a position on.
@@ -135,7 +151,7 @@ class WindowMaker:
         if not len(rounds.starts):
             raise ResumeError(f"cannot resume: window {nth} has no micro-batch {first}.")
         spans = Spans.from_plan(planned, window.numbers, window.rows.lengths)
-        gathered = gather(window, planned, rounds, spans)
+        gathered = gather(window, planned, rounds, spans, self.targets_by)
         added = self._added(spans, planned, rounds, digests(spans, planned, rounds, epoch, number))
         index = Index(gathered.pieces, self._layout(gathered), added)
         return RankSlice(epoch, nth, gathered.per_token, index, index)
@@ -149,6 +165,7 @@ class WindowMaker:
             row_targets=pieces.targets is not None,
             token_targets=gathered.per_token.get(TARGETS),
             context=gathered.context,
+            learned=gathered.learned,
         )
 
     def _added(

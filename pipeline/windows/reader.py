@@ -18,7 +18,7 @@ import numpy as np
 from tokenfeed.pipeline.arithmetic import offsets_of, ranges
 from tokenfeed.pipeline.format.data_set import OpenedSplit
 from tokenfeed.pipeline.format.rows import Rows
-from tokenfeed.pipeline.format.schema import INPUT_IDS
+from tokenfeed.pipeline.format.schema import INPUT_IDS, KINDS
 from tokenfeed.pipeline.format.shard import ShardReader
 from tokenfeed.pipeline.format.store import RangedStore
 from tokenfeed.pipeline.planning.ahead import Ahead
@@ -202,6 +202,7 @@ class WindowReader:
         sources: tuple[OpenedSplit, ...],
         *,
         whole_rows: bool = False,
+        with_kinds: bool = False,
         cache: "CacheSettings | None" = None,
     ) -> None:
         """Open nothing yet.
@@ -209,9 +210,11 @@ class WindowReader:
         Args:
             sources: The sources; record batches and rows are numbered in this order.
             whole_rows: Whether to read all columns, or only the ids and the columns of the task.
+            with_kinds: Whether to read the kinds of the tokens of conversations too.
             cache: Settings of the node cache for data from stores; None for no cache.
         """
-        wanted = (INPUT_IDS, *(column.name for column in sources[0].manifest.columns))
+        names = (column.name for column in sources[0].manifest.columns)
+        wanted = (INPUT_IDS, *(name for name in names if with_kinds or name != KINDS))
         only = None if whole_rows else wanted
         self._batch_starts = offsets_of(np.array([source.batches for source in sources]))
         self._row_starts = offsets_of(np.array([source.rows for source in sources])).tolist()

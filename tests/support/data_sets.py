@@ -78,6 +78,7 @@ def random_rows(
         size = len(rows.ids) if column.per == "token" else len(rows)
         least, most = {
             "labels": (-2, 5),
+            "kinds": (0, 8),
             "prompt_length": (0, int(lengths.max()) + 2),
         }.get(column.name, (0, 2))
         values = rng.integers(least, most, size)

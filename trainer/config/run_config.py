@@ -135,6 +135,9 @@ class TrainConfig:
     """Output folder of `pretokenize`. Several folders need weights: a=0.7 b=0.3."""
     objective: ObjectiveName = "auto"
     """What to learn. auto: the task of the shards; masked: fill gaps in documents."""
+    targets: Annotated[str, _shown("NAMES")] | None = None
+    """What to learn of conversations: assistant, last, all, or kinds of tokens like text,call.
+    Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
     """A size (words, shallow, tiny, mini, small, gpt2 with 0, 0.4, 1, 11, 25, 85 M parameters +
     embedding; words ignores case), qwen3 with --layers and --width, hf:FOLDER or hf:ID of

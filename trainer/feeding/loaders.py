@@ -15,6 +15,7 @@ import torch
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.feeding.batch import Batch
 from tokenfeed.pipeline.feeding.loader import ShardLoader
+from tokenfeed.pipeline.format.kinds import Targets
 from tokenfeed.pipeline.format.manifest import SplitInfo
 from tokenfeed.pipeline.planning.mixture import Mixture
 from tokenfeed.trainer.config.phases import Phase
@@ -33,7 +34,7 @@ from tokenfeed.trainer.feeding.batch_policy import (
 )
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["SplitLoaders", "StepBatch", "check_rows", "is_apart", "step_feed"]
+__all__ = ["SplitLoaders", "StepBatch", "check_rows", "is_apart", "step_feed", "targets_of"]
 
 _SPLITS = ("train", "validation", "test")
 """The splits that a run reads."""
@@ -184,6 +185,7 @@ class SplitLoaders:
             micro_batches_per_step=step_size,
             cache_dir=self._config.cache_dir,
             cache_bytes=self._config.cache_bytes,
+            targets=targets_of(self._config),
         )
 
     def _num_workers(self) -> int:
@@ -192,6 +194,12 @@ class SplitLoaders:
         if self._config.num_workers is not None:
             return self._config.num_workers
         return 0 if self._device.type == "cpu" else 2
+
+
+def targets_of(config: TrainConfig) -> Targets | None:
+    """Return --targets as a loader takes it: one word for a choice, or a set of kinds."""
+    names = (config.targets or "").split(",")
+    return {*map(str.strip, names)} if len(names) > 1 else config.targets
 
 
 def check_rows(config: TrainConfig, task: Task) -> None:

@@ -1,7 +1,8 @@
 """Language modeling: predict the next token, or masked tokens.
 
-`lm` (documents) and `complete` (completions after prompts) predict the token after each position.
-They differ only in which positions have a label: the loader sets none on prompts.
+`lm` (documents), `complete` (completions after prompts) and `chat` (conversations) predict the
+token after each position. They differ only in which positions have a label: the loader sets none on
+prompts and on what the assistant does not say.
 
 `masked` fills gaps in documents, as BERT does. 15 % of the tokens with a label are targets. 80 % of
 the targets are replaced by the mask token, 10 % by a random id, and 10 % stay. Special tokens,
@@ -27,7 +28,7 @@ from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Completion", "LanguageModelling", "Masked", "SpecialIds", "perplexity"]
+__all__ = ["Chat", "Completion", "LanguageModelling", "Masked", "SpecialIds", "perplexity"]
 
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 
@@ -90,6 +91,12 @@ class Completion(LanguageModelling):
 
     name = "complete"
     apart = True
+
+
+class Chat(Completion):
+    """Predict the tokens of conversations that --targets selects."""
+
+    name = "chat"
 
 
 def perplexity(loss: float) -> dict[str, float]:

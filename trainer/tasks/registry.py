@@ -10,6 +10,7 @@ from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.data.datasets import first_of, run_manifest, shown
 from tokenfeed.trainer.tasks.classification import Classify
 from tokenfeed.trainer.tasks.language_modeling import (
+    Chat,
     Completion,
     LanguageModelling,
     Masked,
@@ -22,7 +23,7 @@ from tokenfeed.trainer.tasks.task import Task
 __all__ = ["TASKS", "make_task", "task_of"]
 
 TASKS: dict[str, Callable[[Manifest, int], Task]] = {
-    task.name: task for task in (LanguageModelling, Completion, Classify, Score, Tag)
+    task.name: task for task in (LanguageModelling, Completion, Chat, Classify, Score, Tag)
 }
 """The class of each task, by the name in the manifest."""
 

@@ -50,6 +50,7 @@ PROVED_ELSEWHERE = {
     "upload": "test_uploader.py",
     "profile": "test_profiler.py",
     "resume": "test_run.py",
+    "targets": "test_run.py",
     "epochs": "test_recommended.py",
     "tokens": "test_recommended.py",
     "config": "test_train_settings.py",

@@ -191,6 +191,23 @@ def test_long_completions_keep_their_prompts_and_lose_their_ends(
     assert "lose their end: about 4,080 tokens, 68.0 %" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("targets", "expected"), [(None, {4, 7}), ("all", {*range(8)}), ("user, thinking", {2, 5})]
+)
+def test_targets_select_what_a_conversation_teaches(
+    tmp_path: Path, targets: str | None, expected: set[int]
+) -> None:
+    rows = random_rows(np.full(30, 16), "chat", vocabulary_size=64)
+    kinds = np.tile([0, 1, 2, 3, 4, 5, 6, 7], 60) if targets else np.tile([0, 2, 4, 7], 120)
+    rows.per_token["kinds"][:] = kinds
+    rows.per_token["input_ids"][:] = kinds  # an id says its kind
+    shards = write_rows(tmp_path / "shards", {"train": rows}, 64, task="chat")
+    config = make_config(shards, tmp_path / "run", steps=1, targets=targets)
+    with contextlib.closing(Trainer(config)) as trainer:
+        batch, _, _ = next(trainer.curriculum.feed)
+    assert {*batch["labels"].unique().tolist()} - {-100} == expected
+
+
 def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:
     shards = make_shards(tmp_path / "shards", rows=50, validation_rows=0)
     report = run(make_config(shards, tmp_path / "run", steps=1))

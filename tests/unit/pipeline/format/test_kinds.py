@@ -1,0 +1,246 @@
+"""Targets chosen at load time are those of shards made with the same mask, in the same order."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.data_sets import random_rows, rows_of_ids, write_rows
+from torch import Tensor
+
+from tokenfeed import Fixed, Mixture, Packed, Padded, ShardLoader
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.feeding.dataset import ShardDataset
+from tokenfeed.pipeline.format.kinds import BEGINS, Kind, TargetRule
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import IGNORED, task_columns
+from tokenfeed.pipeline.planning.policy import Batching
+
+VOCABULARY = 500
+POLICIES = [
+    Padded(256),
+    Padded(48, multiple_of=8),
+    Fixed(3),
+    Packed(64, 2),
+    Packed(24, 2, long_rows="truncate"),
+    Packed(32, 2, split=True),
+]
+CHAT = task_columns("chat")
+
+
+def odd_kinds(kinds: np.ndarray) -> np.ndarray:
+    """A user's own choice."""
+    chosen: np.ndarray = (kinds & 1) == 1
+    return chosen
+
+
+def user_bytes(kinds: np.ndarray) -> np.ndarray:
+    return kinds
+
+
+CHOICES: list[Any] = [
+    "assistant",
+    "last",
+    {"text", "call"},
+    {"user"},
+    ["thinking", "stop"],
+    "all",
+    odd_kinds,
+]
+
+
+def conversations(seed: int = 0, count: int = 60) -> Rows:
+    """Rows of messages of random kinds, some without any of the assistant."""
+    rng = np.random.default_rng(seed)
+    rows, lengths = [], []
+    for _ in range(count):
+        messages = [
+            np.full(rng.integers(1, 9), rng.choice(8), np.uint8) for _ in range(rng.integers(1, 7))
+        ]
+        for message in messages:
+            message[0] |= BEGINS if message[0] else 0
+        rows.append(np.concatenate(messages))
+        lengths.append(len(rows[-1]))
+    ids = np.arange(sum(lengths)) % VOCABULARY
+    made = rows_of_ids(ids, np.array(lengths), VOCABULARY)
+    made.per_token["kinds"] = np.concatenate(rows)
+    return made
+
+
+def slow_mask(kinds: list[int], targets: Any) -> list[bool]:
+    """The definition, token by token, of one row."""
+    says = [bool(kind & 4) for kind in kinds]
+    if targets == "assistant":
+        return says
+    if targets == "all":
+        return [True for _ in kinds]
+    if targets == "last":
+        begins = [at for at, kind in enumerate(kinds) if kind & 4 and kind & 0x80]
+        return [bool(begins) and at >= begins[-1] and is_said for at, is_said in enumerate(says)]
+    if callable(targets):
+        return list(map(bool, targets(np.array(kinds, np.uint8))))
+    names = {*targets} | ({"stop"} if {"text", "call"} & {*targets} else set())
+    return [Kind(kind & 7).label in names for kind in kinds]
+
+
+@given(st.integers(0, 1000), st.sampled_from(CHOICES[:5] + CHOICES[6:]))
+def test_mask_is_that_of_each_row_alone(seed: int, targets: Any) -> None:
+    rows = conversations(seed, count=5)
+    rule = TargetRule.from_setting(targets, CHAT)
+    assert rule
+    kinds = np.split(rows.per_token["kinds"], np.cumsum(rows.lengths)[:-1])
+    expected = [flag for row in kinds for flag in slow_mask(row.tolist(), targets)]
+    assert rule.mask(rows.per_token["kinds"], rows.lengths).tolist() == expected
+
+
+def batches_of(loader: ShardLoader) -> list[dict[str, Tensor]]:
+    with loader:
+        return [{name: batch[name] for name in batch} for batch in loader]
+
+
+def assert_equal_batches(ours: list[dict[str, Tensor]], theirs: list[dict[str, Tensor]]) -> None:
+    assert len(ours) == len(theirs)
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.keys() == their.keys()
+        for name, tensor in our.items():
+            assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(their[name])), name
+
+
+def masked_shards(folder: Path, rows: Rows, targets: Any) -> Path:
+    """The same rows, with the labels in the shards: the ids where the mask is, else -100."""
+    kinds = np.split(rows.per_token["kinds"], np.cumsum(rows.lengths)[:-1])
+    mask = np.array([flag for row in kinds for flag in slow_mask(row.tolist(), targets)])
+    labels = np.where(mask, rows.ids.astype(np.int16), IGNORED).astype(np.int16)
+    made = Rows(rows.lengths, {"input_ids": rows.ids, "labels": labels}, rows.per_row)
+    return write_rows(folder, {"train": made}, VOCABULARY, task="tag")
+
+
+@pytest.mark.parametrize("targets", CHOICES, ids=range(len(CHOICES)))
+@pytest.mark.parametrize("batching", POLICIES, ids=str)
+def test_loader_targets_equal_shards_made_with_that_mask(
+    tmp_path: Path, batching: Batching, targets: Any
+) -> None:
+    rows = conversations()
+    chat = write_rows(tmp_path / "chat", {"train": rows}, VOCABULARY, task="chat")
+    masked = masked_shards(tmp_path / "masked", rows, targets)
+    ours = batches_of(ShardLoader(chat, batching=batching, num_workers=0, targets=targets))
+    loader = ShardLoader(masked, batching=batching, num_workers=0)
+    with loader:
+        theirs = []
+        for batch in loader:
+            labels = batch["labels"].clone().view(-1)
+            places = torch.arange(labels.numel()).view(batch["input_ids"].shape)
+            offsets = batch.sequence_offsets
+            for sequence in range(len(offsets) - 1):
+                at = 0
+                for length in batch.piece_lengths[offsets[sequence] : offsets[sequence + 1]]:
+                    labels[places[sequence, at]] = IGNORED  # the first token has no context
+                    at += int(length)
+            tensors = {name: batch[name] for name in batch}
+            theirs.append(tensors | {"labels": labels.view(batch["input_ids"].shape)})
+    assert_equal_batches(ours, theirs)
+
+
+def test_loader_counts_targets_that_labels_have(tmp_path: Path) -> None:
+    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
+    with ShardLoader(chat, batching=Packed(40, 2), num_workers=0, targets="last") as loader:
+        for batch in loader:
+            assert batch.num_targets == int((batch["labels"] != IGNORED).sum())
+
+
+def test_order_and_state_do_not_depend_on_targets(tmp_path: Path) -> None:
+    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
+    states = []
+    for targets in CHOICES[:4]:
+        with ShardLoader(
+            chat, batching=Padded(128), num_workers=0, targets=targets, rank=0, world_size=2
+        ) as loader:
+            batches = iter(loader)
+            next(batches), next(batches)
+            states.append(loader.state_dict())
+    assert all(state == states[0] for state in states)
+    ahead = ShardLoader(
+        chat, batching=Padded(128), num_workers=0, rank=0, world_size=2, targets="last"
+    )
+    ahead.load_state_dict(states[0])
+    straight = ShardLoader(
+        chat, batching=Padded(128), num_workers=0, rank=0, world_size=2, targets="last"
+    )
+    assert_equal_batches(batches_of(ahead), batches_of(straight)[2:])
+
+
+def test_workers_and_datasets_give_same_targets(tmp_path: Path) -> None:
+    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
+    alone = batches_of(ShardLoader(chat, batching=Padded(128), num_workers=0, targets={"call"}))
+    dataset = ShardDataset(chat, Padded(128), targets={"call"})
+    ours = [{n: batch[n] for n in batch} for part in dataset for batch in part]
+    assert_equal_batches(ours, alone)
+
+
+def test_mixture_targets_are_those_of_its_rows(tmp_path: Path) -> None:
+    one, other = conversations(1), conversations(2)
+    folders = [
+        write_rows(tmp_path / name, {"train": rows}, VOCABULARY, task="chat")
+        for name, rows in (("one", one), ("other", other))
+    ]
+    mixture = Mixture(dict.fromkeys(folders, 0.5))
+    rows = [
+        row.tolist()
+        for made in (one, other)
+        for row in np.split(made.per_token["kinds"], np.cumsum(made.lengths)[:-1])
+    ]
+    with ShardLoader(mixture, batching=Fixed(4), num_workers=0, targets="last") as loader:
+        for batch in loader:
+            for labels, row in zip(batch["labels"], batch.rows, strict=True):
+                mask = slow_mask(rows[row], "last")
+                mask[0] = False
+                found = (labels != IGNORED).tolist()
+                assert found[: len(mask)] == mask
+                assert not any(found[len(mask) :])
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("asistant", "a set of template, system, user, tool, text, thinking, call, stop"),
+        (set(), "expected assistant, last, all"),
+        ({"text", "texts"}, "expected assistant, last, all"),
+        (user_bytes, "returned uint8 of shape"),
+    ],
+)
+def test_unknown_targets_are_rejected(
+    tmp_path: Path, targets: str | Callable[..., Any], expected: str
+) -> None:
+    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
+    with pytest.raises(ConfigError, match=expected):
+        next(iter(ShardLoader(chat, batching=Fixed(4), num_workers=0, targets=targets)))
+
+
+def test_targets_of_documents_are_rejected(tmp_path: Path) -> None:
+    rows = random_rows(np.array([5, 6]), vocabulary_size=VOCABULARY)
+    documents = write_rows(tmp_path / "lm", {"train": rows}, VOCABULARY)
+    with pytest.raises(ConfigError, match="`targets`='last': expected None, because only"):
+        ShardLoader(documents, batching=Fixed(2), targets="last")
+
+
+def test_damaged_kinds_are_noticed_only_if_read(tmp_path: Path) -> None:
+    chat = write_rows(tmp_path / "chat", {"train": conversations()}, VOCABULARY, task="chat")
+    (shard,) = (chat / "train").iterdir()
+    whole = shard.read_bytes()
+    errors = []
+    for at in range(0, len(whole), 7):
+        shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        outcomes = []
+        for targets in ("all", "assistant"):
+            try:
+                batches_of(ShardLoader(chat, batching=Fixed(9), num_workers=0, targets=targets))
+                outcomes.append("")
+            except Exception as error:
+                outcomes.append(str(error))
+        errors.append(outcomes)
+    assert any(not of_all and "`kinds`" in of_kinds for of_all, of_kinds in errors)
+    assert not any(of_all and not of_kinds for of_all, of_kinds in errors)
