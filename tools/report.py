@@ -30,11 +30,11 @@ RunFolder = Annotated[Path, Meta(title="RUN", description="a path")]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Show:
-    """Print the report of a run, and write its page, report.html, again. `report compare RUN RUN`
-    puts two runs side by side."""
+    """Print the report of a run, and write its page report.html. `report compare RUN RUN` compares
+    two runs."""
 
     run_dir: RunFolder
-    """Folder of a run of `train` (finished, killed or under way) or of a StallMeter's report."""
+    """Folder of a run of `train`, also a running or killed one, or of a StallMeter report."""
     json: bool = False
     """Print report.json."""
 
@@ -57,8 +57,8 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compare:
-    """Put two runs side by side: figures, stall by cause, and the settings that differ. Losses are
-    compared at the last step that both have."""
+    """Compare two runs: figures, stall by cause, and different settings. Losses are compared at the
+    last step that both runs logged."""
 
     one: RunFolder
     """Folder of a run."""

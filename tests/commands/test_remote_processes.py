@@ -125,7 +125,7 @@ def test_a_copy_that_is_interrupted_in_an_outage_ends(
         copying.send_signal(signal.SIGINT)
         _, said = copying.communicate(timeout=30)
     assert copying.returncode == 130
-    assert said.endswith("interrupted: what is copied is kept; the same command continues\n")
+    assert said.endswith("interrupted: copied files are kept; the same command continues\n")
     remote.proxy.always = None
     copy_data_set(remote.store.name, str(tmp_path / "out"))
     assert not list(tmp_path.rglob("*.tmp"))

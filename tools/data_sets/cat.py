@@ -1,4 +1,4 @@
-"""`shards cat OUT`: rows as text again, each with where it came from."""
+"""`shards cat OUT`: print rows as text, each with its file and record."""
 
 import json
 from collections.abc import Iterator
@@ -33,10 +33,10 @@ DataSet = Annotated[str, text("OUT")]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cat:
-    """Print rows as text, decoded by the stored tokenizer, each with where it came from."""
+    """Print rows as text, decoded by the stored tokenizer, each with its input file and record."""
 
     out: DataSet
-    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    """Output folder of `pretokenize`, or its address in a store."""
     split: Annotated[str, text("NAME")] = "train"
     """Split to read."""
     start: WholeNumber = 0
@@ -71,7 +71,7 @@ class Cat:
 
 
 def longest_row(store: Store, manifest: Manifest, split: str) -> str:
-    """The file and record that the longest row of a split comes from.
+    """Return the file and the record of the longest row of a split.
 
     Raises:
         TokenfeedError: A file is damaged.
@@ -88,12 +88,12 @@ def longest_row(store: Store, manifest: Manifest, split: str) -> str:
 
 
 def _targets(manifest: Manifest, per: str) -> list[str]:
-    """Names of the columns with a target a row, or one a token."""
+    """Return the names of the columns with targets, one per row or one per token."""
     return [c.name for c in manifest.columns if c.per == per and role_of(c.name) == "target"]
 
 
 def _heading(row: dict[str, Any], targets: list[str]) -> str:
-    """Where a row comes from, how long it is, and what it is labelled with."""
+    """Describe a row: its file and record, its length, and its labels."""
     facts = [
         f"--- {row['split']} row {row['row']}",
         f"{row['file']} record {row['record']}",
@@ -124,7 +124,7 @@ def _decoded_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[dic
 
 
 def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The task's values of a single row; beside targets of tokens the pieces they belong to."""
+    """Return the task's values of a row. Targets of tokens come with the tokens' texts."""
     values: dict[str, Any] = {}
     for column in manifest.columns:
         if column.per == "row":
@@ -137,8 +137,8 @@ def _values(rows: Rows, manifest: Manifest, tokenizer: TextTokenizer) -> dict[st
 
 
 def _said(values: np.ndarray, column: Column, manifest: Manifest) -> list[Any]:
-    """Values as they are printed: targets by their names, if they have some, and None where none
-    is due; a float with the digits that tell it from others of its width."""
+    """Return values for printing: targets by name if they have names, None for a missing target,
+    and floats with as many digits as distinguish them."""
     said: list[Any] = values.tolist()
     if values.dtype.kind == "f":
         said = list(map(float, map(str, values)))
@@ -157,7 +157,7 @@ def _stored_tokenizer(store: Store, manifest: Manifest) -> TextTokenizer:
 
 
 def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tuple[int, Rows]]:
-    """Single rows from `wanted.start` on, with their number in the split."""
+    """Yield rows from `wanted.start` on, each with its number in the split."""
     start, stop = wanted.start, wanted.start + wanted.rows
     for shard in manifest.split(wanted.split).shards:
         if start < shard.rows and stop > 0:
@@ -171,7 +171,7 @@ def _wanted_rows(store: Store, manifest: Manifest, wanted: Cat) -> Iterator[tupl
 def _rows_of_shard(
     reader: ShardReader, num_batches: int, start: int, stop: int
 ) -> Iterator[tuple[int, Rows]]:
-    """Single rows `start` up to `stop` of a shard."""
+    """Yield the rows `start` up to `stop` of a shard."""
     for index in range(num_batches):
         batch, first = reader.read(index)
         if first >= stop:

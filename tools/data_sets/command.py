@@ -19,10 +19,10 @@ __all__ = ["Cat", "Copy", "Explain", "Inspect", "Verify", "run_shards"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verify:
-    """Check every checksum, every record batch and the ledger; exit code 1 if anything is wrong."""
+    """Check every checksum, every record batch and the ledger. Exit with 1 if anything is wrong."""
 
     out: DataSet
-    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    """Output folder of `pretokenize`, or its address in a store."""
     json: bool = False
     """Print the result as JSON."""
 

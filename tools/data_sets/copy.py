@@ -1,8 +1,8 @@
-"""`shards copy FROM TO`: a data set brought to another place, each file proved on the way.
+"""`shards copy FROM TO`: copy a data set to another place, and check each file on the way.
 
-Files go first, four at a time, the manifest last, as it is: a copy that has one is complete. Which
-files are there already, size and checksum show, so the same command continues, and completes
-a copy that has lost some. A file of an object store is known by the checksum it was written with.
+Four files are copied at a time, and the manifest last, so a copy with a manifest is complete. Files
+with the right size and checksum are skipped. So the same command continues a copy, and replaces
+missing or damaged files. A file in an object store is identified by the checksum in its metadata.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ __all__ = ["Copied", "Copy", "DataFile", "copy_data_set", "fetch"]
 
 AT_ONCE = 4
 _COPY_FILE = ".copying"
-"""In a bucket: the fingerprint of the data set that is being copied there."""
+"""File in a bucket with the fingerprint of the data set that is being copied there."""
 _PIECE_BYTES = 1 << 20
 _TRIES = 2
-"""A bit may flip on the way; a second time it is the file."""
+"""Downloads of a file: a bit may flip on the way, but a second difference is in the file."""
 _log = logging.getLogger(__name__)
 
 
@@ -55,12 +55,12 @@ class DataFile(NamedTuple):
 
     @property
     def weight_bytes(self) -> int:
-        """What it counts in the progress."""
+        """Its size, for the progress bar."""
         return self.info.bytes
 
 
 def data_files(manifest: Manifest) -> Iterator[DataFile]:
-    """All of them but the manifest."""
+    """Yield all files of a data set except the manifest."""
     side = (manifest.tokenizer, manifest.sources, manifest.rejects)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     for info in dict.fromkeys((*side, *shards)):
@@ -69,15 +69,15 @@ def data_files(manifest: Manifest) -> Iterator[DataFile]:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a copy came to."""
+    """The result of a copy."""
 
     to: str
     fingerprint: str
     files: int
     bytes: int
-    """Of all files."""
+    """Size of all files."""
     copied: int
-    """Files that were not there yet."""
+    """Number of files that were missing."""
     copied_bytes: int
     seconds: float
 
@@ -91,17 +91,18 @@ class Copied:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Copy:
-    """Copy a finished data set, from and to folders and stores; the same command continues."""
+    """Copy a finished data set between folders and stores. The same command continues a copy, and
+    replaces missing or damaged files."""
 
     source: Annotated[str, text("FROM")]
-    """A finished data set: a folder or an address."""
+    """Folder or address of a finished data set."""
     to: Annotated[str, text("TO")]
-    """A new folder or address, or that of a copy to be completed."""
+    """New folder or address, or a copy to complete."""
     json: bool = False
     """Print the result as JSON."""
 
     def run(self) -> int:
-        """Copy it."""
+        """Copy the data set."""
         copied = copy_data_set(self.source, self.to)
         if self.json:
             print_json(asdict(copied))
@@ -111,18 +112,18 @@ class Copy:
 
 
 def copy_data_set(source_path: str, to: str) -> Copied:
-    """Copy a data set, as far as it is not there yet.
+    """Copy the files of a data set that are missing or damaged in the target.
 
     Raises:
-        TokenfeedError: A place holds something else, a file is damaged, or a store fails.
+        TokenfeedError: The target contains something else, a file is damaged, or a store fails.
     """
     started = time.perf_counter()
     source, target = open_store(source_path), open_place(to)
-    # What is proved here is what is written at the end: it may be replaced meanwhile.
+    # Written at the end as it was checked here: the file may be replaced meanwhile.
     raw = stored(source, MANIFEST_FILE)
     manifest = Manifest.decoded(raw, source.path(MANIFEST_FILE))
     if target.name == source.name:
-        raise ConfigError(f"{source.name}: is the place to copy from. Give another one.")
+        raise ConfigError(f"{source.name}: FROM and TO are the same place. Give another TO.")
     files = list(data_files(manifest))
     with _alone(target, manifest):
         _check_place(source, target, manifest)
@@ -154,15 +155,15 @@ def _bring(files: list[DataFile], source: Store, target: Place) -> list[DataFile
                 bar.count_unit()
         except KeyboardInterrupt:
             if not isinstance(target, LocalStore):
-                _log.warning("what is being sent is sent to its end; a second Ctrl-C ends at once")
-            raise KeyboardInterrupt("what is copied is kept; the same command continues") from None
+                _log.warning("uploads under way are finished first; a second Ctrl-C ends at once")
+            raise KeyboardInterrupt("copied files are kept; the same command continues") from None
     return missing
 
 
 def _optional(store: Store, name: str) -> bytes | None:
-    """Return a file that the manifest does not name; None where it cannot be had.
+    """Return a file that the manifest does not name; None if it cannot be read.
 
-    A store may refuse access to what is not there.
+    A store may refuse access to a missing object.
     """
     try:
         return store.read(name)
@@ -173,7 +174,7 @@ def _optional(store: Store, name: str) -> bytes | None:
 
 
 def _put(file: DataFile, source: Store, target: Place, bar: Bar) -> None:
-    """Copy a file by way of this machine, where it is checked before it is in the target."""
+    """Copy a file through this machine, and check it before it is written to the target."""
     with target.room() as folder:
         is_local = isinstance(target, LocalStore)
         fetch(file, source, folder / file.info.file, bar, synced=is_local)
@@ -183,11 +184,11 @@ def _put(file: DataFile, source: Store, target: Place, bar: Bar) -> None:
 def _alone(target: Place, manifest: Manifest) -> Iterator[None]:
     """Keep other copies and runs out of the target until the block ends.
 
-    A folder is claimed as by `pretokenize`. A bucket gets the fingerprint: two copies of one data
-    set write the same bytes.
+    A folder is locked as by `pretokenize`. A bucket gets a file with the fingerprint: two copies of
+    one data set may run at once, because they write the same bytes.
 
     Raises:
-        ConfigError: Another copy or run is at work there.
+        ConfigError: Another copy or run is using the target.
     """
     if isinstance(target, LocalStore):
         with claimed(target, {"shards copy": manifest.fingerprint}):
@@ -217,7 +218,7 @@ def _is_first(target: Place, fingerprint: str) -> bool:
 
 
 def _check_place(source: Store, to: Place, manifest: Manifest) -> None:
-    """Reject a target that holds anything but a copy of the source."""
+    """Reject a target with another data set."""
     there = _manifest_at(to)
     if there and there.fingerprint != manifest.fingerprint:
         raise ConfigError(
@@ -230,7 +231,7 @@ def _manifest_at(store: Store) -> Manifest | None:
     """Return the manifest at a place; None if it is missing.
 
     Raises:
-        ConfigError: It says nothing here, so nobody knows of what data set it is.
+        ConfigError: The manifest is damaged, so the data set there is unknown.
     """
     file = store.path(MANIFEST_FILE)
     try:
@@ -238,16 +239,14 @@ def _manifest_at(store: Store) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ManifestError as error:
-        raise ConfigError(
-            f"{error} To have this place completed by a copy all the same, delete {file}."
-        ) from error
+        raise ConfigError(f"{error} To complete this copy nevertheless, delete {file}.") from error
 
 
 def fetch(file: DataFile, source: Store, path: Path, bar: Bar, *, synced: bool = True) -> None:
-    """Copy a file into a folder; what is not as the manifest says is fetched a second time.
+    """Copy a file, and check its checksum. If the checksum is wrong, copy it a second time.
 
     Raises:
-        ShardFormatError: It is missing, cannot be read, or is damaged at the source.
+        ShardFormatError: The file is missing, unreadable or damaged at the source.
     """
     shown, actual = source.path(file.info.file), ""
     for _ in range(_TRIES):
@@ -267,11 +266,11 @@ def remove_leftovers(folder: Path) -> None:
 
 
 class _AnotherError(Exception):
-    """The bytes that came are not those of the manifest."""
+    """The checksum of the received bytes is not the one in the manifest."""
 
 
 def _stream(file: DataFile, source: Store, copy: IO[bytes], bar: Bar) -> str:
-    """Write the content of a file; its checksum."""
+    """Write the content of a file, and return its checksum."""
     digest, info = xxhash.xxh3_64(), file.info
     for block in _blocks(source, info):
         digest.update(block)

@@ -1,8 +1,8 @@
-"""`shards explain OUT`: list the records of a step of a run, from a saved state.
+"""`shards explain OUT`: list the records of a training step, from a saved state.
 
-The state is a file of its own, or in a checkpoint of `train`. It says where a run stood, and it
-holds the settings of the plan, so any step near it can be made again. That reads the window of the
-step, and the windows between it and the state.
+The state is a JSON file, or part of a checkpoint of `train`. It has the position of the run and the
+settings of the plan, so any step near it can be made again. This reads the window of the step, and
+the windows between the step and the state.
 """
 
 import json
@@ -41,7 +41,7 @@ _CHECKPOINT_FILE = "checkpoint.json"
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """A state, and after which step of a run it was saved; 0 where it does not say."""
+    """A loader state, and the step of the run after which it was saved; 0 if unknown."""
 
     state: dict[str, Any]
     step: int
@@ -51,19 +51,19 @@ class SavedState:
         """Read a state or a checkpoint.
 
         Raises:
-            ConfigError: It is neither.
+            ConfigError: The file is neither.
         """
         path = path / _CHECKPOINT_FILE if path.is_dir() else path
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
             raise ConfigError(
-                f"`--state` {path}: {error.strerror}. Give a file that there is, or a checkpoint."
+                f"`--state` {path}: {error.strerror}. Give an existing file or a checkpoint."
             ) from None
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"`--state` {path}: is no JSON ({error}). Give what `state_dict()` gave, saved by "
-                "`json.dump`, or a checkpoint of `train`."
+                f"`--state` {path}: invalid JSON ({error}). Give what `state_dict()` returned, "
+                "saved by `json.dump`, or a checkpoint of `train`."
             ) from None
         meta = content.get("meta", content) if isinstance(content, dict) else {}
         if not isinstance(meta, dict) or not isinstance(meta.get("loader"), dict):
@@ -72,45 +72,46 @@ class SavedState:
 
     @property
     def num_streams(self) -> int:
-        """Streams that the state is of, if it is one of several."""
+        """Number of streams in a merged state; else 1."""
         streams = self.state.get("streams") if isinstance(self.state, dict) else None
         return len(streams) if streams and isinstance(streams, list) else 1
 
 
 def _step_of(meta: dict[str, Any], path: Path) -> int:
-    """After which step of its run a checkpoint was saved.
+    """Return the step after which a checkpoint was saved.
 
     Raises:
-        ConfigError: It does not say.
+        ConfigError: The checkpoint has no step.
     """
     step = checks.as_int(meta.get("step"))
     if step is None:
         raise ConfigError(
-            f"`--state` {path}: a checkpoint that says no step (step={meta.get('step')!r}). Give "
-            "one as `train` left it."
+            f"`--state` {path}: the checkpoint has no step (step={meta.get('step')!r}). Give "
+            "an unchanged checkpoint of `train`."
         )
     return step
 
 
 MOST_WINDOWS = 100_000
-"""Between a state and a step: some hours of large windows."""
+"""Largest number of windows between a state and a step. Reading them takes some hours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explain:
-    """Name the files, records and tokens that a step of a run was made of."""
+    """List the files, records and tokens of a training step."""
 
     out: tuple[Annotated[str, text("OUT...")], ...]
-    """Output folders of `pretokenize`, or addresses: of a mixture all, in its order."""
+    """Output folders of `pretokenize`, or addresses. For a mixture: all of them, in its order."""
     state: Annotated[Path, msgspec.Meta(title="FILE", description="a path")] | None = None
-    """What `state_dict()` gave, as JSON, or a checkpoint of `train`."""
+    """The result of `state_dict()` as JSON, or a checkpoint of `train`."""
     step: WholeNumber | None = None
-    """Which step: of a checkpoint by its number in the run; of a state 1 is the next one, 0 the one
-    before. By default the next one."""
+    """Number of the step. With a checkpoint: its number in the run. With a state: 1 is the step
+    after it, 0 the step before. Default: the next step."""
     rank: NotNegative | None = None
-    """Only what this rank got, of so many as `--world-size` says. By default all of the step."""
+    """Show only the micro-batches of this rank, out of --world-size ranks. Default: all of the
+    step."""
     world_size: Positive = 1
-    """Ranks that shared each step."""
+    """Number of ranks that shared each step."""
     json: bool = False
     """Print a JSON object per micro-batch."""
 
@@ -165,7 +166,7 @@ class Explain:
 
 
 class _Ranks(NamedTuple):
-    """Whose micro-batches: a rank among those of its stream."""
+    """A stream, and a rank among the ranks of the stream."""
 
     stream: int
     rank: int
@@ -176,22 +177,22 @@ class _MicroBatch(NamedTuple):
     epoch: int
     window: int
     micro_batch: int
-    """Its place in the window."""
+    """Its number in the window."""
     filler: bool
     pieces: list[Origin]
 
 
 class _Step(NamedTuple):
-    """A step, as micro-batches of a window."""
+    """The micro-batches of a step: numbers `first` to `stop` of a window."""
 
     dealt_from: Position
-    """Where ranks began to share the window."""
+    """The position from which the window was dealt to ranks."""
     first: int
     stop: int
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """What a state says of its plan."""
+    """The settings of the plan in a state."""
 
     data: tuple[str, ...]
     split: str
@@ -209,14 +210,14 @@ class _Settings(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if {len(self.weights), *map(len, self.phases)} != {len(self.data)} or not self.phases:
-            raise ValueError("not as many weights and phases as data sets")
+            raise ValueError("expected a weight and phases for each data set")
 
     @classmethod
     def read(cls, saved: dict[str, Any]) -> "_Settings":
-        """Check their types.
+        """Check the types.
 
         Raises:
-            ResumeError: They are no settings of a plan.
+            ResumeError: A setting is missing or has another type.
         """
         try:
             return msgspec.convert(saved, cls)
@@ -225,19 +226,19 @@ class _Settings(msgspec.Struct, frozen=True):
 
 
 def _sources(paths: tuple[str, ...], settings: _Settings) -> tuple[OpenedSplit, ...]:
-    """The data sets, if they are those of the state."""
+    """Open the data sets, and check that they are the ones of the state."""
     sources = open_splits(paths, settings.split)
     ours = tuple(source.manifest.fingerprint for source in sources)
     if ours != settings.data:
         raise ResumeError(
-            f"the state is of data sets of the fingerprints {', '.join(settings.data)}, those "
-            f"given have {', '.join(ours)}. Give the same, in the same order."
+            f"the state belongs to data sets with the fingerprints {', '.join(settings.data)}; "
+            f"these have {', '.join(ours)}. Give the same data sets, in the same order."
         )
     return sources
 
 
 def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str, Any]) -> Plan:
-    """The plan of a state, made again."""
+    """Make the plan of a state again."""
     weights = zip((source.store for source in sources), settings.weights, strict=True)
     of_sources: dict[StorePath, float] = dict(weights)
     plan = Plan.from_splits(
@@ -255,14 +256,14 @@ def _plan(sources: tuple[OpenedSplit, ...], settings: _Settings, saved: dict[str
     if difference := first_difference(plan.settings(), saved):
         name, ours, theirs = difference
         raise ResumeError(
-            f"the state contradicts itself: its settings make a plan with {name}={ours!r}, and it "
-            f"has {name}={theirs!r}. Give a state as it was saved."
+            f"the state contradicts itself: its settings give {name}={ours!r}, but it has "
+            f"{name}={theirs!r}. Give an unchanged state."
         )
     return plan
 
 
 def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) -> _Step:
-    """The step so many after the one that comes next at a position."""
+    """Return the step that comes `steps_on` steps after the next one at a position."""
     begin = position if steps_on >= 0 else position._replace(micro_batch=0)
     ends = _step_ends(maker, begin)
     index = int(np.searchsorted(ends, position.micro_batch, side="right")) + steps_on
@@ -284,23 +285,25 @@ def _find(maker: WindowMaker, position: Position, steps_on: int, number: int) ->
 
 
 def _check_distance(steps: int, ends: np.ndarray, number: int) -> None:
-    """Refuse what would be read for days; how many steps a window has, only reading it tells.
+    """Reject a step that is too far from the state.
+
+    The number of windows is an estimate: only reading a window gives its number of steps.
 
     Raises:
-        ConfigError: So many steps take too many windows, if all are like the one that ends so.
+        ConfigError: The steps take too many windows, if all are like the window with these `ends`.
     """
     windows = steps // max(len(ends), 1)
     if windows > MOST_WINDOWS:
         raise ConfigError(
-            f"`--step` {number}: is some {windows:,} windows from where the state was saved, and "
-            "each of them would be read. Give a state that was saved nearer to it."
+            f"`--step` {number}: is about {windows:,} windows from the state, and all of them "
+            "would be read. Give a state that was saved nearer to the step."
         )
 
 
 def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:
-    """How many micro-batches of a window there are up to the end of each step of it, where ranks
-    begin to share it at a position. With more ranks than a step has micro-batches, they take
-    several at once, and these are one."""
+    """Return the number of micro-batches up to the end of each step of a window, which is dealt to
+    ranks from a position. With more ranks than micro-batches in a step, several steps end at once
+    and count as one."""
     rounds = maker.make(begin).index.rounds
     ends: np.ndarray = rounds.position[rounds.ends_step]
     return ends
@@ -309,7 +312,7 @@ def _step_ends(maker: WindowMaker, begin: Position) -> np.ndarray:
 def _micro_batches(
     maker: WindowMaker, sources: tuple[OpenedSplit, ...], step: _Step
 ) -> Iterator[_MicroBatch]:
-    """What one rank gets of a step."""
+    """Yield the micro-batches of a step that one rank got."""
     (epoch, window, first), made = step.dealt_from, maker.make(step.dealt_from)
     begins = [first, *made.index.rounds.position.tolist()]
     for batch, begin in zip(made.batches(), begins, strict=False):

@@ -1,4 +1,4 @@
-"""`shards inspect`: what a data set holds. `pretokenize` ends with the same lines."""
+"""`shards inspect`: describe a data set. `pretokenize` prints the same lines at its end."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,16 +16,16 @@ from tokenfeed.tools.shell.console import print_json
 __all__ = ["Inspect", "describe"]
 
 _MANY_ROWS, _LARGE_SHARE = 100, 0.05
-"""In a split of at least so many rows, a row with at least this share of the tokens is named."""
+"""Smallest number of rows of a split, and smallest share of its tokens, for naming a long row."""
 _BAR_WIDTH = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inspect:
-    """Show what is inside: splits, shards, tokenizer, ledger, lengths of rows."""
+    """Show splits, shards, tokenizer, ledger and row lengths."""
 
     out: DataSet
-    """Output folder of `pretokenize`, or an address that a store is registered for."""
+    """Output folder of `pretokenize`, or its address in a store."""
     json: bool = False
     """Print the manifest as JSON."""
 
@@ -89,7 +89,7 @@ def _facts(manifest: Manifest) -> dict[str, str]:
 
 
 def _ids(manifest: Manifest) -> str:
-    """How the ids were made, and how far they were checked."""
+    """Describe how the ids were made and checked."""
     tokenizer = manifest.tokenizer
     audit = ""
     if tokenizer.audited:

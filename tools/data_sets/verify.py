@@ -31,7 +31,7 @@ __all__ = ["find_problems"]
 
 
 def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
-    """Everything about the data set at `path` that is not as `manifest` says, a line each."""
+    """Yield a line for each difference between the data set and its manifest."""
     store = open_store(path)
     if manifest.task not in get_args(Task):
         yield (
@@ -51,7 +51,7 @@ def find_problems(path: StorePath, manifest: Manifest) -> Iterator[str]:
 def _check_file(
     store: Store, info: FileInfo, check: Callable[[str, bytes], list[str]]
 ) -> list[str]:
-    """Compare a side file with the manifest, and have its content checked if it is the same."""
+    """Compare a file beside the shards with the manifest. If it is the same, check its content."""
     path = store.path(info.file)
     try:
         content = store.read(info.file)
@@ -97,7 +97,7 @@ def _check_rejects(manifest: Manifest, path: str, content: bytes) -> list[str]:
 
 
 class _SplitCheck:
-    """Decodes all of one split and compares it with the manifest."""
+    """Decodes a split and compares it with the manifest."""
 
     def __init__(self, store: Store, manifest: Manifest, split: str) -> None:
         self._store = store
@@ -120,7 +120,7 @@ class _SplitCheck:
         return self._problems
 
     def _note(self, error: ShardFormatError) -> None:
-        """Note what is wrong; where nobody answers, the next one would be waited for as long."""
+        """Record a problem. End if a store does not answer: the next file would wait as long."""
         if gave_up(error.__cause__):
             raise error
         self._problems.append(str(error))
@@ -149,7 +149,7 @@ class _SplitCheck:
         return lengths
 
     def _check_batch(self, reader: ShardReader, index: int) -> np.ndarray | None:
-        """Check one record batch; its row lengths, or None where it cannot be decoded."""
+        """Check a record batch, and return its row lengths; None if it cannot be decoded."""
         try:
             rows, _ = reader.read(index)
         except ShardFormatError as error:

@@ -335,7 +335,8 @@ class TagEncoder(Labelled):
 
 
 def _lost_tag(words: list[bytes], has_tokens: np.ndarray) -> str:
-    """Why the first word without a token makes a record unusable."""
+    """Return why a record is unusable: its first word without a token has a tag that no token can
+    carry."""
     place = int(np.argmin(has_tokens))
     return f"word {place + 1:,} ({words[place].decode()[:_SHOWN]!r}) has no token for its tag"
 

@@ -260,7 +260,7 @@ class UnitEncoder:
 
 @contextlib.contextmanager
 def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
-    """Name the unit in the error of a process that has no memory left."""
+    """Add the unit to the message of a MemoryError."""
     try:
         yield
     except MemoryError as error:
@@ -268,7 +268,7 @@ def _naming_what_needs_memory(unit: Unit) -> Iterator[None]:
 
 
 def _load_engine(settings: EncodeSettings) -> Engine:
-    """Of the two only the one that is needed: a large vocabulary takes a second to load."""
+    """Load the engine of the settings, and only that one: a large vocabulary takes a second."""
     return (_load_fast if settings.engine == FastEngine.name else _load_reference)(settings)
 
 

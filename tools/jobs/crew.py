@@ -61,11 +61,11 @@ _REPORT_SECONDS = 0.1
 
 
 class Weighed(Protocol):
-    """A unit of work, as far as a crew cares."""
+    """A unit of work with its weight."""
 
     @property
     def weight_bytes(self) -> float:
-        """Its part of all the work, by which progress is shown."""
+        """Its share of all the work, for the progress bar."""
         ...
 
 
@@ -80,7 +80,7 @@ with the weight and tokens of each part of a unit that is done, and the last rec
 
 
 class Work(Protocol[_TakenT, _GivenT]):
-    """What all workers do, whichever unit they get."""
+    """The work on all units."""
 
     @property
     def begin(self) -> Begin[_TakenT, _GivenT]:
@@ -89,7 +89,7 @@ class Work(Protocol[_TakenT, _GivenT]):
 
 
 class Progress(NamedTuple):
-    """Part of a unit is done."""
+    """A finished part of a unit."""
 
     weight_bytes: float
     num_tokens: int
@@ -101,27 +101,28 @@ OnProgress = Callable[[Progress], None]
 
 
 class WorkerDied(TokenfeedError):
-    """A worker is gone, and with it the unit that it was working on."""
+    """A worker ended before it finished its unit."""
 
 
 class Worker(Generic[UnitT, ResultT]):
     """Does units, and reports its progress."""
 
     def __init__(self, begin: Begin[UnitT, ResultT]) -> None:
-        """Begin a work."""
+        """Load what the units need: call `begin` once."""
         self.on_progress: OnProgress = lambda progress: None
         self._left_bytes = 0.0
         self._do = begin(self._count)
 
     def do(self, unit: UnitT) -> ResultT:
-        """What the work makes of a unit."""
+        """Return the result of a unit."""
         self._left_bytes = unit.weight_bytes
         result = self._do(unit)
         self._count(self._left_bytes, 0)
         return result
 
     def _count(self, weight_bytes: float, num_tokens: int, at: str = "") -> None:
-        """A unit counts for its weight, which is an estimate: no more, and in the end no less."""
+        """Report progress. The weight of a unit is an estimate, so its parts count for no more
+        together, and the rest is added at the end."""
         weight_bytes = min(weight_bytes, self._left_bytes)
         self._left_bytes -= weight_bytes
         self.on_progress(Progress(weight_bytes, num_tokens, at))
@@ -138,21 +139,22 @@ class _Failure(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker needs to know, whichever unit it gets."""
+    """The work, and what a worker checks before its first unit."""
 
     work: Work[Any, Any]
     output: Place | None = None
-    """As workers of a cluster name it, from the root. None for workers of this machine."""
+    """The output, with an absolute path, for workers of a cluster. None for workers of this
+    machine."""
     files: tuple[FileInfo, ...] = ()
-    """Files in the output. A worker that does not find them sees another folder."""
+    """Files in the output, which a worker must find. Otherwise it sees another folder."""
     versions: tuple[str, ...] = ()
-    """The packages of this process."""
+    """Names and versions of packages in this process."""
 
     def check(self) -> None:
-        """Refuse a worker that would write other bytes, or write them to another folder.
+        """Reject a worker that would write other bytes, or write to another folder.
 
         Raises:
-            ConfigError: Names the machine and what is wrong with it.
+            ConfigError: The worker has other packages or another output.
         """
         if self.output is None:
             return
@@ -353,7 +355,7 @@ def cluster_crew(
 
 def _killed(where: str = "") -> WorkerDied:
     return WorkerDied(
-        "a worker process was killed, perhaps for want of memory (then use fewer `--workers`)"
+        "a worker process was killed, perhaps because memory ran out (then use fewer `--workers`)"
         f"{where}"
     )
 

@@ -44,7 +44,7 @@ _LARGEST_VOCABULARY = 10_000_000
 _LONGEST_SPLIT = 255
 """Bytes in the name of a folder."""
 _TRAINING = ("vocab_size", "seed")
-"""Options of a tokenizer that is trained."""
+"""Options of the trained tokenizer."""
 
 _VocabSize = Annotated[
     int,
@@ -75,10 +75,10 @@ class Options:
     """Names of the fields or columns that the task reads, if they differ from the names below.
     Names in brackets are read only if given here. Labels and tags are names or whole numbers."""
     tokenizer: Annotated[str, text("FILE|FOLDER|HUB-ID")] | None = None
-    """A tokenizer.json, a folder that contains one, the address of either, or a hub id, with
-    @REVISION if you like. Default: train a tokenizer on a sample of the corpus."""
+    """A tokenizer.json, or the folder, address or Hub repository (ID[@REVISION]) that contains one.
+    Default: train a tokenizer on a sample of the corpus."""
     vocab_size: _VocabSize = 32_768
-    """Number of ids of a tokenizer that is trained."""
+    """Number of ids of the trained tokenizer."""
     end_token: Annotated[str, text("TOKEN")] | None = None
     """Token after every document and completion. Default: found by its usual names."""
     add_special_tokens: bool = False

@@ -139,9 +139,9 @@ class TrainConfig:
     """What to learn of conversations: assistant, last, all, or kinds of tokens like text,call.
     Default: assistant."""
     model: Annotated[str, _shown("NAME")] = "tiny"
-    """A size (words, shallow, tiny, mini, small, gpt2 with 0, 0.4, 1, 11, 25, 85 M parameters +
-    embedding; words ignores case), qwen3 with --layers and --width, hf:FOLDER or hf:ID of
-    transformers, or MODULE:FACTORY."""
+    """Model. words (ignores case), shallow, tiny, mini, small, gpt2: 0, 0.4, 1, 11, 25, 85 M
+    parameters without the embedding. qwen3: of the size that --layers and --width give. hf:ID or
+    hf:FOLDER: a model of transformers. MODULE:FACTORY: your own."""
     layers: Positive | None = None
     """Layers of a new Qwen3. This and the next three options imply --model qwen3. Default:
     12."""
@@ -226,7 +226,7 @@ class TrainConfig:
     """Steps between evaluations. `train` chooses --eval-every and --eval-tokens so that evaluations
     take about 5 % of a run."""
     eval_tokens: Positive | None = None
-    """Tokens of an evaluation at most, the same ones each time."""
+    """Largest number of tokens of an evaluation. Every evaluation reads the same tokens."""
     save_every: Positive = 100
     """Steps between checkpoints."""
     keep: Positive = 2

@@ -120,9 +120,9 @@ def _begin(config: TrainConfig) -> tuple[TrainConfig, Report | None]:
 def _train(
     trainer: Trainer, should_stop: Callable[[], bool], should_save: Callable[[], bool]
 ) -> Report:
-    """Train and report. After an error, save what can be saved.
+    """Train, and return the report. After an error, write the interim report and finish saving.
 
-    Ctrl-C is no Exception: a second one ends the run without waiting for a checkpoint.
+    A second Ctrl-C raises KeyboardInterrupt, which ends the run without waiting for a checkpoint.
     """
     try:
         try:

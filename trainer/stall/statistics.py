@@ -91,9 +91,11 @@ class BatchMeans:
             self._merge()
 
     def half_width(self, cause: Cause | None) -> float | None:
-        """Return the half-width of the 95 % interval of a share; None after too few steps.
+        """Return the half-width of the 95 % interval of an idle share; None after too few steps.
 
-        The share is that of a cause, or of all causes if None, in the time without counted causes.
+        Args:
+            cause: The cause of the idle time; None for all causes. Counted causes and their time
+                are left out (see the module).
         """
         count = len(self.batches)
         if count < _LEAST_BATCHES:

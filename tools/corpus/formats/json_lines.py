@@ -145,7 +145,7 @@ def json_object(value: Any) -> dict[str, Any] | Unusable:
 
 
 def _is_one_object(line: bytes) -> bool:
-    """What `_has_one_object_a_line` asks of a line, if msgspec takes it for one object."""
+    """Return whether a line begins and ends as one object, as `_has_one_object_a_line` requires."""
     return line.startswith(b"{") and line.removesuffix(b"\r").endswith(b"}")
 
 

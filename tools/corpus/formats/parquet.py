@@ -96,15 +96,16 @@ class _ParquetTable:
             rows,
             row_groups=groups,
             columns=list(fields),
-            use_threads=self.source is None,  # who waits for Arrow's threads hears no Ctrl-C
+            use_threads=self.source is None,  # waiting for Arrow's threads would block Ctrl-C
         )
 
     def _num_rows(self, group: int) -> int:
         return int(self.file.metadata.row_group(group).num_rows)
 
     def _chunks(self, groups: list[int], fields: Fields) -> "list[pq.ColumnChunkMetaData]":
-        """What row groups have of the columns wanted, or of what these consist of; nothing where
-        the footer is damaged there, or they are encrypted."""
+        """Return the column chunks of the wanted fields in some row groups. A field with children
+        has a chunk for each child. Empty if the footer is damaged there, or the chunks are
+        encrypted."""
         paths = self.file.reader.column_paths  # `file.schema` lives until a garbage collection
         wanted = [number for number, path in enumerate(paths) if path[0] in fields]
         if not self._has_sound_chunks(groups, wanted):
@@ -113,7 +114,7 @@ class _ParquetTable:
         return [group.column(number) for group in by_group for number in wanted]
 
     def _has_sound_chunks(self, groups: list[int], columns: list[int]) -> bool:
-        """Whether the footer is sound there.
+        """Return whether the footer describes these column chunks correctly.
 
         Asking for the metadata of a damaged column chunk aborts the process. Reading raises
         instead, before Arrow asks for any byte of the chunk.

@@ -148,7 +148,7 @@ def test_another_data_set_is_not_written_over(
     replace(manifest, label_names=("another",)).write(other)
     with pytest.raises(ConfigError, match="holds another data set"):
         copy_data_set(str(documents), str(other))
-    with pytest.raises(ConfigError, match="is the place to copy from"):
+    with pytest.raises(ConfigError, match="FROM and TO are the same place"):
         copy_data_set(str(documents), str(documents))
     (tmp_path / "begun/.parts").mkdir(parents=True)
     job = {"parts": None, "recipe": {"CORPUS": ["x"]}}
@@ -249,7 +249,7 @@ def test_a_manifest_that_says_nothing_here_is_not_written_over(
     (to / "manifest.json").write_text(content)
     (to / "train/00000.arrow").write_bytes(b"of another data set")
     before = files_of(to)
-    with pytest.raises(ConfigError, match=r"^[^\n]*completed by a copy all the same, delete "):
+    with pytest.raises(ConfigError, match=r"^[^\n]*To complete this copy nevertheless, delete "):
         copy_data_set(str(documents), str(to))
     assert files_of(to) == before
 

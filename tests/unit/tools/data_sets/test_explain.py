@@ -149,14 +149,14 @@ def test_what_cannot_be_told_is_one_line(
     good = json.dumps(state)
     for content, words, code in (
         (None, "No such file", 2),
-        ("{", "is no JSON", 2),
+        ("{", "invalid JSON", 2),
         ("[1]", "this is not a loader state", 1),
         (json.dumps({"step": 3}), "this is not a loader state", 1),
         (json.dumps(state | {"plan": {}}), "this is not a loader state", 1),
         (good.replace("Padded(", "Odd("), "unknown policy", 2),
         (
             good.replace('"windows": ', '"windows": 9'),
-            "the state contradicts itself: its settings make a plan with windows=",
+            "the state contradicts itself: its settings give windows=",
             1,
         ),
     ):
@@ -169,7 +169,7 @@ def test_what_cannot_be_told_is_one_line(
     assert "before the first step" in explain(folder, path, "--step", 0, expect=2)
     assert "expected a rank" in explain(folder, path, "--rank", 2, "--world-size", 2, expect=2)
     other = make_dataset([5] * 30)
-    assert "Give the same, in the same order" in explain(other, path, expect=1)
+    assert "Give the same data sets, in the same order" in explain(other, path, expect=1)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}\n", b'{"path": "another.txt"}\n'])
@@ -193,14 +193,14 @@ def test_a_step_that_is_too_far_is_refused_at_once(
     for step in (10**9, 10**15):
         (line,) = explain(folder, path, "--step", step, expect=2).splitlines()
         assert re.search(
-            rf"`--step` {step}: is some [\d,]+ windows from where .* nearer to it", line
+            rf"`--step` {step}: is about [\d,]+ windows from the state.* nearer to the step", line
         )
     path.write_text(json.dumps(state | {"epoch": 10**6}))
-    assert "windows from where" in explain(folder, path, "--step", -(10**9), expect=2)
+    assert "windows from the state" in explain(folder, path, "--step", -(10**9), expect=2)
     monkeypatch.setattr("tokenfeed.tools.data_sets.explain.MOST_WINDOWS", 2)
     path.write_text(json.dumps(state))
     assert explain(folder, path, "--step", 8).startswith("--- step 8 | epoch 0, window 1")
-    assert "windows from where" in explain(folder, path, "--step", 100, expect=2)
+    assert "windows from the state" in explain(folder, path, "--step", 100, expect=2)
 
 
 def test_ranks_that_take_several_steps_at_once_are_told_them_as_one(
@@ -238,7 +238,7 @@ def test_a_state_that_is_none_is_told_in_one_line(
     assert explain(folder, path, expect=1).startswith("error: cannot resume: this is not a loader")
     for step in ({}, {"step": "x"}):
         path.write_text(json.dumps({"meta": {"loader": state} | step}))
-        assert "a checkpoint that says no step" in explain(folder, path, expect=2)
+        assert "the checkpoint has no step" in explain(folder, path, expect=2)
 
 
 @pytest.mark.parametrize("exhausted", ["repeat", "stop", "continue"])
