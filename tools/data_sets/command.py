@@ -1,5 +1,5 @@
-"""`shards inspect|verify|cat|copy|explain`: show a data set, check it, print its text, copy it
-elsewhere, and list the records of a training step."""
+"""`shards inspect|verify|cat|copy|export|explain`: show a data set, check it, print its text, copy
+it elsewhere, write it in another format, and list the records of a training step."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,13 @@ from tokenfeed.pipeline.format.store import open_store
 from tokenfeed.tools.data_sets.cat import Cat, DataSet
 from tokenfeed.tools.data_sets.copy import Copy
 from tokenfeed.tools.data_sets.explain import Explain
+from tokenfeed.tools.data_sets.export import Export
 from tokenfeed.tools.data_sets.inspection import Inspect
 from tokenfeed.tools.data_sets.verify import find_problems
 from tokenfeed.tools.shell.command_line import run_subcommand
 from tokenfeed.tools.shell.console import print_json
 
-__all__ = ["Cat", "Copy", "Explain", "Inspect", "Verify", "run_shards"]
+__all__ = ["Cat", "Copy", "Explain", "Export", "Inspect", "Verify", "run_shards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +54,13 @@ def run_shards() -> int:
     """Run the subcommand of the command line, and return its exit code."""
     return run_subcommand(
         "shards",
-        "Show, check, print or copy a data set of `pretokenize`, or explain a step of a run.",
+        "Show, check, print, copy or export a data set of `pretokenize`, or explain a step.",
         {
             "inspect": Inspect,
             "verify": Verify,
             "cat": Cat,
             "copy": Copy,
+            "export": Export,
             "explain": Explain,
         },
     )

@@ -1,0 +1,253 @@
+"""Exported rows, read as each format's own project reads them."""
+
+import gzip
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from support.data_sets import random_rows, write_rows
+
+from tokenfeed.pipeline.errors import ConfigError, ManifestError, ShardFormatError
+from tokenfeed.pipeline.format.manifest import Manifest
+from tokenfeed.pipeline.format.rows import Rows
+from tokenfeed.pipeline.format.schema import Task, task_columns
+from tokenfeed.tools.data_sets.export import FORMATS, Format, export_data_set
+
+Lists = list[list[int]]
+
+
+def megatron(folder: Path, split: str) -> Lists:
+    """By the layout of `IndexedDataset`."""
+    index = (folder / f"{split}.idx").read_bytes()
+    assert index[:17] == b"MMIDIDX\0\0" + (1).to_bytes(8, "little")
+    dtype = {4: np.dtype(np.int32), 8: np.dtype(np.uint16)}[index[17]]
+    rows, documents = np.frombuffer(index, np.uint64, 2, 18).astype(int)
+    lengths = np.frombuffer(index, np.int32, rows, 34)
+    pointers = np.frombuffer(index, np.int64, rows, 34 + 4 * rows)
+    ends = np.frombuffer(index, np.int64, documents, 34 + 12 * rows)
+    assert len(index) == 34 + 12 * rows + 8 * documents
+    assert ends.tolist() == list(range(rows + 1))
+    data = (folder / f"{split}.bin").read_bytes()
+    return [
+        np.frombuffer(data, dtype, length, pointer).tolist()
+        for length, pointer in zip(lengths.tolist(), pointers.tolist(), strict=True)
+    ]
+
+
+def nanogpt(folder: Path, split: str) -> Lists:
+    return [np.memmap(folder / f"{split}.bin", np.uint16, "r").tolist()]
+
+
+def llm_c(folder: Path, split: str) -> Lists:
+    found: list[int] = []
+    for file in sorted(folder.glob(f"{split}_*.bin")):
+        header = np.fromfile(file, np.int32, 256)
+        dtype = {(20240520, 1): np.uint16, (20240801, 7): np.uint32}[header[0], header[1]]
+        ids = np.fromfile(file, dtype, offset=1024)
+        assert len(ids) == header[2]
+        found += ids.tolist()
+    return [found]
+
+
+def olmo(folder: Path, split: str) -> Lists:
+    with gzip.open(folder / f"{split}.csv.gz", "rt") as file:
+        lines = [line.strip().split(",") for line in file]
+    assert [int(line[2]) for line in lines] == list(range(len(lines)))
+    assert all(line[3:] == ['"corpus.txt"', line[2]] for line in lines)
+    ids = np.fromfile(folder / f"{split}.npy", _dtype(folder))
+    return [ids[int(line[0]) : int(line[1])].tolist() for line in lines]
+
+
+def datatrove(folder: Path, split: str) -> Lists:
+    width, count = (folder / f"{split}.ds.metadata").read_text().rpartition("|")[2].split()
+    ids = np.fromfile(folder / f"{split}.ds", {"2": np.uint16, "4": np.uint32}[width])
+    assert len(ids) == int(count)
+    ends = np.fromfile(folder / f"{split}.ds.index", np.uint64).astype(int)
+    return [part.tolist() for part in np.split(ids, ends[:-1])]
+
+
+def arrow(folder: Path, split: str) -> Lists:
+    return cast(Lists, parquet.read_table(folder / f"{split}.parquet")["input_ids"].to_pylist())
+
+
+def mds(folder: Path, split: str) -> Lists:
+    found: Lists = []
+    for shard in json.loads((folder / split / "index.json").read_text())["shards"]:
+        data = (folder / split / shard["raw_data"]["basename"]).read_bytes()
+        assert len(data) == shard["raw_data"]["bytes"]
+        dtype = np.dtype(shard["column_encodings"][0].removeprefix("ndarray:"))
+        offsets = np.frombuffer(data, np.uint32, shard["samples"] + 1, 4).tolist()
+        for start, end in pairwise(offsets):
+            assert int.from_bytes(data[start : start + 4], "little") == end - start - 4
+            assert data[start + 4] == 1 << 2 | 2, "one dimension, of uint32"
+            (length,) = np.frombuffer(data[start + 5 : start + 9], np.uint32)
+            row = np.frombuffer(data[start + 9 : end], dtype)
+            assert len(row) == length
+            found.append(row.tolist())
+    return found
+
+
+def _dtype(folder: Path) -> Any:
+    return np.uint16 if "narrow" in folder.parts else np.uint32
+
+
+READERS: dict[Format, Callable[[Path, str], Lists]] = {
+    "megatron": megatron,
+    "nanogpt": nanogpt,
+    "llm.c": llm_c,
+    "olmo": olmo,
+    "datatrove": datatrove,
+    "parquet": arrow,
+    "mds": mds,
+}
+WITHOUT_ROWS = ("nanogpt", "llm.c")
+VOCABULARIES = {"narrow": 50_000, "wide": 200_000}
+
+
+def lists_of(rows: Rows) -> Lists:
+    return [part.tolist() for part in np.split(rows.ids, np.cumsum(rows.lengths)[:-1])]
+
+
+def test_every_format_is_read_here() -> None:
+    assert set(READERS) == set(FORMATS) == set(get_args(Format))
+
+
+@pytest.mark.parametrize("width", VOCABULARIES)
+@pytest.mark.parametrize("to", READERS)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1, max_size=60), shards=st.integers(1, 3))
+def test_exported_rows_are_those_of_the_data_set(
+    tmp_path_factory: pytest.TempPathFactory,
+    to: Format,
+    width: str,
+    lengths: list[int],
+    shards: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("export") / width
+    rows = random_rows(np.array(lengths), vocabulary_size=VOCABULARIES[width])
+    splits = {"train": rows, "validation": rows.slice(0, 1)}
+    folder.mkdir()
+    data = write_rows(folder / "data", splits, VOCABULARIES[width], min(shards, len(lengths)))
+    if (to, width) == ("nanogpt", "wide"):
+        with pytest.raises(ConfigError, match="ids of two bytes, and the tokenizer has 200,000"):
+            export_data_set(str(data), folder / "out", to)
+        assert not (folder / "out").exists()
+        return
+    exported = export_data_set(str(data), folder / "out", to)
+    assert exported.splits == {"train": len(rows), "validation": 1}
+    for split, wanted in splits.items():
+        name = "val" if (to, split) == ("nanogpt", "validation") else split
+        found, expected = READERS[to](folder / "out", name), lists_of(wanted)
+        if to in WITHOUT_ROWS:
+            expected = [[token for row in expected for token in row]]
+        assert found == expected
+    with pytest.raises(ConfigError, match="is not empty"):
+        export_data_set(str(data), folder / "out", to)
+
+
+def test_large_splits_become_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FORMATS["llm.c"], "FILE_TOKENS", 1000)
+    monkeypatch.setattr(FORMATS["mds"], "SHARD_BYTES", 1000)
+    rows = random_rows(np.full(700, 300), vocabulary_size=50_000)
+    data = write_rows(tmp_path / "narrow", {"train": rows}, 50_000, 3)
+    export_data_set(str(data), tmp_path / "c", "llm.c")
+    assert len(list((tmp_path / "c").iterdir())) == 210
+    assert llm_c(tmp_path / "c", "train") == [rows.ids.tolist()]
+    export_data_set(str(data), tmp_path / "mds", "mds")
+    assert len(list((tmp_path / "mds/train").glob("*.mds"))) > 2
+    assert mds(tmp_path / "mds", "train") == lists_of(rows)
+
+
+@pytest.mark.parametrize("task", ["classify", "score", "tag", "complete"])
+def test_parquet_keeps_every_column_and_others_say_what_they_leave_out(
+    task: Task, tmp_path: Path
+) -> None:
+    rows = random_rows(np.arange(1, 40), task, pairs=task == "classify")
+    (column,) = {*rows.per_token, *rows.per_row} & {"label", "score", "labels", "prompt_length"}
+    columns = task_columns(task, pairs=task == "classify")
+    data = write_rows(tmp_path / "data", {"train": rows}, 1000, task=task, columns=columns)
+    kept = export_data_set(str(data), tmp_path / "parquet", "parquet")
+    assert kept.left_out == []
+    table = parquet.read_table(tmp_path / "parquet/train.parquet")
+    for name, values in {**rows.per_token, **rows.per_row}.items():
+        found = table[name].combine_chunks()
+        found = found.flatten() if name in rows.per_token else found
+        np.testing.assert_array_equal(found.to_numpy(zero_copy_only=False), values)
+    assert column in export_data_set(str(data), tmp_path / "bin", "megatron").left_out
+
+
+def test_damage_and_wrong_names_make_no_folder(tmp_path: Path) -> None:
+    rows = random_rows(np.full(50, 20))
+    data = write_rows(tmp_path / "data", {"train": rows}, 1000)
+    with pytest.raises(ManifestError, match="no split `test`") as missing:
+        export_data_set(str(data), tmp_path / "out", "megatron", "test")
+    assert "\n" not in str(missing.value)
+    shard = data / Manifest.read(data).splits["train"].shards[0].file
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(ShardFormatError):
+        export_data_set(str(data), tmp_path / "out", "megatron")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_killed_export_leaves_no_folder_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    rows = random_rows(np.full(50, 20))
+    data = write_rows(tmp_path / "data", {"train": rows}, 50_000)
+    left = tmp_path / "out.tmp"
+    left.mkdir()
+    (left / "train.bin").write_bytes(b"half")
+    (tmp_path / "out").mkdir()
+    exported = export_data_set(str(data), tmp_path / "out", "megatron")
+    assert exported.files == ["train.bin", "train.idx"]
+    assert megatron(tmp_path / "out", "train") == lists_of(rows)
+    assert not left.exists()
+
+
+def _by_olmo(peer: Any, folder: Path) -> Lists:
+    ids = np.memmap(folder / "train.npy", np.uint16, "r")
+    found = peer.iter_document_indices(str(folder / "train.npy"), dtype=np.uint16)
+    return [ids[start:end].tolist() for start, end in found]
+
+
+def _by_datatrove(peer: Any, folder: Path) -> Lists:
+    path, length = str(folder / "train.ds"), TOKENS_OF_PEERS - 1
+    whole = peer.DatatroveFileDataset(path, length, return_positions=True)[0]
+    ids, positions = whole["input_ids"].numpy(), whole["positions"].numpy()
+    return [part.tolist() for part in np.split(ids, np.flatnonzero(positions == 0)[1:])]
+
+
+TOKENS_OF_PEERS = 79 * 80 // 2
+PEERS: dict[Format, tuple[str, Callable[[Any, Path], Lists]]] = {
+    "megatron": (
+        "megatron.core.datasets.indexed_dataset",
+        lambda peer, folder: [row.tolist() for row in peer.IndexedDataset(str(folder / "train"))],
+    ),
+    "mds": (
+        "streaming",
+        lambda peer, folder: [
+            row["input_ids"].tolist()
+            for row in peer.StreamingDataset(
+                local=str(folder / "train"), batch_size=1, validate_hash="xxh3_64"
+            )
+        ],
+    ),
+    "olmo": ("olmo_core.data.utils", _by_olmo),
+    "datatrove": ("datatrove.utils.dataset", _by_datatrove),
+}
+
+
+@pytest.mark.parametrize("to", PEERS)
+def test_the_reader_of_the_project_itself_reads_the_export(to: Format, tmp_path: Path) -> None:
+    module, read = PEERS[to]
+    peer = pytest.importorskip(module, exc_type=ImportError)
+    rows = random_rows(np.arange(1, 80), vocabulary_size=50_000)
+    data = write_rows(tmp_path / "data", {"train": rows}, 50_000, 2)
+    export_data_set(str(data), tmp_path / "out", to)
+    assert read(peer, tmp_path / "out") == lists_of(rows)

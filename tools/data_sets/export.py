@@ -1,0 +1,424 @@
+"""`shards export OUT TO --to FORMAT`: the rows of a data set in a format of another project.
+
+Each format is a class that receives the rows of a split in their order, one verified record batch
+at a time, so memory stays small. The files are written into a temporary folder, which gets its name
+when all are complete. `parquet` keeps all columns, the other formats only the token ids and, but
+for `nanogpt` and `llm.c`, the ends of rows.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from pyarrow import csv, parquet
+
+from tokenfeed.pipeline.errors import ConfigError
+from tokenfeed.pipeline.format.manifest import Manifest, ShardInfo, read_checked
+from tokenfeed.pipeline.format.rows import Rows, record_batch
+from tokenfeed.pipeline.format.schema import ORIGIN_FILE, ORIGIN_RECORD, shard_schema, token_dtype
+from tokenfeed.pipeline.format.shard import ShardReader
+from tokenfeed.pipeline.format.storage import TEMPORARY_SUFFIX, sync_folder
+from tokenfeed.pipeline.format.store import Store, open_store
+from tokenfeed.tools.data_sets.cat import DataSet
+from tokenfeed.tools.jobs.crew import Progress
+from tokenfeed.tools.jobs.progress_bar import Bar
+from tokenfeed.tools.shell.command_line import text
+from tokenfeed.tools.shell.console import print_json
+
+__all__ = ["FORMATS", "Export", "Exported", "export_data_set"]
+
+Format = Literal["megatron", "nanogpt", "llm.c", "olmo", "datatrove", "parquet", "mds"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What an export came to."""
+
+    to: str
+    format: str
+    splits: dict[str, int]
+    """Rows by split."""
+    tokens: int
+    files: list[str]
+    left_out: list[str]
+    """Columns that the format cannot hold."""
+    seconds: float
+
+    def __str__(self) -> str:
+        rows = ", ".join(f"{rows:,} rows of {name}" for name, rows in self.splits.items())
+        left = f" Without the columns {', '.join(self.left_out)}." if self.left_out else ""
+        return f"{self.to}: {rows}, {self.tokens:,} tokens, as {self.format}.{left}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Export:
+    """Write a data set in a format of another project: Megatron, nanoGPT, llm.c, OLMo, datatrove,
+    Parquet or MDS."""
+
+    out: DataSet
+    """Output folder of `pretokenize`, or an address."""
+    folder: Annotated[str, text("TO")]
+    """A new or empty folder."""
+    to: Format
+    """megatron: .bin and .idx; nanogpt: a .bin of ids alone; llm.c: a .bin with its header; olmo:
+    .npy and .csv.gz; datatrove: .ds; parquet: all columns; mds: shards of mosaicml-streaming."""
+    split: Annotated[str, text("NAME")] | None = None
+    """Split to export. Default: all."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def run(self) -> int:
+        """Export the data set."""
+        exported = export_data_set(self.out, Path(self.folder), self.to, self.split)
+        print_json(asdict(exported)) if self.json else print(exported)
+        return 0
+
+
+def export_data_set(path: str, folder: Path, to: Format, split: str | None = None) -> Exported:
+    """Write splits of a data set in another format.
+
+    Args:
+        path: The data set.
+        folder: A new or empty folder.
+        to: The format.
+        split: The only split to write; None for all that have rows.
+
+    Raises:
+        ConfigError: The folder holds something, or the format cannot hold the rows.
+        ShardFormatError: A shard is damaged. The folder is not made then.
+    """
+    started = time.perf_counter()
+    store = open_store(path)
+    manifest = Manifest.read(store)
+    if split is not None:
+        manifest.split(split)
+    names = [name for name, info in manifest.splits.items() if info.rows and split in (None, name)]
+    if not names:
+        raise ConfigError(f"{store.name}: has no rows to export.")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: is not empty. Give a new or empty folder.")
+    kind = FORMATS[to]
+    units = [_Unit(name, info) for name in names for info in manifest.splits[name].shards]
+    with _whole_folder(folder) as temporary, ExitStack() as files, Bar(units) as bar:
+        writers = {name: kind(temporary, name, store, manifest, files) for name in names}
+        for unit in units:
+            reader = ShardReader.open(store, manifest, unit.info)
+            for batch in range(unit.info.batches):
+                rows, _ = reader.read(batch)
+                writers[unit.split].append(rows)
+                share = len(rows.ids) / max(unit.info.tokens, 1)
+                bar.advance(Progress(unit.weight_bytes * share, len(rows.ids)))
+            bar.count_unit()
+        for writer in writers.values():
+            writer.finish()
+    return Exported(
+        to=str(folder),
+        format=to,
+        splits={name: manifest.splits[name].rows for name in names},
+        tokens=sum(manifest.splits[name].tokens for name in names),
+        files=sorted(file.name for file in folder.rglob("*") if file.is_file()),
+        left_out=[] if kind.keeps_columns else [column.name for column in manifest.columns],
+        seconds=round(time.perf_counter() - started, 3),
+    )
+
+
+@contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `folder`, which takes this name at the end of the block."""
+    folder = folder.absolute()
+    temporary = folder.with_name(f"{folder.name}{TEMPORARY_SUFFIX}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that was killed
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.fsync(opened.fileno())
+        if folder.exists():
+            folder.rmdir()  # it is empty
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(folder.parent)
+
+
+class _Unit(NamedTuple):
+    """A shard, as the progress bar counts it."""
+
+    split: str
+    info: ShardInfo
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.info.bytes
+
+
+class _Writer:
+    """Writes a split. `files` closes its files."""
+
+    keeps_columns: ClassVar[bool] = False
+    """Whether labels and other columns are kept, not the ids alone."""
+
+    def __init__(
+        self, folder: Path, split: str, store: Store, manifest: Manifest, files: ExitStack
+    ) -> None:
+        self.folder, self.split, self.store, self.manifest = folder, split, store, manifest
+        self.files = files
+        self.vocabulary_size = manifest.tokenizer.vocabulary_size
+        self.tokens = manifest.splits[split].tokens
+        self.dtype: np.dtype[Any] = token_dtype(self.vocabulary_size)
+        self.begin()
+
+    def open(self, name: str) -> IO[bytes]:
+        return self.files.enter_context((self.folder / name).open("wb"))
+
+    def begin(self) -> None:
+        """Open the files."""
+
+    def append(self, rows: Rows) -> None:
+        """Write rows, which follow those before."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Write what needs all rows."""
+
+
+class _Ids(_Writer):
+    """Writes all ids to one file, and keeps the lengths of the rows."""
+
+    ending: ClassVar[str]
+
+    def begin(self) -> None:
+        self.ids = self.open(f"{self.split}{self.ending}")
+        self.parts: list[np.ndarray] = []
+
+    def append(self, rows: Rows) -> None:
+        self.ids.write(np.ascontiguousarray(rows.ids, self.dtype).data)
+        self.parts.append(rows.lengths.astype(np.uint32))
+
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row of the split, uint32."""
+        return np.concatenate(self.parts)
+
+
+class _Megatron(_Ids):
+    """`.bin` and `.idx` of `IndexedDataset`, index version 1: one document per row."""
+
+    ending = ".bin"
+
+    def begin(self) -> None:
+        if self.vocabulary_size >= 65_500:
+            self.dtype = np.dtype(np.int32)
+        super().begin()
+        self.index = self.open(f"{self.split}.idx")
+
+    def finish(self) -> None:
+        lengths = self.row_lengths().astype(np.int32)
+        pointers = np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
+        pointers = np.concatenate([[0], pointers[:-1]]).astype(np.int64)
+        dtype_code = 8 if self.dtype == np.uint16 else 4
+        self.index.write(b"MMIDIDX\0\0" + np.uint64(1).tobytes() + bytes([dtype_code]))
+        self.index.write(np.array([len(lengths), len(lengths) + 1], np.uint64).data)
+        for values in (lengths, pointers, np.arange(len(lengths) + 1, dtype=np.int64)):
+            self.index.write(values.data)
+
+
+class _NanoGpt(_Ids):
+    """`train.bin` and `val.bin`: uint16 ids, one row after the other."""
+
+    ending = ".bin"
+
+    def begin(self) -> None:
+        if self.dtype != np.uint16:
+            raise ConfigError(
+                f"{self.store.name}: nanoGPT reads ids of two bytes, and the tokenizer has "
+                f"{self.vocabulary_size:,} ids. Use `--to llm.c` or `--to megatron`."
+            )
+        self.split = "val" if self.split == "validation" else self.split
+        super().begin()
+
+
+class _LlmC(_Writer):
+    """`SPLIT_000001.bin` and so on: a header of 256 int32 and at most 100 M ids each."""
+
+    FILE_TOKENS: ClassVar[int] = 100_000_000
+
+    def begin(self) -> None:
+        self.written = self.number = 0
+        self.room = 0
+        """Tokens that the present file can still take."""
+
+    def append(self, rows: Rows) -> None:
+        ids = np.ascontiguousarray(rows.ids, self.dtype)
+        while len(ids):
+            mode = "ab" if self.room else "xb"
+            if not self.room:
+                self.number += 1
+                self.room = min(self.FILE_TOKENS, self.tokens - self.written)
+            part, ids = ids[: self.room], ids[self.room :]
+            with (self.folder / f"{self.split}_{self.number:06d}.bin").open(mode) as file:
+                if mode == "xb":
+                    file.write(self._header().data)
+                file.write(part.data)
+            self.written += len(part)
+            self.room -= len(part)
+
+    def _header(self) -> np.ndarray:
+        header = np.zeros(256, np.int32)
+        magic, version = (20240520, 1) if self.dtype == np.uint16 else (20240801, 7)
+        header[:3] = magic, version, self.room
+        return header
+
+
+class _Olmo(_Ids):
+    """`.npy` without a header, and a `.csv.gz` with start, end, row, source and record."""
+
+    ending = ".npy"
+
+    def begin(self) -> None:
+        super().begin()
+        sources = read_checked(self.store, self.manifest.sources).splitlines()
+        self.names = pa.array([json.loads(line)["path"] for line in sources])
+        sink = pa.CompressedOutputStream(self.folder / f"{self.split}.csv.gz", "gzip")
+        self.sink = self.files.enter_context(sink)
+        self.end = self.row = 0
+
+    def append(self, rows: Rows) -> None:
+        super().append(rows)
+        ends = self.end + np.cumsum(rows.lengths)
+        columns = {
+            "start": ends - rows.lengths,
+            "end": ends,
+            "id": np.arange(self.row, self.row + len(rows)),
+            "src": self.names.take(pa.array(rows.per_row[ORIGIN_FILE])),
+            "loc": rows.per_row[ORIGIN_RECORD],
+        }
+        csv.write_csv(pa.table(columns), self.sink, csv.WriteOptions(include_header=False))
+        self.end, self.row = int(ends[-1]), self.row + len(rows)
+
+
+class _Datatrove(_Ids):
+    """`.ds`, the ends of its rows in `.ds.index`, and its size in `.ds.metadata`."""
+
+    ending = ".ds"
+
+    def begin(self) -> None:
+        super().begin()
+        self.index = self.open(f"{self.split}.ds.index")
+        self.metadata = self.open(f"{self.split}.ds.metadata")
+
+    def finish(self) -> None:
+        self.index.write(np.cumsum(self.row_lengths(), dtype=np.uint64).data)
+        tokenizer = self.store.path(self.manifest.tokenizer.file)
+        self.metadata.write(f"{tokenizer}|{self.dtype.itemsize}\n{self.tokens}\n".encode())
+
+
+class _Parquet(_Writer):
+    """One file for each split, with all columns."""
+
+    keeps_columns = True
+
+    def begin(self) -> None:
+        self.schema = shard_schema(self.vocabulary_size, self.manifest.columns)
+        file = parquet.ParquetWriter(
+            self.folder / f"{self.split}.parquet", self.schema, compression="zstd"
+        )
+        self.file = self.files.enter_context(file)
+
+    def append(self, rows: Rows) -> None:
+        self.file.write_batch(record_batch(rows, self.schema)[0])
+
+
+class _Mds(_Writer):
+    """A folder `SPLIT` with shards of mosaicml-streaming, whose samples have `input_ids`.
+
+    A sample is the size of its array in bytes, the array's number of dimensions and width of
+    lengths in one byte, its length, and the ids.
+    """
+
+    SHARD_BYTES: ClassVar[int] = 1 << 26
+    _HEAD = np.dtype([("size", "<u4"), ("dimensions", "u1"), ("length", "<u4")])
+    _ONE_DIMENSION_OF_UINT32 = 1 << 2 | 2
+
+    def begin(self) -> None:
+        self.folder = self.folder / self.split
+        self.folder.mkdir()
+        self.config = {
+            "column_encodings": [f"ndarray:{self.dtype.name}"],
+            "column_names": ["input_ids"],
+            "column_sizes": [None],
+            "compression": None,
+            "format": "mds",
+            "hashes": ["xxh3_64"],
+            "size_limit": self.SHARD_BYTES,
+            "version": 2,
+        }
+        self.shards: list[dict[str, object]] = []
+        self.samples: list[np.ndarray] = []
+        self.sizes: list[np.ndarray] = []
+        self.num_bytes = 0
+
+    def append(self, rows: Rows) -> None:
+        lengths, width = rows.lengths, self.dtype.itemsize
+        heads = np.empty(len(rows), self._HEAD)
+        heads["size"] = self._HEAD.itemsize - 4 + lengths * width
+        heads["dimensions"] = self._ONE_DIMENSION_OF_UINT32
+        heads["length"] = lengths
+        sizes = self._HEAD.itemsize + lengths * width
+        starts = np.cumsum(sizes) - sizes
+        samples = np.empty(int(sizes.sum()), np.uint8)
+        is_id = np.ones(len(samples), bool)
+        at = starts[:, None] + np.arange(self._HEAD.itemsize)
+        is_id[at] = False
+        samples[at] = heads.view(np.uint8).reshape(len(rows), -1)
+        samples[is_id] = np.ascontiguousarray(rows.ids, self.dtype).view(np.uint8)
+        self.samples.append(samples)
+        self.sizes.append(sizes)
+        self.num_bytes += len(samples)
+        if self.num_bytes >= self.SHARD_BYTES:
+            self._write_shard()
+
+    def finish(self) -> None:
+        if self.samples:
+            self._write_shard()
+        index = json.dumps({"shards": self.shards, "version": 2})
+        (self.folder / "index.json").write_text(index)
+
+    def _write_shard(self) -> None:
+        sizes = np.concatenate(self.sizes)
+        config = json.dumps(self.config, sort_keys=True).encode()
+        first = 4 + 4 * (len(sizes) + 1) + len(config)
+        offsets = (first + np.concatenate([[0], np.cumsum(sizes)])).astype(np.uint32)
+        content = b"".join(
+            [np.uint32(len(sizes)).tobytes(), offsets.tobytes(), config]
+            + [samples.tobytes() for samples in self.samples]
+        )
+        name = f"shard.{len(self.shards):05d}.mds"
+        (self.folder / name).write_bytes(content)
+        checksum = {"xxh3_64": xxhash.xxh3_64_hexdigest(content)}
+        raw = {"basename": name, "bytes": len(content), "hashes": checksum}
+        self.shards.append(self.config | {"raw_data": raw, "samples": len(sizes), "zip_data": None})
+        self.samples, self.sizes, self.num_bytes = [], [], 0
+
+
+FORMATS: dict[Format, type[_Writer]] = {
+    "megatron": _Megatron,
+    "nanogpt": _NanoGpt,
+    "llm.c": _LlmC,
+    "olmo": _Olmo,
+    "datatrove": _Datatrove,
+    "parquet": _Parquet,
+    "mds": _Mds,
+}
+"""By the value of `--to`."""
