@@ -68,7 +68,7 @@ class Export:
     """Output folder of `pretokenize`, or an address."""
     folder: Annotated[str, text("TO")]
     """A new or empty folder."""
-    to: Format
+    to: Format = "parquet"
     """megatron: .bin and .idx; nanogpt: a .bin of ids alone; llm.c: a .bin with its header; olmo:
     .npy and .csv.gz; datatrove: .ds; parquet: all columns; mds: shards of mosaicml-streaming."""
     split: Annotated[str, text("NAME")] | None = None
