@@ -54,6 +54,7 @@ def evaluate(
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     targets = torch.zeros((), dtype=torch.int64, device=device)
+    num_bytes = torch.zeros((), dtype=torch.int64, device=device)
     scores = task.scores(device)
     model.eval()
     for number, shown in micro_batches:
@@ -62,15 +63,18 @@ def evaluate(
             loss = _loss(model, task, micro_batch, scores)
         total += loss.sum
         targets += loss.targets
+        num_bytes += task.bytes_of_targets(micro_batch)
     model.train()
     reshard(model)
-    world.all_reduce([total, targets, *(scores.sums(world) if scores else [])])
+    world.all_reduce([total, targets, num_bytes, *(scores.sums(world) if scores else [])])
     if not int(targets):
         return {}
     mean = float(total) / int(targets)
     found = scores.result() if scores else {}
     if math.isnan(mean):  # then predictions are NaN too, and their scores mean nothing
         found = dict.fromkeys(found, math.nan)
+    if int(num_bytes):
+        found["bits_per_byte"] = float(total) / math.log(2) / int(num_bytes)
     return {"loss": mean} | task.of_loss(mean) | found
 
 

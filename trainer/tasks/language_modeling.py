@@ -9,14 +9,20 @@ the targets are replaced by the mask token, 10 % by a random id, and 10 % stay. 
 padding and the first token of a document are never targets. The random draw depends only on the
 seed and the number of the micro-batch, so a resumed run masks the same tokens. It runs on the
 device, so the host does not wait.
+
+Bits per byte are the loss of all targets in bits, divided by the bytes of text that the targets
+stand for. Losses of different tokenizers can be compared by it. The end of a document is a target
+of 0 bytes.
 """
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -28,7 +34,15 @@ from tokenfeed.trainer.data.datasets import read_tokenizer
 from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.tasks.task import Task
 
-__all__ = ["Chat", "Completion", "LanguageModelling", "Masked", "SpecialIds", "perplexity"]
+__all__ = [
+    "Chat",
+    "Completion",
+    "LanguageModelling",
+    "Masked",
+    "SpecialIds",
+    "perplexity",
+    "token_bytes",
+]
 
 _MASKS = ("[MASK]", "<mask>", "<|mask|>")
 
@@ -58,6 +72,38 @@ class SpecialIds:
         return cls(tuple(ids.values()), masks[0] if masks else None)
 
 
+def token_bytes(content: bytes) -> Tensor:
+    """Return the bytes of text of each id of a tokenizer.json; 0 for special tokens.
+
+    In a byte-level tokenizer, each character of a token is a byte. In others, a token has the bytes
+    that it adds to the text of a token before it. Spaces that a tokenizer drops are not counted.
+
+    Raises:
+        ConfigError: The tokenizer cannot be decoded.
+    """
+    try:
+        tokenizer, described = Tokenizer.from_buffer(content), json.loads(content)
+    except Exception as error:  # `tokenizers` raises nothing more exact
+        raise ConfigError(f"tokenizer.json cannot be decoded ({error}).") from error
+    vocabulary = tokenizer.get_vocab()
+    sizes = torch.zeros(max(vocabulary.values(), default=-1) + 1, dtype=torch.int64)
+    added = {entry["id"]: entry for entry in described.get("added_tokens") or ()}
+    if '"ByteLevel"' in json.dumps(described.get("decoder")):
+        for token, id in vocabulary.items():
+            sizes[id] = len(token)
+    else:
+        first = min(vocabulary.values() - added.keys(), default=0)
+        alone = len(tokenizer.decode([first]).encode())
+        for token, id in vocabulary.items():
+            both = len(tokenizer.decode([first, id]).encode())
+            sizes[id] = 1 if _BYTE.fullmatch(token) else both - alone
+    for id, entry in added.items():
+        sizes[id] = 0 if entry["special"] else len(entry["content"].encode())
+    return sizes
+
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+"""A token of one byte, where characters that have no token are divided into bytes."""
 _LARGEST_EXPONENT = 700.0  # of a float
 
 
@@ -73,6 +119,17 @@ class LanguageModelling(Task):
     causal = True
     packs = True
     apart = False
+
+    bytes_of_token: Tensor | None = None
+    """Bytes of text of each id; None if the tokenizer cannot be read."""
+
+    def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
+        """Return the bytes of text that the targets stand for."""
+        if self.bytes_of_token is None:
+            return 0
+        targets_BT = self.targets(micro_batch.labels)
+        bytes_BT = self.bytes_of_token.take(targets_BT.clamp(min=0))
+        return (bytes_BT * (targets_BT != IGNORED)).sum()
 
     def targets(self, labels: Tensor) -> Tensor:
         """Return the next label of each position.

@@ -1,13 +1,14 @@
 """Select the task of a run: the task of its shards, or --objective."""
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.trainer.config.run_config import TrainConfig
-from tokenfeed.trainer.data.datasets import first_of, run_manifest, shown
+from tokenfeed.trainer.data.datasets import first_of, read_tokenizer, run_manifest, shown
 from tokenfeed.trainer.tasks.classification import Classify
 from tokenfeed.trainer.tasks.language_modeling import (
     Chat,
@@ -15,6 +16,7 @@ from tokenfeed.trainer.tasks.language_modeling import (
     LanguageModelling,
     Masked,
     SpecialIds,
+    token_bytes,
 )
 from tokenfeed.trainer.tasks.regression import Score
 from tokenfeed.trainer.tasks.tagging import Tag
@@ -58,6 +60,9 @@ def make_task(config: TrainConfig, manifest: Manifest, device: torch.device) -> 
             "newer tokenfeed."
         )
     task = TASKS[manifest.task](manifest, config.seed)
+    if isinstance(task, LanguageModelling):
+        with suppress(ConfigError):  # export reports it; training goes on without bits per byte
+            task.bytes_of_token = token_bytes(read_tokenizer(first_of(config.shards))).to(device)
     if task.outputs == 0:
         raise ConfigError(
             f"{name}: the data set has no labels. Run `pretokenize --task {manifest.task}` on a "

@@ -131,6 +131,10 @@ class Task:
         """Return the target of each logit, or `IGNORED`."""
         return labels
 
+    def bytes_of_targets(self, micro_batch: MicroBatch) -> Tensor | int:
+        """Return the bytes of text that the targets stand for; 0 if the task does not know."""
+        return 0
+
     @property
     def logits_at_once(self) -> int:
         """Tokens above which a larger micro-batch needs no more memory for the logits."""
