@@ -47,13 +47,13 @@ ATTENTION = {
     "lm padded": FLASH,
     "complete packed": BY_ENDS,
     "complete padded": FLASH,
-    "classify padded": MASKED,
-    "pairs padded": MASKED,
-    "score padded": MASKED,
+    "classify padded": BY_ENDS,
+    "pairs padded": BY_ENDS,
+    "score padded": BY_ENDS,
     "tag packed": BY_ENDS,
-    "tag padded": MASKED,
+    "tag padded": BY_ENDS,
     "masked packed": BY_ENDS,
-    "masked padded": MASKED,
+    "masked padded": BY_ENDS,
 }
 
 

@@ -7,16 +7,17 @@ Shapes: B rows, T slots, H heads, K width of a head, S segments.
 """
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-__all__ = ["Reach", "Scope", "attend", "has_varlen"]
+__all__ = ["Reach", "Scope", "attend", "has_varlen", "row_ends", "size_only"]
 
 _LEAST_CAPABILITY = (8, 0)
+_VARLEN_TAKES_GROUPS = TorchVersion(torch.__version__) >= "2.12"
 
 
 class Reach(NamedTuple):
@@ -42,8 +43,9 @@ class Scope:
     """True where a query (third dimension) attends to a key (fourth). Includes `causal`."""
     cu_seqlens: Tensor | None = None
     """Offsets of segments in the flattened batch, with its end: shape (S + 1,), int32."""
-    max_seqlen: int = 0
-    """With `cu_seqlens`: upper bound of a segment's length."""
+    longest: Tensor | None = None
+    """With `cu_seqlens`: no elements, and the length of the longest segment as its first size. A
+    compiled model takes sizes of tensors as variables, and numbers as constants."""
     window: int | None = None
     """With `cu_seqlens`: how many slots back a slot attends, and forward unless causal. None: no
     limit."""
@@ -56,28 +58,25 @@ class Scope:
         reach = Reach(self.causal or reach.causal, window)
         if reach == Reach(self.causal, None):
             return self
-        if self.cu_seqlens is not None:
+        if self.cu_seqlens is not None and self.mask_BHTT is None:
             return replace(self, causal=reach.causal, window=window)
         return Scope(reach.causal, self._narrowed_mask(reach, ids_BT))
 
     def blank_like(self, rows: int, length: int) -> "Scope":
         """Return a scope of the same form for another shape, without any limit but `causal`."""
-        mask, ends = self.mask_BHTT, self.cu_seqlens
+        mask, ends, longest = self.mask_BHTT, self.cu_seqlens, self.longest
         if mask is not None:
             mask = mask.new_ones((rows, 1, length if mask.shape[2] > 1 else 1, length))
         if ends is not None:
-            ends = F.pad(ends[:1], (0, len(ends) - 1), value=rows * length)
-        return Scope(self.causal, mask, ends, length)
+            ends = row_ends(0, rows, length, ends.device)
+            longest = size_only(length, ends.device)
+        return Scope(self.causal, mask, ends, longest)
 
-    def of_rows(self, start: int, stop: int, length: int) -> "Scope":
-        """Return the scope of rows `start` to `stop` of a micro-batch. Segments do not cross
-        rows."""
-        mask, ends = self.mask_BHTT, self.cu_seqlens
-        if mask is not None:
-            mask = mask[start:stop]
-        if ends is not None:
-            ends = (ends - start * length).clamp(0, (stop - start) * length)
-        return replace(self, mask_BHTT=mask, cu_seqlens=ends)
+    def mark_dynamic(self) -> None:
+        """Let the compiler make one graph for all numbers of segments, and all lengths of them."""
+        for tensor in (self.cu_seqlens, self.longest):
+            if tensor is not None:
+                torch._dynamo.mark_dynamic(tensor, 0)
 
     def _narrowed_mask(self, reach: Reach, ids_BT: Tensor) -> Tensor | None:
         mask_BHTT = self.mask_BHTT
@@ -91,6 +90,17 @@ class Scope:
         # Every slot attends to itself: a softmax over nothing is NaN, which would spread to others.
         itself_TT = torch.eye(ids_BT.shape[1], dtype=torch.bool, device=ids_BT.device)
         return (mask_BHTT & near_11TT) | itself_TT
+
+
+def row_ends(start: int, rows: int, length: int, device: torch.device) -> Tensor:
+    """Return where rows of one segment begin, from the slot `start` on, and where they end."""
+    return start + torch.arange(rows + 1, dtype=torch.int32, device=device) * length
+
+
+def size_only(length: int, device: torch.device) -> Tensor:
+    """Return a tensor without elements that stands for a length. The compiler takes 0 and 1 as
+    constants."""
+    return torch.empty((max(length, 2), 0), device=device)
 
 
 def has_varlen(device: torch.device, dtype: torch.dtype) -> bool:
@@ -122,12 +132,15 @@ def attend(
         query_BHTK: Queries.
         key_BHTK: Keys. With fewer heads than queries, each serves several neighbouring query heads.
         value_BHTK: Values, with as many heads as the keys.
-        scope: Which slots attend to each other.
+        scope: Which slots attend to each other. With a mask and `cu_seqlens`, both say the same.
         scale: Factor of the products. Default: 1 / sqrt(K).
-        dropout: Share of weights set to 0. Only without `cu_seqlens`.
+        dropout: Share of weights set to 0. Needs a mask if there are `cu_seqlens`.
     """
-    if scope.cu_seqlens is not None:
-        return _attend_segments(query_BHTK, key_BHTK, value_BHTK, scope, scale)
+    repeats = query_BHTK.shape[1] // key_BHTK.shape[1]
+    if scope.cu_seqlens is not None and not dropout:
+        return _attend_segments(query_BHTK, key_BHTK, value_BHTK, scope, scale, repeats)
+    if repeats > 1 and not _takes_groups(query_BHTK, scope):
+        key_BHTK, value_BHTK, repeats = *_repeated(key_BHTK, value_BHTK, repeats), 1
     return F.scaled_dot_product_attention(
         query_BHTK,
         key_BHTK,
@@ -136,32 +149,53 @@ def attend(
         is_causal=scope.causal and scope.mask_BHTT is None,
         scale=scale,
         dropout_p=dropout,
-        enable_gqa=query_BHTK.shape[1] != key_BHTK.shape[1],
+        enable_gqa=repeats > 1,
     )
 
 
+def _takes_groups(query_BHTK: Tensor, scope: Scope) -> bool:
+    """Return whether one key serves several queries in the kernel that torch chooses.
+
+    The flash kernels do this. On a GPU they take half precision and no mask, and need an Ampere:
+    there, half precision is bf16. Other kernels of a GPU leave the work to the slowest one.
+    """
+    if query_BHTK.device.type != "cuda":
+        return True
+    return query_BHTK.dtype == torch.bfloat16 and scope.mask_BHTT is None
+
+
+def _repeated(key_BHTK: Tensor, value_BHTK: Tensor, repeats: int) -> tuple[Tensor, Tensor]:
+    return key_BHTK.repeat_interleave(repeats, 1), value_BHTK.repeat_interleave(repeats, 1)
+
+
 def _attend_segments(
-    query_BHTK: Tensor, key_BHTK: Tensor, value_BHTK: Tensor, scope: Scope, scale: float | None
+    query_BHTK: Tensor,
+    key_BHTK: Tensor,
+    value_BHTK: Tensor,
+    scope: Scope,
+    scale: float | None,
+    repeats: int,
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     assert scope.cu_seqlens is not None
-    rows, heads, _, _ = query_BHTK.shape
-    repeats = heads // key_BHTK.shape[1]
-    if repeats > 1:
-        key_BHTK = key_BHTK.repeat_interleave(repeats, dim=1)
-        value_BHTK = value_BHTK.repeat_interleave(repeats, dim=1)
-    ends, longest = scope.cu_seqlens, scope.max_seqlen
+    assert scope.longest is not None
+    settings: dict[str, Any] = {}
+    if repeats > 1 and _VARLEN_TAKES_GROUPS:
+        settings["enable_gqa"] = True
+    elif repeats > 1:
+        key_BHTK, value_BHTK = _repeated(key_BHTK, value_BHTK, repeats)
+    ends, longest = scope.cu_seqlens, scope.longest.shape[0]
     query, key, value = (
         part.transpose(1, 2).flatten(0, 1) for part in (query_BHTK, key_BHTK, value_BHTK)
     )
     far = -1 if scope.window is None else scope.window
     window = (far, 0 if scope.causal else far)  # a tuple: as a list it would not count as causal
     mixed = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window
+        query, key, value, ends, ends, longest, longest, scale=scale, window_size=window, **settings
     )
     assert isinstance(mixed, Tensor)
-    return mixed.view(rows, -1, *mixed.shape[1:]).transpose(1, 2)
+    return mixed.view(len(query_BHTK), -1, *mixed.shape[1:]).transpose(1, 2)
 
 
 def _near(reach: Reach, length: int, device: torch.device) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tokenfeed.pipeline.feeding.batch import ATTENTION_MASK, POSITION_IDS, Batch
 from tokenfeed.pipeline.format.schema import IGNORED, INPUT_IDS, TOKEN_TYPE_IDS, no_target
 from tokenfeed.pipeline.windows.rank_slice import TARGETS
-from tokenfeed.trainer.data.attention import Scope
+from tokenfeed.trainer.data.attention import Scope, row_ends, size_only
 
 __all__ = ["MicroBatch", "Shaper"]
 
@@ -95,14 +95,18 @@ class Shaper:
         """Return the micro-batch of a batch. Queues a few kernels; does not wait for the device."""
         filling = self._missing_rows(batch)
         rows = {key: _with_rows(batch[key], filling, fill) for key, fill in _FILLS if key in batch}
+        packed = ATTENTION_MASK not in batch
+        scope = self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK])
+        if self.rows_of is not None:
+            scope.mark_dynamic()
         labels = batch[TARGETS]
-        packed, length = ATTENTION_MASK not in batch, batch[INPUT_IDS].shape[1]
+        length = batch[INPUT_IDS].shape[1]
         by_document = packed and self.apart
         return MicroBatch(
             ids_BT=rows[INPUT_IDS],
             labels=_with_rows(labels, filling, _none(labels)),
             positions_BT=rows[POSITION_IDS] if by_document else _count(length, batch.device),
-            scope=self._packed(batch, filling) if packed else self._padded(rows[ATTENTION_MASK]),
+            scope=scope,
             is_token_BT=None if packed else rows[ATTENTION_MASK],
             token_types_BT=rows.get(TOKEN_TYPE_IDS),
         )
@@ -113,20 +117,32 @@ class Shaper:
 
     def _padded(self, is_token_BT: Tensor) -> Scope:
         """Return the scope of padded rows. Causal tokens never see the padding, which comes
-        last."""
+        last.
+
+        Otherwise each row is a segment of tokens and a segment of padding.
+        """
         if self.causal:
             return Scope(causal=True)
-        return Scope(causal=False, mask_BHTT=is_token_BT[:, None, None, :])
+        mask_BHTT = is_token_BT[:, None, None, :]
+        if not self.varlen:
+            return Scope(causal=False, mask_BHTT=mask_BHTT)
+        rows, length = is_token_BT.shape
+        ends = row_ends(0, rows, length, is_token_BT.device)
+        pairs = torch.stack((ends[:-1], ends[:-1] + is_token_BT.sum(1)), dim=1).flatten()
+        ends = torch.cat((pairs.int(), ends[-1:]))
+        return Scope(False, mask_BHTT, ends, size_only(length, is_token_BT.device))
 
     def _packed(self, batch: Batch, filling: int) -> Scope:
         if not self.apart:
             return Scope(causal=self.causal)
         length = batch[INPUT_IDS].shape[1]
-        slots = batch.num_slots + filling * length
-        ends = _of_lasting_length(batch.cu_seqlens, batch.num_slots, slots)
+        ends, slots = batch.cu_seqlens, batch.num_slots
+        if filling:  # a segment for each added row
+            ends = torch.cat((ends, row_ends(slots, filling, length, ends.device)[1:]))
         if self.varlen:
-            return Scope(causal=self.causal, cu_seqlens=ends, max_seqlen=length)
-        mask_BHTT = _same_document(ends, slots // length, length)
+            longest = size_only(length if filling else batch.max_seqlen, ends.device)
+            return Scope(causal=self.causal, cu_seqlens=ends, longest=longest)
+        mask_BHTT = _same_document(ends, slots // length + filling, length)
         if self.causal:
             mask_BHTT = mask_BHTT.tril()
         return Scope(causal=self.causal, mask_BHTT=mask_BHTT)
@@ -158,19 +174,6 @@ def _with_rows(values: Tensor, missing: int, fill: float) -> Tensor:
 
 def _count(length: int, device: torch.device) -> Tensor:
     return torch.arange(length, device=device)[None]
-
-
-def _of_lasting_length(cu_seqlens: Tensor, end: int, slots: int) -> Tensor:
-    """Return offsets of segments, padded to a power of four, so that few shapes occur.
-
-    Slots that were added to the batch become one segment. Empty segments follow it.
-
-    Example: offsets [0, 5, 8] of 8 slots become [0, 5, 8, 8], and [0, 5, 8, 12] if the batch was
-        filled up to 12 slots.
-    """
-    wanted = cu_seqlens.numel() + (slots > end)
-    number = 4 ** ((wanted - 1).bit_length() + 1 >> 1)
-    return F.pad(cu_seqlens, (0, number - cu_seqlens.numel()), value=slots)
 
 
 def _same_document(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:

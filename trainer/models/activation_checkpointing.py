@@ -44,13 +44,13 @@ def recompute_layers(model: nn.Module, how: RecomputeName) -> None:
     """
     if how == "none":
         return
-    blocks = getattr(model, "repeated_blocks", None)
-    if blocks is None:
+    blocks = list(getattr(model, "repeated_blocks", tuple)())
+    if not blocks:
         raise ConfigError(
-            f"`--recompute`={how}: {type(model).__name__} has no `repeated_blocks()`, so nobody "
-            "knows its layers. Add that method, or leave --recompute out."
+            f"`--recompute`={how}: {type(model).__name__} has no `repeated_blocks()`, or none are "
+            "known. Add that method, or leave --recompute out."
         )
-    for block in blocks():
+    for block in blocks:
         block.forward = _again(block.forward, _contexts(how))
 
 

@@ -11,7 +11,7 @@ from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import ALL_LINEAR, BY_NUMBERS, MOST_SHAPES, TrainConfig
 from tokenfeed.trainer.config.values import flag_of
 from tokenfeed.trainer.data.datasets import first_of
-from tokenfeed.trainer.data.head import Head
+from tokenfeed.trainer.data.head import Head, has_hidden
 from tokenfeed.trainer.models.transformer import SIZES, ModelSize, Transformer, words_of
 from tokenfeed.trainer.models.weights import start_from
 
@@ -44,7 +44,8 @@ def make_model(config: TrainConfig, head: Head, dtype: torch.dtype = torch.float
 
 
 def compile_model(model: nn.Module, choices: int) -> None:
-    """Have what repeats compiled when it is first used: once, for all layers; else the whole.
+    """Compile a model when it is first used: a block once, for all layers, and what is around the
+    blocks. A model without blocks is compiled as a whole.
 
     Args:
         model: Compiled in place.
@@ -57,9 +58,24 @@ def compile_model(model: nn.Module, choices: int) -> None:
     most = choices * _VARIANTS * _MOST_GRAPHS
     limits.recompile_limit = max(most, limits.recompile_limit)
     limits.accumulated_recompile_limit = max(most, limits.accumulated_recompile_limit)
-    blocks = getattr(model, "repeated_blocks", None)
-    for part in blocks() if blocks else [model]:
-        part.compile(dynamic=False)
+    blocks: set[nn.Module] = set(getattr(model, "repeated_blocks", tuple)())
+    if blocks:
+        _compile_parts(model, blocks)
+        return
+    model.compile(dynamic=False)
+    if has_hidden(model):
+        model.__dict__["hidden"] = torch.compile(model.hidden, dynamic=False)
+
+
+def _compile_parts(module: nn.Module, blocks: set[nn.Module]) -> None:
+    """Compile the blocks below a module, and the largest parts without a block. Layers of torch are
+    one kernel each, which a compiler does not improve."""
+    for part in module.children():
+        is_layer = type(part).__module__.startswith("torch.nn.")
+        if part in blocks or not (is_layer or blocks.intersection(part.modules())):
+            part.compile(dynamic=False)
+        else:
+            _compile_parts(part, blocks)
 
 
 def _check_adapters(config: TrainConfig) -> None:

@@ -106,10 +106,9 @@ class HubModel(nn.Module):
         return hidden_BTD
 
     def repeated_blocks(self) -> Iterable[nn.Module]:
-        """What is compiled once and used in every layer; the whole where none is known."""
+        """Return what is compiled once and used in every layer; nothing if it is not known."""
         names = set(self.model._no_split_modules or ())
-        found = [part for part in self.model.modules() if type(part).__name__ in names]
-        return found or [self.model]
+        return [part for part in self.model.modules() if type(part).__name__ in names]
 
     def save(self, folder: Path, *, adapter_folder: Path | None = None) -> None:
         """Write what `from_pretrained` loads, with adapters merged into the weights. The model

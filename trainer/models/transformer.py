@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         self.token_dropout = nn.Dropout1d(dropout if head.kind == "row" else 0.0)
         self.pick = _Pick(size) if head.kind == "row" else None
         self.head = None if head.kind == "vocabulary" else nn.Linear(size.width, head.outputs)
-        self._head_width = size.width // size.heads
+        self.rotary = Rotary(size.width // size.heads)
         self._initialize(size.layers)
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
@@ -108,7 +108,7 @@ class Transformer(nn.Module):
         if self.type_embedding is not None:
             x_BTD = x_BTD + self.type_embedding(micro_batch.token_types_BT)
         x_BTD = self.dropout(self.token_dropout(x_BTD))
-        rotary = rotary_angles(micro_batch.positions_BT, self._head_width)
+        rotary = self.rotary(micro_batch.positions_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, rotary, micro_batch.scope)
         out_BTD: Tensor = self.norm(x_BTD)
@@ -198,11 +198,17 @@ class _Pick(nn.Module):
         return picked_BHK.flatten(1)
 
 
-def rotary_angles(positions_BT: Tensor, head_width: int) -> tuple[Tensor, Tensor]:
+class Rotary(nn.Module):
     """Cosine and sine of every position's angles, (B, 1, T, K / 2), once per forward."""
-    exponents = torch.arange(0, head_width, 2, device=positions_BT.device) / head_width
-    angles_B1TK = positions_BT[:, None, :, None] * ROTARY_BASE**-exponents
-    return angles_B1TK.cos(), angles_B1TK.sin()
+
+    def __init__(self, head_width: int) -> None:
+        super().__init__()
+        self._head_width = head_width
+
+    def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        steps = torch.arange(0, self._head_width, 2, device=positions_BT.device)
+        angles_B1TK = positions_BT[:, None, :, None] * ROTARY_BASE ** -(steps / self._head_width)
+        return angles_B1TK.cos(), angles_B1TK.sin()
 
 
 def rotate(x_BHTK: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:

@@ -146,6 +146,7 @@ class Learner:
     def _compile_for(self, micro_batches: list[MicroBatch]) -> None:
         """Use the model to train and to evaluate, as it is frozen now."""
         for shown in micro_batches:
+            shown.scope.mark_dynamic()
             with self.precision.autocast():
                 loss = self.task.loss(self.model, shown)
             self.precision.backward(loss.sum)

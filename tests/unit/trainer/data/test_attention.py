@@ -1,15 +1,13 @@
 """Attention within documents and windows: the kernel of ends and the mask say the same."""
 
-from itertools import pairwise
-from typing import Any
-
-import pytest
 import torch
-import torch.nn.attention.varlen as varlen
 from hypothesis import given
 from hypothesis import strategies as st
+from support import varlen_on_cpu
 
-from tokenfeed.trainer.data.attention import Reach, Scope, attend
+from tokenfeed.trainer.data.attention import Reach, Scope, attend, size_only
+
+varlen_on_cpu.register()
 
 HEADS, GROUPS, WIDTH = 4, 2, 8
 
@@ -25,22 +23,6 @@ def slow_attention(parts: list[torch.Tensor], visible_TT: torch.Tensor) -> torch
     products = query @ key.transpose(-1, -2) / WIDTH**0.5
     weights: torch.Tensor = products.masked_fill(~visible_TT, -torch.inf).softmax(-1) @ value
     return weights
-
-
-def slow_varlen(*parts: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """`varlen_attn` by the formula: of (tokens, H, K)."""
-    query, key, value, ends, _, longest, _ = parts
-    left, right = settings["window_size"]
-    assert isinstance(settings["window_size"], tuple)
-    assert (ends.dtype, int(ends.diff().max()) <= longest) == (torch.int32, True)
-    mixed = torch.empty_like(query)
-    for begin, end in pairwise(ends.tolist()):
-        slot = torch.arange(end - begin)
-        behind = slot[:, None] - slot
-        visible = ((left < 0) | (behind <= left)) & ((right < 0) | (-behind <= right))
-        within = [part[begin:end].transpose(0, 1) for part in (query, key, value)]
-        mixed[begin:end] = slow_attention(within, visible).transpose(0, 1)
-    return mixed
 
 
 windows = st.none() | st.integers(0, 12)
@@ -66,11 +48,10 @@ def test_mask_and_ends_reach_the_same_slots(
     key, value = (torch.randn(len(rows), GROUPS, length, WIDTH, generator=random) for _ in range(2))
     reach = Reach(layer_is_causal, window)
     by_mask = Scope(task_is_causal, mask_BHTT).narrowed(reach, segment_BT)
-    by_ends = Scope(task_is_causal, cu_seqlens=ends, max_seqlen=length).narrowed(reach, segment_BT)
+    by_ends = Scope(task_is_causal, cu_seqlens=ends, longest=size_only(length, ends.device))
+    by_ends = by_ends.narrowed(reach, segment_BT)
     got = attend(query, key, value, by_mask)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(varlen, "varlen_attn", slow_varlen)
-        torch.testing.assert_close(attend(query, key, value, by_ends), got, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(query, key, value, by_ends), got, rtol=1e-4, atol=1e-5)
     seen = Reach(task_is_causal or layer_is_causal, window)
     visible = torch.tensor([[sees(q, k, seen) for k in range(length)] for q in range(length)])
     whole = [query, *(part.repeat_interleave(HEADS // GROUPS, 1) for part in (key, value))]

@@ -1,20 +1,34 @@
 """--compile: the shapes it meets are known before training, and few."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.training import LONGEST, make_config, read_metrics, run, write_labelled
+from support import hub_models, varlen_on_cpu
+from support.training import (
+    LONGEST,
+    VOCABULARY,
+    make_config,
+    make_transformer,
+    one_document_a_row,
+    read_metrics,
+    run,
+    write_labelled,
+)
 from torch import nn
 
+from tokenfeed import Packed, ShardLoader
 from tokenfeed.pipeline.errors import ConfigError
 from tokenfeed.trainer.config.run_config import MOST_SHAPES, PhaseSettings, TrainConfig
+from tokenfeed.trainer.data.micro_batch import MicroBatch, Shaper
 from tokenfeed.trainer.feeding.batch_policy import make_policy, shapes
 from tokenfeed.trainer.loop import trainer as loop
-from tokenfeed.trainer.models.build import compile_model
+from tokenfeed.trainer.models.build import compile_model, make_model
+from tokenfeed.trainer.models.hf_model import HubModel
 
 GRAPHS = 4
 """Of a block for one task, where three tasks need eight."""
@@ -89,7 +103,8 @@ def test_nothing_is_compiled_after_the_shapes_that_were_told(
     [told] = [r.message for r in caplog.records if r.message.startswith("compiles micro-batches")]
     shapes = told.removeprefix("compiles micro-batches of ").removesuffix(" tokens").split(", ")
     assert {f"{rows} x {length}" for rows, length, _ in compiled} == set(shapes)
-    assert len(compiled) <= 2 * len(shapes), "at most to train and to evaluate"
+    parts = 2 if name == "classify" else 1  # a block, and what makes one vector of a row
+    assert len(compiled) <= 2 * parts * len(shapes), "at most to train and to evaluate"
     assert len(read_metrics(tmp_path / "run", "loss")) == 60
 
 
@@ -121,21 +136,135 @@ def test_nothing_is_compiled_when_another_phase_begins(
     assert compiled == pytest.approx(read_metrics(tmp_path / "eager", "loss"), rel=1e-4)
 
 
-class Blockless(nn.Module):
-    """A model with nothing to compile."""
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.fx.GraphModule]]:
+    """The graphs that are compiled."""
+    found: list[torch.fx.GraphModule] = []
 
-    def repeated_blocks(self) -> list[nn.Module]:
-        return []
+    def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        found.append(module)
+        return module.forward
+
+    plain_compile, plain_method = torch.compile, nn.Module.compile
+    patched = {"backend": backend}
+    monkeypatch.setattr(torch, "compile", lambda f, **o: plain_compile(f, **o | patched))
+    monkeypatch.setattr(nn.Module, "compile", lambda m, **o: plain_method(m, **o | patched))
+    torch._dynamo.reset()
+    yield found
+    torch._dynamo.reset()
+
+
+def documents(folder: Path, *, varlen: bool) -> list[MicroBatch]:
+    """Packed micro-batches with documents of other lengths each, of one shape."""
+    shape = Shaper(causal=True, apart=True, varlen=varlen, rows_of=lambda length: 3)
+    batching = Packed(LONGEST, batch_size=3)
+    with ShardLoader(folder, batching=batching, epochs=1, num_workers=0) as loader:
+        return [shape(batch) for batch in loader]
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_packed_documents_of_any_length_share_a_graph(
+    tmp_path: Path, graphs: list[torch.fx.GraphModule]
+) -> None:
+    calls = varlen_on_cpu.register()
+    folder = write_labelled(tmp_path / "shards", "complete", count=200)
+    by_ends, by_mask = documents(folder, varlen=True), documents(folder, varlen=False)
+    model, plain = make_transformer(), make_transformer()
+    plain.load_state_dict(model.state_dict())
+    compile_model(model, 1)
+    calls.clear()
+    counts = []
+    for ours, theirs in zip(by_ends, by_mask, strict=True):
+        compiled, eager = model.hidden(ours), plain.hidden(theirs)
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+        for module, hidden in ((model, compiled), (plain, eager)):
+            module.zero_grad()
+            hidden[..., 0].mean().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-5)
+        counts.append(len(graphs))
+    assert len(set(calls)) > 3, "other numbers of documents, and other lengths"
+    assert set(counts) == {2}, "a block, and the angles of positions"
+
+
+class WithHidden(nn.Module):
+    """A model without blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        self.layer = nn.Linear(8, 8)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return self.embedding.weight
+
+    def hidden(self, micro_batch: MicroBatch) -> torch.Tensor:
+        hidden: torch.Tensor = self.layer(self.embedding(micro_batch.ids_BT)).tanh()
+        return hidden
+
+    def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
+        return self.hidden(micro_batch) @ self.head_weight.T
+
+
+@pytest.mark.slow
+def test_hidden_of_model_without_blocks_is_compiled(graphs: list[torch.fx.GraphModule]) -> None:
+    model = WithHidden()
+    shown = one_document_a_row(torch.arange(12).view(2, 6))
+    expected = model.hidden(shown)
+    compile_model(model, 1)
+    assert not graphs
+    torch.testing.assert_close(model.hidden(shown), expected)
+    assert len(graphs) == 1
+    model(shown)
+    assert len(graphs) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("knows_blocks", [True, False])
+def test_all_of_a_transformers_model_is_compiled(
+    tmp_path: Path, knows_blocks: bool, graphs: list[torch.fx.GraphModule]
+) -> None:
+    folder = hub_models.save_model(tmp_path / "hub", "CausalLM", "Llama")
+    head = hub_models.head_of("vocabulary", causal=True)
+    model = make_model(hub_models.train_config(folder), head)
+    assert isinstance(model, HubModel)
+    if not knows_blocks:
+        model.model._no_split_modules = None
+    shown = one_document_a_row(torch.arange(12).view(2, 6))
+    expected = model.hidden(shown)
+    compile_model(model, 1)
+    torch.testing.assert_close(model.hidden(shown), expected, rtol=1e-5, atol=1e-5)
+    products = [
+        sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) for graph in graphs
+    ]
+    layers = model.model.config.num_hidden_layers
+    of_block = 7  # queries, keys, values, output, and three of the feed-forward network
+    assert sorted(products) == ([0, 0, of_block] if knows_blocks else [of_block * layers])
+
+
+class Small(nn.Module):
+    """A model with one block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(1, 1)
+
+    def repeated_blocks(self) -> list[nn.Module]:
+        return [self.block]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiler_may_make_the_graphs_of_every_phase() -> None:
     """Each has eight lengths, packed and padded, to train and to evaluate, and frozen in parts."""
     limits = torch._dynamo.config
     with limits.patch(recompile_limit=8, accumulated_recompile_limit=256):
         found = []
         for choices in (1, 3):
-            compile_model(Blockless(), choices)
+            compile_model(Small(), choices)
             found.append((limits.recompile_limit, limits.accumulated_recompile_limit))
     least = 2 * 2 * MOST_SHAPES
     assert found[0][0] >= least

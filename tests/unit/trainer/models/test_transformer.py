@@ -29,8 +29,8 @@ from tokenfeed.trainer.data.micro_batch import MicroBatch
 from tokenfeed.trainer.loop.export import load_exported
 from tokenfeed.trainer.models.transformer import (
     SIZES,
+    Rotary,
     Transformer,
-    rotary_angles,
     rotate,
     words_of,
 )
@@ -74,7 +74,7 @@ def test_every_position_sees_all_earlier_tokens(model: Transformer) -> None:
 
 
 def test_rotary_attention_depends_on_the_distance_only() -> None:
-    cosine_TK, sine_TK = rotary_angles(torch.arange(64)[None], 16)
+    cosine_TK, sine_TK = Rotary(16)(torch.arange(64)[None])
     query, key = torch.randn(2, 16)
     rotated_query = rotate(query.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
     rotated_key = rotate(key.expand(1, 1, 64, 16), (cosine_TK, sine_TK))[0, 0]
