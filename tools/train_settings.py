@@ -15,6 +15,7 @@ import yaml
 from msgspec import Meta
 
 from tokenfeed.pipeline.errors import ConfigError, TokenfeedError
+from tokenfeed.pipeline.facts import count_of
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.pipeline.format.schema import column_of
 from tokenfeed.tools.shell.command_line import read_command_line
@@ -64,7 +65,7 @@ GROUPS = {
     ),
     "device": ("device", "precision", "compile", "recompute", "shard_model"),
     "evaluation and checkpoint": (
-        *("eval_every", "eval_tokens", "save_every", "keep", "log_every", "track"),
+        *("eval_every", "eval_tokens", "patience", "save_every", "keep", "log_every", "track"),
     ),
     "output": ("run_dir", "resume", "export", "upload", "json"),
     "configuration and planning": (
@@ -285,14 +286,14 @@ def _chosen(manifest: Manifest | None, given: dict[str, Any], machine: Machine) 
             lora=given.get("lora") is not None,
             step_tokens=given.get("step_tokens") is not None and given.get("step_rows") is None,
             longest_input=_longest_input(manifest, given.get("model", "")),
-            for_gpu=given.get("preset") in _OF_GPUS,
+            for_gpu=given.get("preset") in _OF_GPUS or machine.gpu is not None,
         )
         choices += [*data_defaults(manifest, relevant), *tuning_defaults(relevant)]
         suited = command()
         suited.check()
         epochs = suited.epochs
         if not any(given.get(name) is not None for name in _BUDGETS):
-            epochs = default_epochs(manifest, relevant)
+            epochs = default_epochs(manifest, relevant, on_gpu=machine.gpu is not None)
         if epochs is not None or suited.tokens is not None:
             choices.append(_budget(suited, epochs, manifest, machine))
             given = {k: value for k, value in given.items() if k not in ("epochs", "tokens")}
@@ -311,7 +312,7 @@ def _budget(command: Command, epochs: int | None, manifest: Manifest, machine: M
     on_gpu = machine.gpu is not None
     if epochs is not None:
         steps = steps_of(epochs, command, manifest, on_gpu=on_gpu)
-        return Choice({"steps": steps}, f"{epochs} epochs")
+        return Choice({"steps": steps}, count_of(epochs, "epoch"))
     assert command.tokens is not None
     steps = steps_of_tokens(command.tokens, command, manifest, on_gpu=on_gpu)
     share = command.tokens / manifest.split("train").tokens

@@ -32,6 +32,8 @@ __all__ = ["Inputs"]
 
 _DEFAULT_VALIDATION, _VALIDATION_BYTES = 0.01, 40_000_000
 """Part of the text for validation, and its most bytes: about 10 M tokens."""
+_LABELLED_VALIDATION, _LABELLED_BYTES = 0.1, 4_000_000
+"""The same for rows with labels: their validation ends a training, so a few rows are too few."""
 _PROBED_RECORDS, _PROBED_FILES = 10_000, 16
 COUNTED_ALONE_BYTES = 32_000_000
 """Labels of so much text are counted before workers would have started."""
@@ -80,10 +82,15 @@ class Inputs:
         )
         validation = options.validation
         if validation is None:
-            are_given = any(source.split is not None for source in corpus.sources)
-            num_bytes = sum(source.text_bytes for source in corpus.sources)
-            most = _VALIDATION_BYTES / max(num_bytes, 1)
-            validation = 0.0 if are_given else min(_DEFAULT_VALIDATION, most)
+            splits = {source.split for source in corpus.sources} - {None}
+            num_bytes = max(1, sum(source.text_bytes for source in corpus.sources))
+            if task.name in ("classify", "score", "tag"):
+                has_one, part = VALIDATION in splits, _LABELLED_VALIDATION
+                most = _LABELLED_BYTES / num_bytes
+            else:
+                has_one, part = bool(splits), _DEFAULT_VALIDATION
+                most = _VALIDATION_BYTES / num_bytes
+            validation = 0.0 if has_one else min(part, most)
         shard_bytes = options.shard_bytes or auto_shard_bytes(corpus.sources)
         return cls(corpus=corpus, shard_bytes=shard_bytes, validation=validation, task=task)
 

@@ -88,7 +88,8 @@ class Options:
     times."""
     validation: _Share | None = None
     """Share of the other records for the validation split, chosen by a hash of their text. Default:
-    0.01 and at most about 10 M tokens, or 0 if --split is given."""
+    0.01 and at most about 10 M tokens, or 0 if --split is given. With labels: 0.1 and at most 4 MB,
+    or 0 if --split gives a validation split."""
     exclude: tuple[Annotated[str, text("GLOB")], ...] = ()
     """Leave out files whose names or paths match GLOB. Can be given several times."""
     strict: bool = False

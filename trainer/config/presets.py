@@ -51,6 +51,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
     },
     # A run of days: rare evaluations, more checkpoints, a schedule that can be extended.
     "production": {
+        "epochs": 1,
         "schedule": "wsd",
         "warmup_steps": 500,
         "eval_every": 1000,

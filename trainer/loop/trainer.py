@@ -9,6 +9,7 @@ sum is corrected once, there.
 """
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import deque
@@ -38,7 +39,12 @@ from tokenfeed.trainer.loop.malloc import keep_freed_memory
 from tokenfeed.trainer.optim.gradients import StepGradients, Tally
 from tokenfeed.trainer.optim.precision import Precision, all_finite
 from tokenfeed.trainer.optim.train_state import Learner
-from tokenfeed.trainer.report.interim_report import InterimReports, log_beginning, remedies
+from tokenfeed.trainer.report.interim_report import (
+    InterimReports,
+    log_beginning,
+    notes_on,
+    remedies,
+)
 from tokenfeed.trainer.report.metrics_file import MetricsFile
 from tokenfeed.trainer.report.page import write_page
 from tokenfeed.trainer.report.profiler import StepTracer
@@ -144,7 +150,7 @@ class Trainer:
             counts = step_sync.after_step(**requests, tokens=tally.tokens, slots=tally.slots)
             stall.step(*counts)
             self._after_step(step, tally, norm, rows)
-            if step_sync.stop:
+            if step_sync.stop or step == self.config.steps:
                 break
 
     def finish(self) -> Report:
@@ -197,6 +203,7 @@ class Trainer:
             validation_loss_last=validation[-1] if validation else None,
             task=self.task.name,
             metrics={split: dict(found) for split, found in metrics.items()},
+            notes=notes_on(self.task, metrics, lines) if self.is_finished else [],
             best_step=self.evaluator.best.step if self.evaluator.best else None,
             model=self.config.model,
             parameters=sum(parameter.numel() for parameter in self.learner.model.parameters()),
@@ -372,6 +379,28 @@ class Trainer:
         is_saved = self._is_due(self.config.save_every) and self.step > 0
         if metrics and is_saved and self._is_due(self.config.eval_every):
             self.evaluator.note_best(self.step, metrics)
+        if metrics:
+            self._end_without_gain()
+
+    def _end_without_gain(self) -> None:
+        """Make this step the last one if --patience evaluations found no better weights.
+
+        The settings of the run then have this number of steps, so the run is finished.
+        """
+        config, best = self.config, self.evaluator.best
+        if not config.patience or config.phases or best is None or self.step >= config.steps:
+            return
+        if self.step - best.step >= config.patience * config.eval_every:
+            _log.info(
+                "step %d | no better result since step %d: the run ends. Raise --patience %d to go "
+                "on",
+                self.step,
+                best.step,
+                config.patience,
+            )
+            self.config = dataclasses.replace(config, steps=self.step)
+            if self.world.is_main:
+                self.config.write()
 
     def _known_metrics(self, split: str) -> Metrics:
         """Return the metrics of a split at this step in metrics.jsonl, on all ranks."""

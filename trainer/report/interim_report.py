@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,15 +18,49 @@ from tokenfeed.trainer.optim.train_state import Learner
 from tokenfeed.trainer.report.run_report import Report
 from tokenfeed.trainer.sensors.gpu import device_name
 from tokenfeed.trainer.sizing.recommended import epoch_of
-from tokenfeed.trainer.tasks.task import Task
+from tokenfeed.trainer.tasks.task import Metrics, Task
 
-__all__ = ["InterimReports", "log_beginning", "remedies"]
+__all__ = ["InterimReports", "log_beginning", "notes_on", "remedies"]
 
 SECONDS_BETWEEN = 30.0
 MOST_SHARE = 0.001
 """Largest share of the time that drafts may take."""
 
+_TRIVIAL = (
+    ("accuracy", "majority_accuracy", 1, "always predicting the most frequent class"),
+    ("rmse", "mean_rmse", -1, "always predicting the mean"),
+)
+"""A score, the score of a constant answer, whether more is better, and the constant answer."""
+_LEAST_FALL = 0.05
+"""Share by which the loss of the last fifth of a run is below the fifth before, if it falls."""
+
 _log = logging.getLogger(__name__)
+
+
+def notes_on(
+    task: Task, metrics: Mapping[str, Metrics], lines: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return what the results of a finished run call for.
+
+    Args:
+        task: The task. Models of a vocabulary can always be trained for longer.
+        metrics: Metrics of the best weights by split.
+        lines: Lines of metrics.jsonl.
+    """
+    found = [
+        f"{split}: {name} {scores[name]:.4f} is no better than {scores[trivial]:.4f} by {answer}"
+        for split, scores in metrics.items()
+        for name, trivial, sign, answer in _TRIVIAL
+        if name in scores and (scores[name] - scores[trivial]) * sign <= 0
+    ]
+    name = "validation_loss" if any("validation_loss" in line for line in lines) else "loss"
+    losses = [line[name] for line in lines if line.get(name) is not None]
+    last = len(losses) // 5
+    if task.kind != "vocabulary" and last:
+        before, after = sum(losses[-2 * last : -last]), sum(losses[-last:])
+        if after < (1 - _LEAST_FALL) * before:
+            found.append("the loss still fell when the run ended: raise --epochs")
+    return found
 
 
 def remedies(config: TrainConfig, task: Task) -> Mapping[str, str]:

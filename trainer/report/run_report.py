@@ -62,6 +62,8 @@ class Report:
     metrics: dict[str, dict[str, float | None]] = field(default_factory=dict)
     """Metrics of the best weights, by split and name: `loss`, and those of the task. None if the
     model's predictions were not numbers."""
+    notes: list[str] = field(default_factory=list)
+    """What the results call for, such as more epochs."""
     best_step: int | None = None
     """The step of the best weights; None if nothing was evaluated."""
     model: str
@@ -122,6 +124,7 @@ class Report:
                 f"{end}",
                 "loss": loss,
                 "metrics": "\n".join(self._metrics()),
+                "note": "\n".join(self.notes),
                 "speed": ", ".join(speed),
                 **stall_facts(self.stall),
                 "store": self._store(),

@@ -1,8 +1,9 @@
 """Defaults that suit a data set and a machine, for settings that the user does not give.
 
-Documents keep the defaults of `TrainConfig`, except for evaluations. Data with labels or
-completions gets as many epochs as make two million tokens, but at least 3 and at most 10. The
-numbers were measured on small data sets and two cores.
+Documents keep the defaults of `TrainConfig`, except for evaluations, and on a GPU for the warm-up
+and the budget of one epoch. Data with labels or completions gets as many epochs as make two million
+tokens, or with labels 500 steps, but at least 3 and at most 10. The numbers were measured on small
+data sets and two cores.
 
 A GPU gets a micro-batch that fits, and few cores get one worker; a CPU changes no default. Settings
 that this machine does not support are replaced, with one line that says why. Does not import torch.
@@ -48,6 +49,9 @@ _TOKENS = 2_000_000
 """Tokens to train on in all epochs. A data set of fewer tokens is small."""
 _EPOCHS = (3, 10)
 _STEPS_OF_EPOCH, _ROWS = 500, (32, 256)
+_LEAST_STEPS = 500
+"""Steps of all epochs of labelled rows: with fewer, the loss of long rows still falls."""
+_PATIENCE = 8
 _RATE = 1e-3
 """Learning rate for a step of 32 rows."""
 _FINE_RATE, _ADAPTER_RATE = 5e-5, 2e-4
@@ -106,7 +110,7 @@ class GivenSettings:
     longest_input: int | None = None
     """Longest input of the model in tokens; None without a limit."""
     for_gpu: bool = False
-    """Whether a preset for a GPU is given."""
+    """Whether the run is on a GPU, or a preset for one is given."""
 
     @property
     def finetunes(self) -> bool:
@@ -123,7 +127,8 @@ def data_defaults(manifest: Manifest, given: GivenSettings) -> list[Choice]:
     label = column_of(manifest.columns, "target")
     if label is not None:
         model = [] if given.model else [_model(label, train)]
-        return [*model, *_padded(longest, train, given)]
+        patience = Choice({"patience": _PATIENCE}, "more evaluations find no better weights")
+        return [*model, *_padded(longest, train, given), patience]
     if column_of(manifest.columns, "context") is not None:
         return [_packed(longest, train, given)]
     return []
@@ -139,13 +144,20 @@ def tuning_defaults(given: GivenSettings) -> list[Choice]:
     return [Choice({"learning_rate": _FINE_RATE}, "the model is pretrained")]
 
 
-def default_epochs(manifest: Manifest, given: GivenSettings) -> int | None:
-    """Return the epochs that suit a data set; None if the steps do not come from epochs."""
+def default_epochs(manifest: Manifest, given: GivenSettings, *, on_gpu: bool = False) -> int | None:
+    """Return the epochs that suit a data set; None if the steps do not come from epochs.
+
+    Documents are read once on a GPU, and for a fixed number of steps on a CPU.
+    """
     if not data_defaults(manifest, given):
-        return None
+        return 1 if on_gpu and manifest.splits["train"].rows else None
     if given.finetunes:
         return _EPOCHS[0]
-    return _between(_EPOCHS, _TOKENS // max(1, manifest.split("train").tokens))
+    train = manifest.split("train")
+    epochs = _TOKENS // max(1, train.tokens)
+    if column_of(manifest.columns, "target") is not None:
+        epochs = max(epochs, _LEAST_STEPS // math.ceil(train.rows / _step_rows(train)))
+    return _between(_EPOCHS, epochs)
 
 
 def epoch_of(config: TrainConfig, manifest: Manifest, *, on_gpu: bool) -> EpochShapes:

@@ -55,6 +55,22 @@ def test_default_validation_is_at_most_10_million_tokens(tmp_path: Path) -> None
         assert Inputs.listed(options).validation == part
 
 
+def test_default_validation_of_labelled_rows_is_a_tenth(tmp_path: Path) -> None:
+    row = json.dumps({"text": "words", "label": "one"}) + "\n"
+    for name in ("train", "test", "validation"):
+        (tmp_path / f"{name}.jsonl").write_text(100 * row)
+
+    def part(*names: str, split: tuple[str, ...] = ()) -> float:
+        paths = *(str(tmp_path / f"{name}.jsonl") for name in names), str(tmp_path / "out")
+        return Inputs.listed(Options(paths=paths, task="classify", split=split)).validation
+
+    assert part("train") == part("train", "test", split=("test=test.jsonl",)) == 0.1
+    assert part("train", "validation", split=("validation=validation.jsonl",)) == 0
+    with open(tmp_path / "train.jsonl", "ab") as file:
+        os.truncate(file.fileno(), 400_000_000)
+    assert part("train") == 0.01
+
+
 def test_labels_counted_by_units_in_any_order_are_the_same(tmp_path: Path) -> None:
     rows = [{"text": "words " * 9, "label": f"k{number // 40}"} for number in range(400)]
     rows += [{"text": None, "label": "nowhere usable"}]

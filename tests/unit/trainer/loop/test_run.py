@@ -32,12 +32,15 @@ from support.training import (
 from tokenfeed.pipeline.errors import ConfigError, ManifestError, ResumeError
 from tokenfeed.pipeline.format.manifest import Manifest
 from tokenfeed.tools.train_settings import parse_config
+from tokenfeed.trainer.config.run_config import TrainConfig
 from tokenfeed.trainer.loop.evaluation import Evaluator
 from tokenfeed.trainer.loop.run import train
 from tokenfeed.trainer.loop.trainer import Trainer
+from tokenfeed.trainer.report.interim_report import notes_on
 from tokenfeed.trainer.report.progress_lines import StepLog
 from tokenfeed.trainer.sensors.gpu import GpuReading
 from tokenfeed.trainer.stall import CAUSES
+from tokenfeed.trainer.tasks.registry import make_task
 
 MakeShards = Callable[..., Path]
 
@@ -206,6 +209,53 @@ def test_targets_select_what_a_conversation_teaches(
     with contextlib.closing(Trainer(config)) as trainer:
         batch, _, _ = next(trainer.curriculum.feed)
     assert {*batch["labels"].unique().tolist()} - {-100} == expected
+
+
+def test_patience_ends_a_run_that_no_longer_gets_better(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify", count=60)
+    every = {"eval_every": 2, "save_every": 2, "steps": 40, "micro_batch_tokens": 256}
+    settings = {**every, "patience": 3, "learning_rate": 1e-12}
+    config = make_config(shards, tmp_path / "run", **settings)
+    report = run(config)
+    assert (report.finished, report.steps, report.best_step) == (True, 8, 2)
+    assert report.metrics["test"]
+    begun = TrainConfig.of_run(tmp_path / "run")
+    assert begun is not None
+    assert begun.steps == 8
+    assert run(begun) == report
+    longer = dataclasses.replace(begun, steps=12, patience=0)
+    assert (run(longer).steps, run(longer).finished) == (12, True)
+
+
+def test_patience_spares_a_run_that_gets_better(shards: Path, tmp_path: Path) -> None:
+    config = make_config(shards, tmp_path / "run", patience=1, steps=12, learning_rate=5e-3)
+    assert run(config).steps == 12
+
+
+def test_finished_report_notes_scores_below_a_constant_answer(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "score", count=60)
+    config = make_config(
+        shards, tmp_path / "run", learning_rate=1e-12, steps=8, micro_batch_tokens=256
+    )
+    report = run(config)
+    scores = report.metrics["test"]
+    assert (scores["rmse"], scores["mean_rmse"]) != (None, None)
+    is_worse = scores["rmse"] >= scores["mean_rmse"]  # type: ignore[operator]
+    assert is_worse == any("test: rmse" in note for note in report.notes)
+    assert is_worse
+    assert "no better than" in report.summary()
+
+
+def test_finished_report_notes_a_loss_that_still_fell(tmp_path: Path) -> None:
+    shards = write_labelled(tmp_path / "shards", "classify")
+    config = make_config(shards, tmp_path / "run")
+    task = make_task(config, Manifest.read(shards), torch.device("cpu"))
+    lines = [{"step": step, "loss": 1 / step} for step in range(1, 21)]
+    assert notes_on(task, {}, lines) == ["the loss still fell when the run ended: raise --epochs"]
+    flat = [{"step": step, "loss": 1.0} for step in range(1, 21)]
+    assert notes_on(task, {}, flat) == []
+    risen = [line | {"validation_loss": line["step"]} for line in lines]
+    assert notes_on(task, {}, risen) == []
 
 
 def test_a_data_set_without_validation_trains(tmp_path: Path, make_shards: MakeShards) -> None:

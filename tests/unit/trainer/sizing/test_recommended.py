@@ -102,7 +102,15 @@ def test_of_a_small_set_the_epochs_are_some_and_of_a_large_one_few(manifest: Man
     epochs = default_epochs(manifest, AUTO)
     assert epochs is not None
     assert 3 <= epochs <= 10
-    assert epochs == 3 or epochs * manifest.split("train").tokens <= 2_000_000
+    train = manifest.split("train")
+    steps = epochs * math.ceil(train.rows / 32) if manifest.task != "complete" else math.inf
+    assert epochs == 3 or epochs * train.tokens <= 2_000_000 or steps <= 500
+
+
+def test_documents_on_a_gpu_are_read_once() -> None:
+    manifest = make_manifest("lm", 100, 10, 20)
+    assert default_epochs(manifest, AUTO, on_gpu=True) == 1
+    assert default_epochs(manifest, AUTO) is None
 
 
 @given(manifests())
