@@ -10,10 +10,11 @@ sum is corrected once, there.
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import numpy as np
@@ -124,8 +125,11 @@ class Trainer:
         """
         self._should_stop = should_stop
         self._begin()
-        if self.step_sync.stop:
-            return
+        if not self.step_sync.stop:
+            with _collections_at_log_lines():
+                self._train(should_save)
+
+    def _train(self, should_save: Callable[[], bool]) -> None:
         config, task, curriculum = self.config, self.task, self.curriculum
         learner, stall, shape = self.learner, self.stall, self.loaders.shape
         gradients, step_sync = StepGradients(learner, self.world, stall), self.step_sync
@@ -146,7 +150,7 @@ class Trainer:
             if self.saver:
                 self.saver.before_update()
             norm = learner.step(step, tally.loss, tally.targets)
-            requests = {"save": should_save(), "stop": should_stop()}
+            requests = {"save": should_save(), "stop": self._should_stop()}
             counts = step_sync.after_step(**requests, tokens=tally.tokens, slots=tally.slots)
             stall.step(*counts)
             self._after_step(step, tally, norm, rows)
@@ -332,6 +336,7 @@ class Trainer:
         with self.stall.cause("log"):
             self.step_sync.wait()
             skips = self.progress_log.write(self.step, self.step_sync.tokens, self.last_norm)
+            gc.collect(1)
             ends = skips is not None and skips.in_a_row >= MOST_SKIPPED
             if not ends:
                 self._gather_stall()
@@ -509,3 +514,25 @@ class Trainer:
 
         verified = run_slow(self.world, verify)
         return self.world.from_rank_0(lambda: cast(Checkpoint, verified))
+
+
+@contextlib.contextmanager
+def _collections_at_log_lines() -> Iterator[None]:
+    """Stop Python's garbage collector, which log lines call, for what is made from now on.
+
+    A full collection looks at all objects that imports have made, and if it stops one rank, all
+    others wait. Objects that exist now are never looked at again, unless the program has frozen
+    objects itself.
+    """
+    freezes, was_enabled = not gc.get_freeze_count(), gc.isenabled()
+    gc.disable()
+    if freezes:
+        gc.collect()
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()

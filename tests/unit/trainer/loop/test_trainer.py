@@ -1,6 +1,7 @@
 """What may go wrong inside a training: overflows, compilation, figures of short runs."""
 
 import dataclasses
+import gc
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import load_weights, make_config, read_metrics, run, write_counting
+from support.training import (
+    follow_brackets,
+    load_weights,
+    make_config,
+    read_metrics,
+    run,
+    write_counting,
+)
 from torch import nn
 
 from tokenfeed.pipeline.errors import ConfigError
@@ -205,12 +213,12 @@ def test_all_host_work_of_saving_and_evaluating_is_charged(
 
 
 def count_compilations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Compile by a backend that only notes the shapes of activations it is asked for."""
+    """Compile by a backend that only notes the shapes of activations. Angles of positions have
+    none."""
     compiled: list[tuple[int, ...]] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        [activations] = [i for i in inputs if i.dim() == 3]
-        compiled.append(tuple(activations.shape))
+        compiled.extend(tuple(i.shape) for i in inputs if i.dim() == 3)
         return module.forward
 
     compile_with(monkeypatch, backend)
@@ -307,3 +315,40 @@ def test_many_steps_in_a_row_without_finite_gradients_end_the_run_and_name_the_r
     rows = {int(row) for batch in batches[:2] for row in batch.rows}
     assert [place["record"] for place in named] == sorted(rows)
     assert read_metrics(tmp_path, "skipped_steps") == {1: 1, 10: 9, 15: 5}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_garbage_is_collected_at_log_lines_only(
+    is_frozen: bool, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: int(is_frozen))
+    calls: list[str] = []
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
+    monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
+    bracket = follow_brackets(monkeypatch)
+    causes: list[str | None] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            causes.append(bracket())
+
+    def make_cycles() -> bool:
+        for _ in range(10_000):
+            cycle: list[object] = []
+            cycle.append(cycle)
+        if not steps:
+            gc.callbacks.append(note)
+        steps.append(len(causes))
+        return False
+
+    steps: list[int] = []
+    trainer = loop.Trainer(make_config(shards, tmp_path / "run", steps=4, log_every=2))
+    try:
+        trainer.train(bool, make_cycles)
+    finally:
+        gc.callbacks.remove(note)
+        trainer.close()
+    assert set(causes) == {"log"}
+    assert len(causes) == 3, "after steps 1, 2 and 4"
+    assert gc.isenabled()
+    assert calls == ([] if is_frozen else ["freeze", "unfreeze"])
